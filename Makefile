@@ -1,0 +1,36 @@
+# Two commands: `make train` and `make test`. Both set .venv up first if it is missing or out of date.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: train test check setup clean
+
+train: $(READY)
+	$(BIN)/rlctl train grpo $(ARGS)
+
+test: $(READY) check
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(READY)
+
+# pip must be able to find torch 2.13.0+cpu: in a local folder (find-links) or on PyTorch's CPU index.
+$(READY): pyproject.toml rlctl/environment/stubs.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "rlctl needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+	  { echo "no venv module: apt-get install python3-venv"; exit 2; }
+	@$(PYTHON) rlctl/environment/stubs.py .stubs >/dev/null
+	@echo "setting up $(VENV) (1-4 minutes, once)"
+	@$(BIN)/pip install -q --disable-pip-version-check --no-compile --find-links .stubs -r .stubs/requirements.txt -e '.[cpu,dev]' || \
+	  { echo "set-up failed. If torch 2.13.0+cpu was not found: add PyTorch's CPU index to pip's configuration"; \
+	    echo "(the address stands in PyTorch's own install guide), for example PIP_EXTRA_INDEX_URL=ADDRESS make setup"; exit 1; }
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) .stubs

@@ -1,0 +1,212 @@
+"""What a run is: one dataclass a section, every field with its meaning and its limits, none with a default.
+
+Defaults stand in `configs/*.yaml` alone. `spec(...)` puts the one-line meaning and the allowed range beside
+the field; `check.py` enforces both, and `rlctl config show` prints the meaning.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def spec(doc: str, **limits: Any) -> Any:
+    """A field without a default. `limits`: ge, gt, le, lt for numbers (for lists: of each element)."""
+    return field(metadata={"doc": doc, **limits})
+
+
+@dataclass
+class RunSection:
+    name: str | None = spec("name of the run and of its directory; null: KIND--MODEL--N, made up at start")
+    dir: str = spec("folder that holds the run directories")
+    seed: int = spec("seed of everything random in the run", ge=0)
+    probe: bool = spec("before step 1, compare weights and log-probs of trainer and generator; stop if they differ")
+    log_every: int = spec("print a line every this many steps when the output is not a terminal", ge=1)
+    deadline_s: float = spec("longest wait, in seconds, for any one answer of a worker", gt=0)
+
+
+@dataclass
+class ModelSection:
+    path: str = spec("Hugging Face folder or hub name of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal LM")
+    tokenizer: str | None = spec("folder or hub name of the tokenizer; null: the model's own")
+    max_length: int | None = spec("longest sequence, prompt and answer; null: the model's max_position_embeddings", ge=2)
+
+
+@dataclass
+class DatasetSection:
+    path: str | None = spec("JSONL or Parquet file, or hub dataset name; null: none")
+    split: str = spec("split of a hub dataset")
+    prompt_key: str = spec("column of the prompt text; used when the messages column is absent")
+    answer_key: str = spec("column of the reference answer (grpo) or the response (sft)")
+    messages_key: str = spec("column of chat messages, each {role, content}")
+    limit: int | None = spec("use only the first this many rows; null: all", ge=1)
+
+
+@dataclass
+class DataSection:
+    train: DatasetSection = spec("what is trained on")
+    validation: DatasetSection = spec("what is validated on")
+    system_prompt: str | None = spec("system message put before every prompt; needs a chat template")
+    chat_template: Literal["auto", "none"] | str = spec(
+        "auto: the tokenizer's own where it has one; none: plain text; else a Jinja file")
+    max_prompt_length: int | None = spec("prompts of more tokens are cut from the data set; null: no limit", ge=1)
+    shuffle: bool = spec("a new order each epoch, drawn from run.seed")
+
+
+@dataclass
+class RewardSection:
+    name: str = spec("exact, regex, math_verify, or a function of yours as module:function")
+    weight: float = spec("factor of this reward in the sum")
+    pattern: str | None = spec("regex: the first group is compared with the answer; null elsewhere")
+    timeout_s: float = spec("a reward that takes longer counts as failed for that rollout", gt=0)
+
+
+@dataclass
+class AdvantageSection:
+    baseline: Literal["group_mean", "leave_one_out"] = spec("what a rollout's reward is compared with")
+    normalize_std: bool = spec("divide by the group's standard deviation")
+
+
+@dataclass
+class LossSection:
+    clip_low: float = spec("the ratio is clipped below at 1 - clip_low", ge=0, lt=1)
+    clip_high: float = spec("the ratio is clipped above at 1 + clip_high", ge=0)
+    dual_clip: float | None = spec("for negative advantages the loss is at most -A times this; null: off", gt=1)
+    kl_coef: float = spec("weight of the KL to the reference; 0 loads no reference", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = spec("estimator of the KL")
+    entropy_coef: float = spec("weight of the entropy bonus", ge=0)
+    reduction: Literal["token", "sequence"] = spec("mean over all tokens of the update, or over sequences' own means")
+    proximal: Literal["behaviour", "recompute"] = spec(
+        "old policy of the ratio: the generator's own log-probs, or the trainer's before the update")
+    importance_cap: float | None = spec(
+        "recompute: weight tokens by min(proximal / behaviour, this); null: no correction", gt=0)
+
+
+@dataclass
+class GrpoSection:
+    num_steps: int = spec("steps of the whole run", ge=1)
+    num_prompts_per_step: int = spec("prompts drawn for a step", ge=1)
+    num_generations_per_prompt: int = spec("rollouts of each prompt: the group", ge=2)
+    updates_per_step: int = spec("optimizer updates a step, each on an equal share of the groups", ge=1)
+    skip_uniform_groups: bool = spec("leave out groups whose rewards are all equal: their advantage is 0")
+    advantage: AdvantageSection = spec("advantage of a rollout within its group")
+    loss: LossSection = spec("policy loss")
+
+
+@dataclass
+class OptimizerSection:
+    name: Literal["adamw"] = spec("optimizer")
+    lr: float = spec("peak learning rate", gt=0)
+    betas: list[float] = spec("decay of AdamW's two moments", ge=0, lt=1)
+    eps: float = spec("AdamW's epsilon", gt=0)
+    weight_decay: float = spec("decoupled weight decay of matrices; norms and biases have none", ge=0)
+    max_grad_norm: float = spec("gradients are scaled to at most this norm", gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = spec("learning rate after warm-up")
+    warmup_steps: int = spec("updates of linear warm-up", ge=0)
+    min_lr_ratio: float = spec("lowest learning rate as a fraction of lr", ge=0, le=1)
+
+
+@dataclass
+class TrainerSection:
+    backend: Literal["fsdp"] = spec("what trains")
+    num_ranks: int = spec("trainer processes, one a device", ge=1)
+    micro_batch_tokens: int = spec("tokens a rank packs into one forward pass", ge=1)
+    dtype: Literal["auto", "float32", "bfloat16"] = spec("compute dtype; auto: float32 on CPU, bfloat16 on GPU")
+    activation_checkpointing: bool = spec("recompute layers in the backward pass to save memory")
+    logprob_chunk_tokens: int = spec("tokens whose logits exist at one time", ge=1)
+    threads: int | None = spec("CPU threads a rank; null: the cores shared among the ranks", ge=1)
+    optimizer: OptimizerSection = spec("optimizer and schedule")
+
+
+@dataclass
+class GenerationSection:
+    num_engines: int = spec("vLLM engines", ge=1)
+    tensor_parallel_size: int = spec("devices an engine", ge=1)
+    colocated: bool = spec("GPU: engines share the trainer's devices and sleep while it trains")
+    dtype: Literal["auto", "float32", "bfloat16"] = spec("weights' dtype; auto: the trainer's compute dtype")
+    max_new_tokens: int = spec("longest answer in tokens", ge=1)
+    temperature: float = spec("sampling temperature; log-probs are of the tempered distribution", gt=0)
+    top_p: float = spec("nucleus; below 1 the log-prob gap to the trainer grows", gt=0, le=1)
+    top_k: int = spec("sample among this many tokens; 0: all", ge=0)
+    stop_token_ids: list[int] = spec("further tokens that end an answer", ge=0)
+    max_num_seqs: int = spec("sequences an engine decodes at a time", ge=1)
+    gpu_memory_utilization: float = spec("share of a device an engine may use", gt=0, le=1)
+    kv_cache_mib: int = spec("CPU: key-value cache of an engine, in MiB", ge=1)
+    enforce_eager: bool | None = spec("no CUDA graphs; null: true on CPU, false on GPU")
+    max_restarts: int = spec("dead engines replaced in a run before it stops", ge=0)
+
+
+@dataclass
+class RefitSection:
+    transport: Literal["auto", "shm", "nccl"] = spec("auto: shm where trainer and generator share a host's memory "
+                                                     "or a device, nccl between devices")
+    checksum: bool = spec("compare a checksum of every tensor at each refit, not only at the probe")
+    timeout_s: float = spec("longest refit, in seconds", gt=0)
+
+
+@dataclass
+class ValidationSection:
+    every: int = spec("steps between validations; 0: never")
+    at_start: bool = spec("validate before step 1")
+    num_generations: int = spec("answers a prompt: 1 gives accuracy, k gives pass@k too", ge=1)
+    temperature: float = spec("0: greedy", ge=0)
+    max_prompts: int | None = spec("use only the first this many prompts; null: all", ge=1)
+
+
+@dataclass
+class CheckpointSection:
+    every: int = spec("steps between checkpoints; 0: only at the end", ge=0)
+    keep_last: int = spec("newest checkpoints kept", ge=1)
+    keep_best: int = spec("best checkpoints kept besides", ge=0)
+    metric: str = spec("what best means: a metric name; the larger the better, or the smaller with a leading -")
+    export: bool = spec("also write each checkpoint's weights as a Hugging Face folder")
+
+
+@dataclass
+class TelemetrySection:
+    dashboard: Literal["auto", "on", "off"] = spec("auto: live view on a terminal, a line a step elsewhere")
+    tensorboard: bool = spec("write TensorBoard events into the run directory")
+    wandb_project: str | None = spec("Weights & Biases project; null: off")
+    rollouts_per_step: int = spec("rollouts written to rollouts.jsonl each step", ge=0)
+
+
+@dataclass
+class SftSection:
+    num_steps: int = spec("steps of the whole run", ge=1)
+    batch_size: int = spec("samples a step", ge=1)
+    mask: Literal["all", "last"] = spec("train on every assistant turn, or on the last")
+
+
+@dataclass
+class GrpoConfig:
+    """A whole GRPO run (`rlctl train grpo`)."""
+
+    kind: Literal["grpo"] = spec("kind of run")
+    run: RunSection = spec("the run itself")
+    model: ModelSection = spec("the policy")
+    data: DataSection = spec("prompts")
+    rewards: list[RewardSection] = spec("rewards, summed by weight")
+    grpo: GrpoSection = spec("the algorithm")
+    trainer: TrainerSection = spec("what learns")
+    generation: GenerationSection = spec("what samples")
+    refit: RefitSection = spec("from trainer to generator")
+    validation: ValidationSection = spec("held-out prompts")
+    checkpoint: CheckpointSection = spec("what is kept")
+    telemetry: TelemetrySection = spec("what is shown")
+
+
+@dataclass
+class SftConfig:
+    """A whole SFT run (`rlctl train sft`)."""
+
+    kind: Literal["sft"] = spec("kind of run")
+    run: RunSection = spec("the run itself")
+    model: ModelSection = spec("the policy")
+    data: DataSection = spec("samples")
+    sft: SftSection = spec("the algorithm")
+    trainer: TrainerSection = spec("what learns")
+    validation: ValidationSection = spec("held-out samples")
+    checkpoint: CheckpointSection = spec("what is kept")
+    telemetry: TelemetrySection = spec("what is shown")
+
+
+RunConfig = GrpoConfig | SftConfig
+KINDS: dict[str, type[GrpoConfig] | type[SftConfig]] = {"grpo": GrpoConfig, "sft": SftConfig}

@@ -1,0 +1,27 @@
+"""What is drawn from a data set: a `Prompt` to answer (GRPO) or a `Sample` to imitate (SFT)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One draw of one row. `id` names the draw (`e0-r17`: epoch 0, row 17), so equal texts stay apart."""
+
+    id: str
+    tokens: list[int]
+    text: str
+    answer: str | None
+    row: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One draw of one row to imitate: `tokens` int32 [T], `mask` bool [T], true where a token is trained on."""
+
+    id: str
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]

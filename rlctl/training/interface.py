@@ -1,0 +1,101 @@
+"""The one Trainer interface: what a backend gives the loops, whatever trains behind it.
+
+A `TrainerRank` is a plain class, one object a process; the ranks of a group are called in lockstep, each with
+its own share of the data. Losses come in as picklable callables, so that the algorithms stay out of here.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rlctl.training.sequences import Sequence
+
+MicroBatch = list[Sequence]
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Global normalisers of one update, over all ranks and micro-batches: masked tokens, and sequences."""
+
+    tokens: int
+    sequences: int
+
+
+@dataclass
+class TokenBatch:
+    """What a loss sees of one packed micro-batch of T tokens and S sequences (all tensors on the device).
+
+    log_probs: float32 [T], with gradient, of the tempered policy; 0 at each sequence's first token.
+    entropy: float32 [T], with gradient. mask: bool [T]. fields: name -> float32 [T].
+    sequence: int64 [T], index of the token's sequence within the micro-batch. num_sequences: S.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    fields: dict[str, Tensor]
+    sequence: Tensor
+    num_sequences: int
+
+
+@dataclass
+class LossOutput:
+    """loss: scalar with gradient, already divided by the global totals. sums and maxima: scalar metrics.
+
+    Sums are divided by the global totals too, so adding them over micro-batches and ranks gives the mean.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Loss(Protocol):
+    """A picklable loss: a frozen dataclass with `__call__`. Its value must not depend on how data was packed."""
+
+    def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput: ...
+
+
+class TrainerRank(Protocol):
+    """One rank of the trainer group. Every method is called on all ranks together (collectives inside)."""
+
+    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Log-probs float32 [T] of every sequence, in the order given; no gradient, no state changed."""
+
+    def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """The same under the reference policy (the weights at the start of the run, version 0)."""
+
+    def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+        """One optimizer update over all ranks' micro-batches; returns metrics that are equal on every rank."""
+
+    def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+        """The loss's metrics without an update."""
+
+    def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
+        """(Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data moved."""
+
+    def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face checkpoint names, one alive at a time; on every rank, in lockstep.
+
+        dtype: cast to this ("bfloat16", "float32"); None keeps the master weights' own.
+        """
+
+    def save(self, folder: Path) -> None:
+        """Weights, optimizer, schedule and RNG into `folder`, loadable on any number of ranks."""
+
+    def load(self, folder: Path) -> None:
+        """What `save` wrote."""
+
+    def export_folder(self, folder: Path) -> None:
+        """A Hugging Face folder (config.json, tokenizer, model.safetensors) that transformers and vLLM load."""
+
+    def memory(self) -> dict[str, float]:
+        """Bytes now and at peak: device_allocated, device_peak, host_rss."""
+
+    def info(self) -> dict[str, Any]:
+        """parameters, dtype, device, flops_per_token."""
