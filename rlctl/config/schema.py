@@ -136,8 +136,8 @@ class GenerationSection:
 
 @dataclass
 class RefitSection:
-    transport: Literal["auto", "shm", "nccl"] = spec("auto: shm where trainer and generator share a host's memory "
-                                                     "or a device, nccl between devices")
+    transport: Literal["auto", "shm", "broadcast"] = spec("auto: shm (host memory) on CPU and on shared devices, "
+                                                     "broadcast (NCCL) between devices; broadcast is gloo on CPU")
     checksum: bool = spec("compare a checksum of every tensor at each refit, not only at the probe")
     timeout_s: float = spec("longest refit, in seconds", gt=0)
 
