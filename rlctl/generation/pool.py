@@ -1,0 +1,123 @@
+"""The generator: a pool of engines that shares out requests, and replaces an engine that dies.
+
+Groups stay whole on one engine, which shares their prompt's prefix. An engine that dies or hangs is rebuilt at
+the trainer's version and its requests are sampled again, with the same seeds.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlctl.generation.engine import Engine
+from rlctl.generation.requests import Columns, Completion, SampleRequest
+from rlctl.generation.spec import EngineSpec, environment
+from rlctl.refit.refit import EngineEnd, Refit
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.group import Pending, Worker, WorkerSpec
+
+Emit = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class _Make:
+    """Builds the engine inside its process."""
+
+    spec: EngineSpec
+
+    def __call__(self) -> Engine:
+        return Engine(self.spec)
+
+
+class GeneratorPool:
+    """All engines of a run, at one weight version."""
+
+    def __init__(
+        self, spec: EngineSpec, devices: list[list[int]], logs: str, deadline_s: float, max_restarts: int, emit: Emit
+    ) -> None:
+        self._spec, self._devices, self._logs = spec, devices, logs
+        self._deadline_s, self._restarts_left, self._emit = deadline_s, max_restarts, emit
+        self.version = -1
+        self.engines = [self._start(index) for index in range(len(devices))]
+
+    def built(self) -> list[Pending]:
+        """The construction of every engine."""
+        return [engine.built() for engine in self.engines]
+
+    def ends(self) -> list[EngineEnd]:
+        """The engines as a refit sees them."""
+        return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
+
+    def refit(self, refit: Refit, version: int, checksums: bool) -> None:
+        """Bring every engine to `version`."""
+        refit.run(self.ends(), version, checksums)
+        self.version = version
+
+    def generate(self, requests: list[SampleRequest], refit: Refit) -> list[list[Completion]]:
+        """Completions of every request, in order; engines that die meanwhile are replaced through `refit`."""
+        answers: dict[str, list[Completion]] = {}
+        while len(answers) < len(requests):
+            missing = [request for request in requests if request.id not in answers]
+            shares = share_out(missing, len(self.engines))
+            pending = [engine.start("generate", share) for engine, share in zip(self.engines, shares)]
+            lost = []
+            for index, (share, part) in enumerate(zip(shares, pending)):
+                columns = self._gather(index, part)
+                if columns is None:
+                    lost.append(index)
+                    continue
+                answers.update(zip([request.id for request in share], columns.split(share)))
+            if lost:
+                self._replace(lost, refit)
+        return [answers[request.id] for request in requests]
+
+    def call(self, method: str, *args: object) -> list[dict[str, float]]:
+        """One control call on every engine (`sleep`, `wake`, `memory`)."""
+        pending = [engine.start(method, *args) for engine in self.engines]
+        return [part.wait(self._deadline_s)[0] for part in pending]
+
+    def kill(self) -> None:
+        """End all engines at once."""
+        for engine in self.engines:
+            engine.kill()
+
+    def _start(self, index: int) -> Worker:
+        env = environment(self._spec.device, self._devices[index])
+        log = f"{self._logs}/engine-{index}.log"
+        return Worker(WorkerSpec(f"engine-{index}", _Make(self._spec), env, log, threads=4))
+
+    def _gather(self, index: int, part: Pending) -> Columns | None:
+        try:
+            columns: Columns = part.wait(self._deadline_s)[0]
+            return columns
+        except (WorkerDied, WorkerTimeout, WorkerError) as error:
+            self._emit("engine_lost", engine=index, reason=str(error))
+            if self._restarts_left <= 0:
+                raise
+            self._restarts_left -= 1
+            return None
+
+    def _replace(self, lost: list[int], refit: Refit) -> None:
+        begin = time.monotonic()
+        for index in lost:
+            self.engines[index].kill()
+            self.engines[index] = self._start(index)
+        for index in lost:
+            self.engines[index].built().wait(self._deadline_s)
+        ends = self.ends()
+        refit.resend(ends, [ends[index] for index in lost], self.version)
+        for index in lost:
+            self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=self.version)
+
+
+def share_out(requests: list[SampleRequest], engines: int) -> list[list[SampleRequest]]:
+    """Requests of each engine: the costliest first, each to the engine with the fewest outstanding tokens.
+
+    Deterministic; within an engine requests keep their order.
+    """
+    loads = [0] * engines
+    taken: list[list[int]] = [[] for _ in range(engines)]
+    for index in sorted(range(len(requests)), key=lambda i: (-requests[i].cost, i)):
+        engine = loads.index(min(loads))
+        loads[engine] += requests[index].cost
+        taken[engine].append(index)
+    return [[requests[index] for index in sorted(part)] for part in taken]

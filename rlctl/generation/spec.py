@@ -1,0 +1,44 @@
+"""What an engine is made of: plain data that travels to its process, and the environment it needs there."""
+
+from dataclasses import dataclass
+
+_QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One vLLM engine. dtype: float32 or bfloat16. stop_token_ids: tokens that end an answer (kept in it)."""
+
+    model_path: str
+    dtype: str
+    device: str
+    max_model_len: int
+    tensor_parallel_size: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    kv_cache_mib: int
+    enforce_eager: bool
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    sleeps: bool
+    seed: int
+
+
+def environment(device: str, devices: list[int]) -> dict[str, str]:
+    """Environment variables of an engine's process; set before anything imports torch or vllm.
+
+    The engine core runs in the actor's own process (weights change by a function call, and a token's version is
+    exact). On CPU, dynamo would spend 19 s compiling two elementwise sampling operations, and two OpenMP
+    threads would spin against the trainer's.
+    """
+    env = {**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if device == "cpu":
+        return {**env, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices)}

@@ -1,0 +1,60 @@
+"""The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
+
+from collections.abc import Sequence as Rows
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.training.interface import Loss, Totals
+from rlctl.training.plan import plan_micro_batches
+from rlctl.training.sequences import Sequence
+from rlctl.training.worker import Share
+from rlctl.workers.group import WorkerGroup
+
+
+class TrainerClient:
+    """Splits batches over the ranks of a group, in micro-batches of at most `micro_batch_tokens`."""
+
+    def __init__(self, group: WorkerGroup, micro_batch_tokens: int) -> None:
+        self.group = group
+        self._tokens = micro_batch_tokens
+
+    def train(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
+        """One optimizer update on all sequences; normalisers are over all of them."""
+        return self._run("train", sequences, loss)
+
+    def evaluate(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
+        """The loss's metrics without an update."""
+        return self._run("evaluate", sequences, loss)
+
+    def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
+        """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
+        plan = self._plan(sequences)
+        pending = self.group.scatter("log_probs", [(share, reference) for share in _shares(plan, sequences)])
+        answers: list[Any] = [None] * len(sequences)
+        for rank, columns in enumerate(pending.wait(self.group.deadline_s)):
+            start = 0
+            for index in (index for batch in plan[rank] for index in batch):
+                answers[index] = columns[start : start + len(sequences[index])]
+                start += len(sequences[index])
+        return answers
+
+    def info(self) -> dict[str, Any]:
+        """Rank 0's facts about the model."""
+        facts: dict[str, Any] = self.group.call("info")[0]
+        return facts
+
+    def _run(self, method: str, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
+        totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
+        shares = _shares(self._plan(sequences), sequences)
+        pending = self.group.scatter(method, [(share, loss, totals) for share in shares])
+        metrics: dict[str, float] = pending.wait(self.group.deadline_s)[0]
+        return metrics
+
+    def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
+        return plan_micro_batches([len(sequence) for sequence in sequences], len(self.group), self._tokens)
+
+
+def _shares(plan: list[list[list[int]]], sequences: Rows[Sequence]) -> list[Share]:
+    return [Share.of([[sequences[index] for index in batch] for batch in rank]) for rank in plan]

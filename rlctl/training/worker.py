@@ -1,0 +1,158 @@
+"""A trainer rank as the driver sees it: the backend's trainer, fed from columns, and its end of the refit.
+
+The only place that knows which backend a name stands for.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.config.schema import TrainerSection
+from rlctl.refit.plan import Header, Plan, TransportSpec
+from rlctl.refit.transport import Sender, open_sender
+from rlctl.training.interface import Loss, MicroBatch, Totals, TrainerRank
+from rlctl.training.sequences import Sequence
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a rank is made of."""
+
+    config: TrainerSection
+    model_path: str
+    tokenizer_path: str
+    rank: int
+    world: int
+    init_method: str
+    device: str
+    temperature: float
+    total_updates: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's micro-batches as columns: few arrays to ship, whatever the number of sequences.
+
+    tokens int32 [N], mask bool [N], fields name -> float32 [N]; lengths int32 [S]; sizes int32 [M]: sequences
+    of each micro-batch.
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    fields: dict[str, NDArray[np.float32]]
+    lengths: NDArray[np.int32]
+    sizes: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, micro_batches: list[MicroBatch]) -> "Share":
+        """The columns of some micro-batches; all sequences hold the same fields."""
+        sequences = [sequence for batch in micro_batches for sequence in batch]
+        names = sequences[0].fields if sequences else {}
+        return cls(
+            _join([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
+            _join([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
+            {name: _join([sequence.fields[name] for sequence in sequences], np.dtype(np.float32)) for name in names},
+            np.array([len(sequence) for sequence in sequences], np.int32),
+            np.array([len(batch) for batch in micro_batches], np.int32),
+        )
+
+    def micro_batches(self) -> list[MicroBatch]:
+        """The micro-batches again; arrays are views of the columns."""
+        ends = np.cumsum(self.lengths)
+        parts = [slice(end - length, end) for end, length in zip(ends, self.lengths)]
+        sequences = [
+            Sequence(self.tokens[part], self.mask[part], {name: column[part] for name, column in self.fields.items()})
+            for part in parts
+        ]
+        stops = np.cumsum(self.sizes)
+        return [sequences[stop - size : stop] for stop, size in zip(stops, self.sizes)]
+
+
+class TrainerWorker:
+    """Hosted by `workers.Host`, one a rank; every method is called on all ranks together."""
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec = spec
+        self._trainer = _backend(spec)
+        self._sender: Sender | None = None
+        self._refit_dtype: str | None = None
+
+    def train(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
+        """See `TrainerRank.train`."""
+        return self._trainer.train(share.micro_batches(), loss, totals)
+
+    def evaluate(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
+        """See `TrainerRank.evaluate`."""
+        return self._trainer.evaluate(share.micro_batches(), loss, totals)
+
+    def log_probs(self, share: Share, reference: bool = False) -> NDArray[np.float32]:
+        """Log-probs float32 [N] in the order of the share's tokens."""
+        compute = self._trainer.reference_log_probs if reference else self._trainer.log_probs
+        batches = compute(share.micro_batches())
+        return _join([row for batch in batches for row in batch], np.dtype(np.float32))
+
+    def refit_plan(self, dtype: str) -> Plan:
+        """The plan of everything that goes to the generator in `dtype`."""
+        self._refit_dtype = dtype
+        return Plan.build(self._trainer.layout(dtype))
+
+    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
+        """Join the refit transport."""
+        import torch
+
+        if self._sender:
+            self._sender.close()
+        self._sender = open_sender(spec, plan, self._spec.rank, torch.device(self._spec.device))
+
+    def refit_send(self, header: Header) -> list[int]:
+        """Send this version; returns checksums (rank 0) if the header asks for them."""
+        if self._sender is None:
+            raise RuntimeError("refit_open comes before refit_send")
+        return self._sender.send(self._trainer.export(self._refit_dtype), header)
+
+    def save(self, folder: str, export: str | None) -> None:
+        """Training state into `folder`; if named, a Hugging Face folder into `export` too."""
+        self._trainer.save(Path(folder))
+        if export:
+            self._trainer.export_folder(Path(export))
+
+    def load(self, folder: str) -> None:
+        """What `save` wrote, by any number of ranks."""
+        self._trainer.load(Path(folder))
+
+    def memory(self) -> dict[str, float]:
+        """See `TrainerRank.memory`."""
+        return self._trainer.memory()
+
+    def info(self) -> dict[str, Any]:
+        """See `TrainerRank.info`."""
+        return self._trainer.info()
+
+    def close(self) -> None:
+        """Free what the refit holds."""
+        if self._sender:
+            self._sender.close()
+
+
+def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _backend(spec: TrainerSpec) -> TrainerRank:
+    from rlctl.training.fsdp.trainer import FsdpTrainer
+
+    return FsdpTrainer(
+        spec.config,
+        spec.model_path,
+        rank=spec.rank,
+        world=spec.world,
+        init_method=spec.init_method,
+        device=spec.device,
+        temperature=spec.temperature,
+        total_updates=spec.total_updates,
+        seed=spec.seed,
+    )

@@ -1,0 +1,46 @@
+"""What can go wrong with a worker, as three errors that name it: it raised, it died, or it did not answer."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One worker's exception: who, its type and text, and the traceback of its own process."""
+
+    worker: str
+    type: str
+    text: str
+    traceback: str
+
+
+class WorkerError(RuntimeError):
+    """Workers raised. They live on and can be called again."""
+
+    def __init__(self, call: str, failures: list[Failure]) -> None:
+        self.call, self.failures = call, failures
+        first = failures[0]
+        others = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        super().__init__(f"{call} on {first.worker}: {first.type}: {first.text}{others}")
+
+    def tracebacks(self) -> str:
+        """The workers' own tracebacks, each under its worker's name."""
+        return "\n".join(f"--- {failure.worker}\n{failure.traceback}" for failure in self.failures)
+
+
+class WorkerDied(RuntimeError):
+    """The process of one or more workers is gone; the call's other answers are lost with it."""
+
+    def __init__(self, call: str, workers: list[str], reason: str) -> None:
+        self.call, self.workers, self.reason = call, workers, reason
+        super().__init__(f"{', '.join(workers)} died during {call}: {reason}")
+
+
+class WorkerTimeout(RuntimeError):
+    """Workers did not answer within the deadline: they hang, or the deadline is too short."""
+
+    def __init__(self, call: str, workers: list[str], seconds: float, knob: str) -> None:
+        self.call, self.workers, self.seconds = call, workers, seconds
+        super().__init__(
+            f"the driver waited {seconds:.0f} s for {', '.join(workers)} to finish {call}; "
+            f"if the work is just long, raise {knob}"
+        )

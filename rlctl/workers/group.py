@@ -1,0 +1,154 @@
+"""How the driver talks to worker processes: `Worker` (one) and `WorkerGroup` (ranks called in lockstep).
+
+Every wait has a deadline and names the worker and the call (no silent wait). Errors come as `WorkerError`,
+`WorkerDied` or `WorkerTimeout`. A call can be started and gathered later (`Pending`), so that trainer and
+generator work at the same time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.host import Host
+
+DEADLINE_KNOB = "run.deadline_s"
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker process is made of. `make` is picklable and runs in the process; `env` is set before."""
+
+    name: str
+    make: Callable[[], Any]
+    env: dict[str, str] = field(default_factory=dict)
+    log: str | None = None
+    threads: int = 1
+
+
+class Worker:
+    """One worker process. `build` must have been gathered before the first call."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        # One slot more than the worker's threads: `pid` answers while they are busy.
+        actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 1, max_restarts=0)(Host)
+        self.handle = actor.remote(spec.name, spec.make, spec.env, spec.log, spec.threads)
+        self._built = self.handle.build.remote()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def built(self) -> "Pending":
+        """The construction under way; gather it to know that the worker stands."""
+        return Pending("start-up", [self], [self._built])
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> "Pending":
+        """Start one call; its result is `Pending.wait(...)[0]`."""
+        return Pending(method, [self], [self.handle.call.remote(method, args, kwargs)])
+
+    def kill(self) -> None:
+        """End the process at once."""
+        ray.kill(self.handle)
+
+
+@dataclass
+class Pending:
+    """Calls under way on several workers."""
+
+    call: str
+    workers: list[Worker]
+    refs: list[Any]
+
+    def wait(self, deadline_s: float, knob: str = DEADLINE_KNOB) -> list[Any]:
+        """All results in the workers' order.
+
+        Raises WorkerError if any worker raised, WorkerDied if any process is gone (at once, though others
+        still work), WorkerTimeout after `deadline_s` seconds.
+        """
+        self._until_ready(deadline_s, knob)
+        answers = ray.get(self.refs)
+        pairs = [answer if isinstance(answer, tuple) else (answer, None) for answer in answers]
+        failures = [failure for failure, _ in pairs if isinstance(failure, Failure)]
+        if failures:
+            raise WorkerError(self.call, failures)
+        return [result for _, result in pairs]
+
+    def _until_ready(self, deadline_s: float, knob: str) -> None:
+        end = time.monotonic() + deadline_s
+        waiting = list(self.refs)
+        while waiting:
+            left = end - time.monotonic()
+            if left <= 0:
+                names = [worker.name for worker, ref in zip(self.workers, self.refs) if ref in waiting]
+                raise WorkerTimeout(self.call, names, deadline_s, knob)
+            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+            for ref in ready:
+                self._raise_if_dead(ref)
+
+    def _raise_if_dead(self, ref: Any) -> None:
+        try:
+            ray.get(ref, timeout=60)
+        except RayActorError as error:
+            raise WorkerDied(self.call, self.dead(), _reason(error)) from error
+        except GetTimeoutError:
+            return
+
+    def dead(self) -> list[str]:
+        """Names of the workers whose process is gone, as far as their answers tell."""
+        names = []
+        for worker, ref in zip(self.workers, self.refs):
+            try:
+                ray.get(ref, timeout=0.2)
+            except RayActorError:
+                names.append(worker.name)
+            except GetTimeoutError:
+                continue
+        return names
+
+
+class WorkerGroup:
+    """The ranks of one trainer: every call goes to all of them together."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], deadline_s: float) -> None:
+        self.workers = [Worker(spec) for spec in specs]
+        self.deadline_s = deadline_s
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def built(self) -> Pending:
+        """The construction of all ranks."""
+        return Pending("start-up", self.workers, [worker._built for worker in self.workers])
+
+    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+        """Start `method` with the same arguments on every rank."""
+        return self._start(method, [(args, kwargs)] * len(self.workers))
+
+    def scatter(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Pending:
+        """Start `method` on every rank with arguments of its own."""
+        return self._start(method, [(args, {}) for args in per_rank])
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """`start` and wait: one result a rank."""
+        return self.start(method, *args, **kwargs).wait(self.deadline_s)
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        for worker in self.workers:
+            worker.kill()
+
+    def _start(self, method: str, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
+        refs = [worker.handle.call.remote(method, *item) for worker, item in zip(self.workers, inputs)]
+        return Pending(method, self.workers, refs)
+
+
+def _reason(error: RayActorError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    causes = [line for line in lines if "died" in line or "exit" in line.lower() or "killed" in line.lower()]
+    return (causes or lines or ["its process is gone"])[-1]

@@ -1,0 +1,66 @@
+"""The one actor class: hosts a plain worker object in a process of its own.
+
+Worker methods run on threads that the host owns (one for trainers, so that thread-locals such as the grad mode
+and the CUDA device agree in every call). Errors travel as values with the worker's name and traceback, so that
+a raised exception never looks like a dead process. Output of the process goes to a log file of its own.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlctl.workers.errors import Failure
+
+
+class Host:
+    """Runs `make()` in its process, then the methods of what it returned."""
+
+    def __init__(self, name: str, make: Callable[[], Any], env: dict[str, str], log: str | None, threads: int) -> None:
+        os.environ.update(env)
+        if log:
+            _redirect_output(Path(log))
+        self._name = name
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._make = make
+        self._worker: Any = None
+
+    def build(self) -> Failure | None:
+        """Construct the worker; a separate call, so that many workers start at the same time."""
+        return self._threads.submit(self._guarded, self._construct).result()[0]
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
+        """The failure or the result of one method of the worker."""
+        return self._threads.submit(self._guarded, lambda: getattr(self._worker, method)(*args, **kwargs)).result()
+
+    def pid(self) -> int:
+        """Answers at once, also while a method runs."""
+        return os.getpid()
+
+    def _construct(self) -> None:
+        self._worker = self._make()
+
+    def _guarded(self, work: Callable[[], Any]) -> tuple[Failure | None, Any]:
+        try:
+            return None, work()
+        except Exception as error:
+            traceback.print_exc()
+            return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None
+
+
+def _redirect_output(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Ray gives its workers streams of their own: bring Python's back to the two descriptors.
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1, closefd=False),
+        os.fdopen(2, "w", buffering=1, closefd=False),
+    )
