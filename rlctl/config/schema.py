@@ -4,12 +4,18 @@ Defaults stand in `configs/*.yaml` alone. `spec(...)` puts the one-line meaning 
 the field; `check.py` enforces both, and `rlctl config show` prints the meaning.
 """
 
+# ruff: noqa: RUF009  (spec() makes a field, not a default)
+
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
 def spec(doc: str, **limits: Any) -> Any:
-    """A field without a default. `limits`: ge, gt, le, lt for numbers (for lists: of each element)."""
+    """A field without a default. `limits`: ge, gt, le, lt for numbers (for lists: of each element).
+
+    path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a hub
+    name), "template" (a file, or one of the field's literals).
+    """
     return field(metadata={"doc": doc, **limits})
 
 
@@ -25,14 +31,16 @@ class RunSection:
 
 @dataclass
 class ModelSection:
-    path: str = spec("Hugging Face folder or hub name of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal LM")
-    tokenizer: str | None = spec("folder or hub name of the tokenizer; null: the model's own")
-    max_length: int | None = spec("longest sequence, prompt and answer; null: the model's max_position_embeddings", ge=2)
+    path: str = spec("Hugging Face folder or hub name of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal LM", path="model")
+    tokenizer: str | None = spec("folder or hub name of the tokenizer; null: the model's own", path="model")
+    max_length: int | None = spec(
+        "longest sequence, prompt and answer; null: the model's max_position_embeddings", ge=2
+    )
 
 
 @dataclass
 class DatasetSection:
-    path: str | None = spec("JSONL or Parquet file, or hub dataset name; null: none")
+    path: str | None = spec("JSONL or Parquet file, or hub dataset name[:configuration]; null: none", path="dataset")
     split: str = spec("split of a hub dataset")
     prompt_key: str = spec("column of the prompt text; used when the messages column is absent")
     answer_key: str = spec("column of the reference answer (grpo) or the response (sft)")
@@ -46,7 +54,8 @@ class DataSection:
     validation: DatasetSection = spec("what is validated on")
     system_prompt: str | None = spec("system message put before every prompt; needs a chat template")
     chat_template: Literal["auto", "none"] | str = spec(
-        "auto: the tokenizer's own where it has one; none: plain text; else a Jinja file")
+        "auto: the tokenizer's own where it has one; none: plain text; else a Jinja file", path="template"
+    )
     max_prompt_length: int | None = spec("prompts of more tokens are cut from the data set; null: no limit", ge=1)
     shuffle: bool = spec("a new order each epoch, drawn from run.seed")
 
@@ -75,9 +84,11 @@ class LossSection:
     entropy_coef: float = spec("weight of the entropy bonus", ge=0)
     reduction: Literal["token", "sequence"] = spec("mean over all tokens of the update, or over sequences' own means")
     proximal: Literal["behaviour", "recompute"] = spec(
-        "old policy of the ratio: the generator's own log-probs, or the trainer's before the update")
+        "old policy of the ratio: the generator's own log-probs, or the trainer's before the update"
+    )
     importance_cap: float | None = spec(
-        "recompute: weight tokens by min(proximal / behaviour, this); null: no correction", gt=0)
+        "recompute: weight tokens by min(proximal / behaviour, this); null: no correction", gt=0
+    )
 
 
 @dataclass
@@ -136,15 +147,17 @@ class GenerationSection:
 
 @dataclass
 class RefitSection:
-    transport: Literal["auto", "shm", "broadcast"] = spec("auto: shm (host memory) on CPU and on shared devices, "
-                                                     "broadcast (NCCL) between devices; broadcast is gloo on CPU")
+    transport: Literal["auto", "shm", "broadcast"] = spec(
+        "auto: shm (host memory) on CPU and on shared devices, "
+        "broadcast (NCCL) between devices; broadcast is gloo on CPU"
+    )
     checksum: bool = spec("compare a checksum of every tensor at each refit, not only at the probe")
     timeout_s: float = spec("longest refit, in seconds", gt=0)
 
 
 @dataclass
 class ValidationSection:
-    every: int = spec("steps between validations; 0: never")
+    every: int = spec("steps between validations; 0: never", ge=0)
     at_start: bool = spec("validate before step 1")
     num_generations: int = spec("answers a prompt: 1 gives accuracy, k gives pass@k too", ge=1)
     temperature: float = spec("0: greedy", ge=0)

@@ -1,0 +1,245 @@
+"""Contradictions between values that are each fine alone. Pure but for looking at the files a config names.
+
+Every check is a generator of problems over a `View`. A value that was already found wrong is a `Broken`: a
+check that needs it ends there without a word, so that one mistake is reported once and all others still are.
+
+Why `importance_cap` without `proximal: recompute` is a note and no error: the cap stands in configs/grpo.yaml, so
+that switching to `recompute` corrects by itself; under `behaviour` the ratio is already taken against the policy
+that sampled, and there is nothing left to correct. `updates_per_step` above 1 is fine with `behaviour` for the
+same reason. `top_p` or `top_k` with `behaviour` is an error: the generator then returns log-probs of the cut
+distribution, which are larger than the trainer's, so every ratio is below 1 before the policy has changed.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rlctl.config.architecture import Architecture, config_file, read_architecture
+from rlctl.config.broken import BrokenValueError
+from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
+from rlctl.config.errors import Problem
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.tree import Origin
+
+Problems = Iterator[Problem]
+
+
+@dataclass
+class View:
+    """A config and its origins, as the checks read them."""
+
+    config: RunConfig
+    origins: dict[str, Origin]
+
+    def problem(self, key: str, what: str) -> Problem:
+        """A problem at the place where `key` (a value, or a section's first value) was written."""
+        found = self.origins.get(key)
+        inside = (origin for name, origin in self.origins.items() if name.startswith(f"{key}."))
+        return Problem(str(found or next(inside, Origin())), key, what)
+
+    @cached_property
+    def architecture(self) -> Architecture | None:
+        """The model's sizes, or None when its config.json is not here or wrong (`_model` says so)."""
+        file = config_file(self.config.model.path)
+        try:
+            return read_architecture(file) if file else None
+        except ValueError:
+            return None
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest sequence of the run in tokens, as far as it is known before the data is read."""
+        own = self.config.model.max_length
+        if own is None and self.architecture is not None:
+            own = self.architecture.max_positions
+        prompt = self.config.data.max_prompt_length
+        if prompt is None or isinstance(self.config, SftConfig):
+            return own
+        both = prompt + self.config.generation.max_new_tokens
+        return both if own is None else min(own, both)
+
+
+def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
+    """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist."""
+    view = View(config, origins)
+    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _chat, _validation, _data)]
+    if isinstance(config, GrpoConfig):
+        checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines)]
+    else:
+        checks += [_sft_batch(view, config)]
+    checks += [] if resume else [_run(view)]
+    found: list[Problem] = []
+    for problems in checks:
+        # What a check found before it met a broken value counts.
+        with suppress(BrokenValueError):
+            found.extend(problems)
+    return found
+
+
+def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
+    """One line for every override that changes nothing. Only overrides: a resolved config writes every value."""
+    if not isinstance(config, GrpoConfig):
+        return []
+    loss, schedule = config.grpo.loss, config.trainer.optimizer.schedule
+    idle = {
+        "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
+        "grpo.loss.importance_cap": loss.proximal == "behaviour" and "grpo.loss.proximal is behaviour",
+        "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
+        "validation.temperature": config.validation.every == 0 and "validation.every is 0",
+    }
+    given = {key: origin for key, origin in origins.items() if origin.override}
+    return [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
+
+
+def _model(view: View) -> Problems:
+    path = view.config.model.path
+    file = config_file(path)
+    if file is None:
+        if Path(path).is_dir():
+            yield view.problem("model.path", f"{path} has no config.json; needed: a Hugging Face model folder")
+        elif Path(path).is_file():
+            yield view.problem("model.path", f"{path} is a file; needed: a Hugging Face model folder")
+        return
+    try:
+        read_architecture(file)
+    except ValueError as error:
+        yield view.problem("model.path", str(error))
+    tokenizer = Path(view.config.model.tokenizer or file.parent)
+    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
+        key = "model.path" if view.config.model.tokenizer is None else "model.tokenizer"
+        yield view.problem(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def _lengths(view: View) -> Problems:
+    config, sizes = view.config, view.architecture
+    limit = sizes.max_positions if sizes else None
+    own = config.model.max_length
+    if own is not None and limit is not None and own > limit:
+        yield view.problem(
+            "model.max_length", f"must be at most {limit}, the model's max_position_embeddings, not {own}"
+        )
+    longest = min((value for value in (own, limit) if value is not None), default=None)
+    prompt = config.data.max_prompt_length
+    if longest is None:
+        return
+    if isinstance(config, SftConfig):
+        if prompt is not None and prompt >= longest:
+            yield view.problem("data.max_prompt_length", f"must be below the longest sequence, {longest}, not {prompt}")
+        return
+    answer = config.generation.max_new_tokens
+    if answer >= longest:
+        yield view.problem("generation.max_new_tokens", f"must be below the longest sequence, {longest}, not {answer}")
+    elif prompt is not None and prompt + answer > longest:
+        both = f"{prompt} + generation.max_new_tokens {answer} = {prompt + answer}"
+        what = f"{both} is above the longest sequence, {longest}; try {longest - answer}"
+        yield view.problem("data.max_prompt_length", what)
+
+
+def _micro_batch(view: View) -> Problems:
+    tokens, longest = view.config.trainer.micro_batch_tokens, view.max_length
+    if longest is not None and tokens < longest:
+        what = f"must hold the longest sequence, {longest} tokens, not {tokens}; raise it, or lower "
+        lower = (
+            "model.max_length" if isinstance(view.config, SftConfig) else "data.max_prompt_length or model.max_length"
+        )
+        yield view.problem("trainer.micro_batch_tokens", what + lower)
+
+
+def _optimizer(view: View) -> Problems:
+    optimizer = view.config.trainer.optimizer
+    if len(optimizer.betas) != 2:
+        yield view.problem("trainer.optimizer.betas", f"must be two numbers, not {len(optimizer.betas)}")
+    config = view.config
+    updates = (
+        config.grpo.num_steps * config.grpo.updates_per_step if isinstance(config, GrpoConfig) else config.sft.num_steps
+    )
+    if optimizer.warmup_steps >= updates:
+        what = f"must be below the updates of the run, {updates}, not {optimizer.warmup_steps}"
+        yield view.problem("trainer.optimizer.warmup_steps", what)
+
+
+def _chat(view: View) -> Problems:
+    data = view.config.data
+    if data.system_prompt is not None and data.chat_template == "none":
+        yield view.problem("data.system_prompt", "needs a chat template, but data.chat_template is none")
+
+
+def _validation(view: View) -> Problems:
+    validation = view.config.validation
+    if validation.num_generations > 1 and validation.temperature == 0:
+        count = validation.num_generations
+        what = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
+        yield view.problem("validation.num_generations", what)
+
+
+def _data(view: View) -> Problems:
+    data, config = view.config.data, view.config
+    if data.train.path is None:
+        yield view.problem("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
+    # A function of the user's may score without a reference answer; the built-in rewards cannot.
+    answered = isinstance(config, SftConfig) or any(":" not in reward.name for reward in config.rewards)
+    for name, dataset in (("train", data.train), ("validation", data.validation)):
+        for where, key, what in check_dataset(dataset, answered=answered, chat=isinstance(config, SftConfig)):
+            full = f"data.{name}.{key}"
+            yield Problem(where, full, what) if where else view.problem(full, what)
+
+
+def _rewards(view: View, config: GrpoConfig) -> Problems:
+    if not config.rewards:
+        yield view.problem("rewards", "is empty: at least one reward, for example `- name: exact`")
+        return
+    for index, reward in enumerate(config.rewards):
+        with suppress(BrokenValueError):
+            for key, what in check_reward(reward):
+                yield view.problem(f"rewards.{index}.{key}", what)
+    if all(reward.weight == 0 for reward in config.rewards):
+        yield view.problem("rewards.0.weight", "the weights are all 0: nothing would be learnt")
+
+
+def _batch(view: View, config: GrpoConfig) -> Problems:
+    prompts, updates = config.grpo.num_prompts_per_step, config.grpo.updates_per_step
+    if prompts % updates:
+        near = max(updates, round(prompts / updates) * updates)
+        what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
+        yield view.problem("grpo.num_prompts_per_step", what)
+        return
+    rollouts = prompts * config.grpo.num_generations_per_prompt // updates
+    if rollouts < config.trainer.num_ranks:
+        what = f"{config.trainer.num_ranks} ranks but only {rollouts} rollouts an update: at least one a rank is needed"
+        yield view.problem("trainer.num_ranks", what)
+
+
+def _sft_batch(view: View, config: SftConfig) -> Problems:
+    if config.sft.batch_size < config.trainer.num_ranks:
+        what = f"must be at least the {config.trainer.num_ranks} ranks of the trainer, not {config.sft.batch_size}"
+        yield view.problem("sft.batch_size", what)
+
+
+def _sampling(view: View, config: GrpoConfig) -> Problems:
+    if config.grpo.loss.proximal == "behaviour":
+        why = "with grpo.loss.proximal=behaviour the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
+        if config.generation.top_p < 1:
+            yield view.problem("generation.top_p", why.format("1"))
+        if config.generation.top_k > 0:
+            yield view.problem("generation.top_k", why.format("0"))
+
+
+def _engines(view: View, config: GrpoConfig) -> Problems:
+    sizes, size = view.architecture, config.generation.tensor_parallel_size
+    if sizes is not None and sizes.heads % size:
+        fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
+        what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"
+        yield view.problem("generation.tensor_parallel_size", what)
+    elif sizes is not None and sizes.kv_heads % size and size % sizes.kv_heads:
+        what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
+        yield view.problem("generation.tensor_parallel_size", what)
+
+
+def _run(view: View) -> Problems:
+    for what in check_run_name(view.config.run):
+        yield view.problem("run.name", what)

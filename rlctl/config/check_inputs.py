@@ -1,0 +1,156 @@
+"""What a config names outside itself: data files, rewards, the run's directory. Nothing is imported or run."""
+
+import ast
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.errors import did_you_mean
+from rlctl.config.schema import DatasetSection, RewardSection, RunSection
+from rlctl.config.tree import show_path
+
+REWARDS = ("exact", "regex", "math_verify")
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def check_dataset(dataset: DatasetSection, *, answered: bool, chat: bool) -> Iterator[tuple[str, str, str]]:
+    """(where, key, what) for a file that cannot be used; `where` is empty when it is the config's own line.
+
+    answered: rows need an answer. chat: messages hold their own answer (SFT). Hub names are not looked at.
+    """
+    path = Path(dataset.path) if dataset.path is not None else None
+    if path is None or not path.exists():
+        return
+    if path.is_dir() or path.suffix not in DATA_SUFFIXES:
+        yield "", "path", f"{show_path(path)} is no {' or '.join(DATA_SUFFIXES)} file"
+        return
+    try:
+        line, columns = _first_row(path)
+    except (OSError, ValueError) as error:
+        yield "", "path", f"{show_path(path)}: {error}"
+        return
+    if columns is None:
+        return
+    where = f"{show_path(path)}:{line}"
+    has_messages = dataset.messages_key in columns
+    if not has_messages and dataset.prompt_key not in columns:
+        wanted = f"no column {dataset.prompt_key} or {dataset.messages_key}"
+        yield where, "prompt_key", wanted + (did_you_mean(dataset.prompt_key, columns) or _listed(columns))
+    if answered and not (chat and has_messages) and dataset.answer_key not in columns:
+        hint = did_you_mean(dataset.answer_key, columns) or _listed(columns)
+        yield where, "answer_key", f"no column {dataset.answer_key}{hint}"
+
+
+def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
+    """(key, what) for a reward that cannot work."""
+    if reward.name == "regex":
+        yield from _check_pattern(reward.pattern)
+    elif reward.pattern is not None:
+        yield "pattern", f"only regex has a pattern, {reward.name} has none"
+    if ":" in reward.name:
+        module, _, function = reward.name.partition(":")
+        if what := _missing_function(module, function):
+            yield "name", what
+    elif reward.name not in REWARDS:
+        known = f"must be {', '.join(REWARDS)} or module:function, not {reward.name}"
+        yield "name", known + did_you_mean(reward.name, REWARDS)
+
+
+def check_run_name(run: RunSection) -> Iterator[str]:
+    """A name that is no folder name, or that another run has."""
+    if run.name is None:
+        return
+    if not re.fullmatch(r"\w[\w.@+=-]*", run.name):
+        yield f"must be letters, digits and any of . _ - @ + =, not {run.name!r}"
+        return
+    folder = Path(run.dir).expanduser() / run.name
+    if folder.exists():
+        resumable = (folder / "config.yaml").is_file()
+        yield f"{folder} exists: " + (f"continue it with --resume {folder}, or " * resumable) + "choose another name"
+
+
+def _check_pattern(pattern: str | None) -> Iterator[tuple[str, str]]:
+    if pattern is None:
+        yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"
+        return
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        yield "pattern", f"no regular expression: {error}"
+        return
+    if groups == 0:
+        yield "pattern", f"has no group: put what is compared with the answer in brackets, not {pattern}"
+
+
+def _first_row(path: Path) -> tuple[int, list[str] | None]:
+    """(line, column names) of the first row; names None when they cannot be read here. Raises ValueError: no row."""
+    if path.suffix == ".parquet":
+        return 1, _parquet_columns(path)
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                return number, _columns(line, number)
+    raise ValueError("is empty")
+
+
+def _columns(line: str, number: int) -> list[str]:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f'line {number} must be an object such as {{"prompt": ..., "answer": ...}}')
+    return list(row)
+
+
+def _parquet_columns(path: Path) -> list[str] | None:
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:  # It comes with the engines; without them nothing can run anyway.
+        return None
+    try:
+        file = ParquetFile(path)
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"is no Parquet file: {error}") from error
+    if file.metadata.num_rows == 0:
+        raise ValueError("is empty")
+    return list(file.schema_arrow.names)
+
+
+def _missing_function(module: str, function: str) -> str:
+    """What is wrong with `module:function`, judged by the source alone; empty when nothing is."""
+    relative = Path(*module.split("."))
+    folders = [Path.cwd(), *map(Path, sys.path)]
+    candidates = (
+        folder / each for folder in folders for each in (relative.with_suffix(".py"), relative / "__init__.py")
+    )
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if file is None:
+        return f"no module {module}: no {relative}.py in the current directory or on the Python path"
+    try:
+        names = _defined_names(file)
+    except (SyntaxError, ValueError) as error:
+        return f"{show_path(file)} is not Python: {error}"
+    if function in names:
+        return ""
+    return f"{show_path(file)} defines no {function or 'function'}{did_you_mean(function, names)}"
+
+
+def _defined_names(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _listed(columns: list[str]) -> str:
+    return f"; it has {', '.join(columns[:8])}"

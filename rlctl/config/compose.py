@@ -1,0 +1,145 @@
+"""From a recipe and `key=value` overrides to one tree of values, each with its origin.
+
+Order, the later winning: the files of `defaults:` from left to right (each with its own `defaults:` first), the
+file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
+"""
+
+from pathlib import Path
+
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.shipped import CONFIGS, find, recipe_names
+from rlctl.config.tree import Node, Origin, leaves, merge, plain, read_file, read_value, show_path
+
+
+def compose(recipe: str, overrides: list[str]) -> Node:
+    """The merged, interpolated tree of `recipe` (a path, or a shipped recipe's name).
+
+    Raises ConfigError: recipe or parent not found, unreadable YAML, a malformed override or interpolation.
+    """
+    root = _complete_rewards(_inherit(find_recipe(recipe), ()))
+    return _interpolate(_apply(root, overrides))
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file a person means by `recipe`: a path, or the name of a shipped one."""
+    path = Path(recipe).expanduser()
+    found = find(str(path), Path.cwd())
+    if found is None:
+        hint = did_you_mean(path.stem, recipe_names()) or "; see `rlctl recipes list`"
+        raise ConfigError([Problem(recipe, "", f"no such recipe or file{hint}")])
+    return found
+
+
+def _inherit(path: Path, below: tuple[Path, ...]) -> Node:
+    root = read_file(path)
+    assert isinstance(root.value, dict)
+    own = Node({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
+    merged = Node({}, root.origin)
+    for name, origin in _parents(root.value.get("defaults")):
+        parent = find(name, path.parent)
+        if parent is None:
+            known = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
+            hint = did_you_mean(Path(name).stem, [*known, *recipe_names()])
+            raise ConfigError([Problem(str(origin), "defaults", f"no file {name}{hint}")])
+        if parent in (*below, path):
+            raise ConfigError([Problem(str(origin), "defaults", f"{name} inherits from itself")])
+        merged = merge(merged, _inherit(parent, (*below, path)))
+    return merge(merged, own)
+
+
+def _parents(node: Node | None) -> list[tuple[str, Origin]]:
+    if node is None:
+        return []
+    entries = node.value if isinstance(node.value, list) else [node]
+    if not all(isinstance(entry.value, str) for entry in entries):
+        raise ConfigError([Problem(str(node.origin), "defaults", "must be a file name or a list of them")])
+    return [(str(entry.value), entry.origin) for entry in entries]
+
+
+def _apply(root: Node, overrides: list[str]) -> Node:
+    problems = []
+    for number, text in enumerate(overrides, start=1):
+        origin = Origin(override=number, text=text)
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.split(".")):
+            problems.append(Problem(str(origin), "", "must be key=value, for example trainer.optimizer.lr=1e-6"))
+        elif not key[0].isalnum():
+            problems.append(Problem(str(origin), "", f"no prefix is needed: {key.lstrip('+~-')}={value}"))
+        else:
+            try:
+                root = _complete_rewards(_put(root, key.split("."), read_value(value, origin), origin))
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return root
+
+
+def _put(node: Node, names: list[str], value: Node, origin: Origin) -> Node:
+    """A copy of `node` with `value` at the path `names`; sections merge, so `section={a: 1}` keeps the rest."""
+    if not names:
+        return merge(node, value) if isinstance(node.value, dict) else value
+    name, rest = names[0], names[1:]
+    if isinstance(node.value, list):
+        index = int(name) if name.isdecimal() else -1
+        if not 0 <= index < len(node.value):
+            has = f"0 to {len(node.value) - 1}" if node.value else "none: the list is empty"
+            raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {has}")])
+        # An entry given whole replaces the old one: a list has no defaults to merge with.
+        entry = _put(node.value[index], rest, value, origin) if rest else value
+        return Node([*node.value[:index], entry, *node.value[index + 1 :]], node.origin)
+    children = node.value if isinstance(node.value, dict) else {}
+    child = children.get(name, Node(None, origin))
+    return Node({**children, name: _put(child, rest, value, origin)}, node.origin)
+
+
+def _complete_rewards(root: Node) -> Node:
+    """Every entry of `rewards:` over configs/reward.yaml; an entry that is a bare name is `{name: ...}`."""
+    rewards = root.value.get("rewards") if isinstance(root.value, dict) else None
+    if rewards is None or not isinstance(rewards.value, list):
+        return root
+    defaults = read_file(CONFIGS / "reward.yaml")
+    entries = [
+        Node({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in rewards.value
+    ]
+    completed = Node([merge(defaults, entry) for entry in entries], rewards.origin)
+    return merge(root, Node({"rewards": completed}, root.origin))
+
+
+def _interpolate(root: Node) -> Node:
+    """`${a.b}` filled in, by OmegaConf. Raises ConfigError with every one that leads nowhere."""
+    marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
+    if not marked:
+        return root
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    problems = []
+    try:
+        tree = OmegaConf.create(plain(root))
+    except OmegaConfBaseException as error:
+        where, key = next(((str(node.origin), key) for key, node in marked), (show_path(Path()), ""))
+        raise ConfigError([Problem(where, key, f"bad interpolation: {_first_line(error)}")]) from error
+    for key, node in marked:
+        try:
+            value = OmegaConf.select(tree, key, throw_on_missing=True)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+            root = _put(root, key.split("."), _wrap(value, node.origin), node.origin)
+        except OmegaConfBaseException as error:
+            problems.append(Problem(str(node.origin), key, f"{node.value}: {_first_line(error)}"))
+    if problems:
+        raise ConfigError(problems)
+    return root
+
+
+def _wrap(value: object, origin: Origin) -> Node:
+    if isinstance(value, dict):
+        return Node({str(key): _wrap(child, origin) for key, child in value.items()}, origin)
+    if isinstance(value, list):
+        return Node([_wrap(child, origin) for child in value], origin)
+    assert value is None or isinstance(value, str | int | float | bool)
+    return Node(value, origin)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

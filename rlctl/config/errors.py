@@ -1,0 +1,35 @@
+"""What is wrong with a config: every problem is one line that says where, which key, what, and what is right.
+
+ConfigError          all problems of one config at once; the command line turns it into exit code 2
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake. where: `file:line` or `override 2: a.b=c`; key: dotted, empty for a whole file."""
+
+    where: str
+    key: str
+    what: str
+
+    def __str__(self) -> str:
+        key = "" if f" {self.key}=" in self.where else self.key
+        return ": ".join(" ".join(part.split()) for part in (self.where, key, self.what) if part)
+
+
+class ConfigError(Exception):
+    """A config that cannot run. `problems` is never empty."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean X?` for the nearest of `known`, or nothing when none is near."""
+    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,62 @@
+"""`load`: the one way to a config that may run. It is composed, typed and checked, or every problem is raised."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rlctl.config.check import check, notes
+from rlctl.config.compose import compose, find_recipe
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.schema import KINDS, RunConfig
+from rlctl.config.tree import Node, Origin, dump, leaves, show_path
+from rlctl.config.typed import Converter
+
+TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config fit to run. recipe: the file it came from. origins: dotted key -> where its value was written.
+
+    notes: one line each, about overrides that change nothing; no reason to stop.
+    """
+
+    config: RunConfig
+    recipe: Path
+    origins: dict[str, Origin]
+    notes: list[str]
+
+    def to_yaml(self) -> str:
+        """The resolved config: no `defaults:`, no `${...}`, paths absolute; runs again as it is."""
+        return dump(asdict(self.config))
+
+
+def load(kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False) -> Composed:
+    """The config of a run. kind: "grpo" or "sft"; None: what the recipe says. recipe None: the tiny one.
+
+    resume: the run's directory may exist. Raises ConfigError with every problem at once.
+    """
+    recipe = recipe or TINY[kind or "grpo"]
+    file = find_recipe(recipe)
+    root = compose(recipe, overrides)
+    config, problems = _typed(root, kind, file)
+    origins = {key: node.origin for key, node in leaves(root)}
+    problems += check(config, origins, resume=resume)
+    if problems:
+        raise ConfigError(problems)
+    return Composed(config, file, origins, notes(config, origins))
+
+
+def _typed(root: Node, kind: str | None, file: Path) -> tuple[RunConfig, list[Problem]]:
+    """The typed config, what is wrong in it BROKEN, and the problems."""
+    assert isinstance(root.value, dict)
+    stated = root.value.get("kind")
+    if stated is None or stated.value not in KINDS:
+        where = str(stated.origin) if stated else show_path(file)
+        what = f"must be one of {', '.join(KINDS)}: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+        raise ConfigError([Problem(where, "kind", what)])
+    if kind not in (None, stated.value):
+        what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
+        raise ConfigError([Problem(str(stated.origin), "kind", what)])
+    converter = Converter(show_path(file))
+    config = converter.section(KINDS[str(stated.value)], root)
+    return config, converter.problems

@@ -1,0 +1,43 @@
+"""Where a path in a config leads: beside the YAML file that names it, then in the current directory, then a hub.
+
+A path that exists becomes absolute, so that a resolved config runs from anywhere. `organisation/name` that is no
+file stays as it is, a hub name, unless `organisation` is a folder here: then it is a mistyped path.
+"""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from rlctl.config.tree import Origin
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
+
+
+def resolve(text: str, kind: str, origin: Origin) -> str:
+    """The absolute path, or the hub name, that `text` means. Raises FileNotFoundError with one line for the user."""
+    given = Path(text).expanduser()
+    folders = [Path.cwd()] if origin.file is None else [origin.file.parent, Path.cwd()]
+    for folder in folders:
+        if (folder / given).exists():
+            return str((folder / given).resolve())
+    name = text.partition(":")[0] if kind == "dataset" else text
+    if kind != "template" and _is_hub_name(name, folders):
+        return text
+    hub = "" if kind == "template" else "; a hub name is organisation/name"
+    raise FileNotFoundError(f"no file or folder {text}{_nearest(given, folders) or hub}")
+
+
+def _is_hub_name(text: str, folders: list[Path]) -> bool:
+    if not _HUB_NAME.fullmatch(text) or text.startswith(".") or Path(text).suffix in _DATA_SUFFIXES:
+        return False
+    return not any((folder / text.split("/")[0]).is_dir() for folder in folders)
+
+
+def _nearest(given: Path, folders: list[Path]) -> str:
+    for folder in folders:
+        parent = (folder / given).parent
+        names = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+        if near := get_close_matches(given.name, names, n=1, cutoff=0.6):
+            return f"; did you mean {given.parent / near[0]}?"
+    return ""

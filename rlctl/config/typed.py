@@ -1,0 +1,169 @@
+"""From a tree of values to the typed dataclasses of `schema.py`, collecting every mistake on the way.
+
+Conversion is strict where a guess could be wrong (`1.5` is no whole number, `1` no boolean) and lenient where it
+could not: a whole number is a number, and what was written as a number or a list is text where text is wanted.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import Field, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from rlctl.config import paths
+from rlctl.config.broken import BROKEN
+from rlctl.config.errors import Problem, did_you_mean
+from rlctl.config.schema import KINDS
+from rlctl.config.tree import MISSING, Node
+
+T = TypeVar("T")
+
+_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+class Converter:
+    """Converts one tree; `problems` holds what was wrong. recipe: the file to name when something is missing."""
+
+    def __init__(self, recipe: str) -> None:
+        self.recipe = recipe
+        self.problems: list[Problem] = []
+
+    def section(self, kind: type[T], node: Node, key: str = "") -> T:
+        """A dataclass from a mapping, in which what was wrong is BROKEN."""
+        if not isinstance(node.value, dict):
+            return cast(T, self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}"))
+        hints = _hints(kind)
+        for name, child in node.value.items():
+            if name not in hints:
+                self._wrong(child, _join(key, name), f"unknown key{_where_it_belongs(name, key, list(hints))}")
+        values: dict[str, Any] = {}
+        for each in fields(cast(Any, kind)):
+            values[each.name] = self._field(each, hints[each.name], node.value.get(each.name), _join(key, each.name))
+        return kind(**values)
+
+    def _field(self, spec: "Field[Any]", hint: Any, node: Node | None, key: str) -> Any:
+        if node is None:
+            what = "section" if is_dataclass(hint) else "key"
+            missing = f"missing {what}: inherit the defaults, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+            self.problems.append(Problem(self.recipe, key, missing))
+            return BROKEN
+        if node.value == MISSING:
+            self.problems.append(Problem(self.recipe, key, f"not set, and has no default: {spec.metadata['doc']}"))
+            return BROKEN
+        value = self._value(hint, node, key, spec.metadata)
+        if isinstance(value, str) and "path" in spec.metadata and value not in _literals(hint):
+            try:
+                return paths.resolve(value, spec.metadata["path"], node.origin)
+            except FileNotFoundError as error:
+                return self._wrong(node, key, str(error))
+        return value
+
+    def _value(self, hint: Any, node: Node, key: str, limits: Any) -> Any:
+        if is_dataclass(hint):
+            return self.section(cast(type[Any], hint), node, key)
+        if get_origin(hint) is list:
+            if not isinstance(node.value, list):
+                return self._wrong(node, key, f"must be a list, not {_shown(node)}")
+            item = get_args(hint)[0]
+            return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
+        if node.value is None and NoneType in get_args(hint):
+            return None
+        value = _scalar(node, hint)
+        if value is None:
+            return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{_near_literal(hint, node)}")
+        if isinstance(value, int | float) and not _within(value, limits):
+            return self._wrong(node, key, f"must be {_describe_limits(limits)}, not {node.value}")
+        return value
+
+    def _wrong(self, node: Node, key: str, what: str) -> Any:
+        self.problems.append(Problem(str(node.origin), key, what))
+        return BROKEN
+
+
+def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
+    """(dotted key, field) of every section and value of a schema; a list entry's number is `N`."""
+    for each in fields(kind):
+        hint, name = _hints(kind)[each.name], _join(key, each.name)
+        yield name, each
+        item = get_args(hint)[0] if get_origin(hint) is list else hint
+        if is_dataclass(item):
+            yield from schema_keys(cast(type[Any], item), name if item is hint else f"{name}.N")
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _join(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _literals(hint: Any) -> list[str]:
+    return [value for each in _alternatives(hint) if get_origin(each) is Literal for value in get_args(each)]
+
+
+def _scalar(node: Node, hint: Any) -> str | int | float | bool | None:
+    """The value as one of the hint's types, or None where it is none of them."""
+    value, allowed = node.value, _alternatives(hint)
+    if isinstance(value, str) and (value in _literals(hint) or str in allowed):
+        return value
+    if isinstance(value, bool):
+        return value if bool in allowed else None
+    if isinstance(value, int) and int in allowed:
+        return value
+    if isinstance(value, int | float) and float in allowed:
+        return float(value)
+    # `name: 007`, or an override such as pattern=[0-9]: text that YAML takes for something else.
+    return node.text if str in allowed and value is not None else None
+
+
+def _within(value: int | float, limits: Any) -> bool:
+    # Written so that nan, which compares false with everything, is out of every range.
+    within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
+              "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
+    return math.isfinite(value) and all(within[name](limits[name]) for name in _LIMITS if name in limits)
+
+
+def _describe(hint: Any) -> str:
+    literals = _literals(hint)
+    names = [", ".join(literals)] if literals else []
+    names += ["null" if each is NoneType else _TYPE_NAMES[each] for each in _alternatives(hint) if not get_args(each)]
+    return ("one of " if literals and len(names) == 1 else "") + " or ".join(names)
+
+
+def _describe_limits(limits: Any) -> str:
+    return " and ".join(f"{words} {limits[name]}" for name, words in _LIMITS.items() if name in limits) or "finite"
+
+
+def _shown(node: Node) -> str:
+    if isinstance(node.value, dict):
+        return "a section"
+    if isinstance(node.value, list):
+        return "a list"
+    if node.value is None or isinstance(node.value, str):
+        return "null" if node.value is None else repr(node.value)
+    return node.text or str(node.value)
+
+
+def _near_literal(hint: Any, node: Node) -> str:
+    return did_you_mean(str(node.value), _literals(hint))
+
+
+def _where_it_belongs(name: str, section: str, here: list[str]) -> str:
+    """Words that lead to the right key: the same name elsewhere, a near name here, a near name elsewhere."""
+    every = {key: None for kind in KINDS.values() for key, _ in schema_keys(kind)}
+    same = [key for key in every if key.rpartition(".")[2] == name]
+    if same and not section.startswith("rewards."):
+        return f"; it belongs at {' or '.join(same)}"
+    if near := did_you_mean(name, here):
+        return near
+    last = {key.rpartition(".")[2]: key for key in reversed(every)}
+    if near := did_you_mean(name, last):
+        word = near.removeprefix("; did you mean ").removesuffix("?")
+        return f"; did you mean {last[word]}?"
+    return f"; {section or 'a config'} has {', '.join(here)}"
