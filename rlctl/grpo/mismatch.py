@@ -1,0 +1,42 @@
+"""The gap between the generator's log-probs and the trainer's for the same tokens under the same weights.
+
+Pure numpy, in float64. A NaN or an infinity in the input stays visible in the result.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = Sequence[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """token_mult_prob_error: mean of exp|g - o|, 1 when equal; above 1.05 something is wrong (name and bound:
+    NeMo-RL). kl: KL(generator || trainer) in nats a token. max_abs_diff: largest |g - o|. tokens: compared.
+    """
+
+    token_mult_prob_error: float
+    kl: float
+    max_abs_diff: float
+    tokens: int
+
+
+def mismatch(behaviour: Floats, trainer: Floats, mask: Sequence[NDArray[np.bool_]]) -> Mismatch:
+    """Compares log-probs g (behaviour) and o (trainer), float32 [T_i] a sequence, where mask [T_i] is true.
+
+    The KL is Schulman's k3, mean of exp(x) - 1 - x with x = o - g, unbiased for tokens drawn from the generator
+    ("Approximating KL divergence", joschu.net/blog/kl-approx.html). ValueError: lengths that differ, or no token.
+    """
+    lengths = [[len(one) for one in many] for many in (behaviour, trainer, mask)]
+    if not lengths[0] == lengths[1] == lengths[2]:
+        raise ValueError(f"lengths of behaviour, trainer and mask differ: {lengths[0]}, {lengths[1]}, {lengths[2]}")
+    if not any(one.any() for one in mask):
+        raise ValueError("no token to compare: every mask is empty")
+    chosen = np.concatenate(mask)
+    x = np.concatenate(trainer)[chosen].astype(np.float64) - np.concatenate(behaviour)[chosen]
+    with np.errstate(over="ignore", invalid="ignore"):
+        error, kl = np.exp(np.abs(x)), np.expm1(x) - x
+    return Mismatch(float(error.mean()), float(kl.mean()), float(np.abs(x).max()), len(x))
