@@ -1,0 +1,119 @@
+"""`rlctl runs`: what was run and what runs now, from the run directories alone."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+app = typer.Typer(help="Past and running runs: list, show, live view.", no_args_is_help=True)
+
+Run = Annotated[str, typer.Argument(help="Name of a run or its directory; the newest if left out.")]
+Root = Annotated[
+    Path | None, typer.Option("--dir", help="Folder of the runs; the default is configs/base.yaml's run.dir.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on one line.")]
+
+
+@app.command("list", epilog="Example: rlctl runs list")
+def list_(root: Root = None, as_json: AsJson = False) -> None:
+    """A table of all runs, newest first."""
+    from rlctl.telemetry.catalogue import catalogue, table
+
+    entries = catalogue(_root(root))
+    if as_json:
+        typer.echo(json.dumps([entry.as_dict() for entry in entries]))
+    elif not entries:
+        typer.echo(f"no runs in {_root(root)}; start one with: rlctl train grpo")
+    else:
+        _print(table(entries))
+
+
+@app.command(epilog="Example: rlctl runs show grpo--tiny--1")
+def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
+    """Summary of a run and every metric of its last step."""
+    from rlctl.telemetry.catalogue import as_dict, metrics_table
+    from rlctl.telemetry.state import read_state
+    from rlctl.telemetry.summary import print_next_steps, summary_table
+
+    state = read_state(_find(run, root))
+    if as_json:
+        typer.echo(json.dumps(as_dict(state)))
+        return
+    console = _print(summary_table(state))
+    if state.steps:
+        console.print()
+        console.print(metrics_table(state))
+    print_next_steps(state, console)
+
+
+@app.command(epilog="Example: rlctl runs dash grpo--tiny--1 --svg dashboard.svg --width 140 --height 40")
+def dash(
+    run: Run = "",
+    root: Root = None,
+    svg: Annotated[Path | None, typer.Option(help="Write the screen to this SVG file instead.")] = None,
+    width: Annotated[int | None, typer.Option(help="Columns; the terminal's if left out.", min=20)] = None,
+    height: Annotated[int | None, typer.Option(help="Rows; the terminal's if left out.", min=4)] = None,
+) -> None:
+    """Live view of a running run until it ends or Ctrl-C (the run goes on); one screen of a finished one."""
+    from rich.console import Console
+
+    from rlctl.telemetry.dashboard import LiveDashboard, render
+    from rlctl.telemetry.picture import write_svg
+    from rlctl.telemetry.run_dir import RunDir
+    from rlctl.telemetry.state import read_state
+
+    folder = _find(run, root)
+    state = read_state(folder)
+    console = Console(width=width, height=height)
+    if svg is not None:
+        write_svg(state, svg, *console.size)
+    elif state.status in ("new", "running") and console.is_terminal:
+        try:
+            with LiveDashboard(RunDir(folder), console) as live:
+                live.wait()
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+    else:
+        console.print(render(state, *console.size))
+
+
+def _print(table: "RenderableType") -> "Console":
+    from rich.console import Console
+
+    console = Console()
+    console.print(table)
+    return console
+
+
+def _root(root: Path | None) -> Path:
+    if root is not None:
+        return root
+    import yaml
+
+    from rlctl.config.shipped import CONFIGS
+
+    return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
+
+
+def _find(run: str, root: Path | None) -> Path:
+    """The directory of a run by name, by path, or the newest; exit code 2 and one line if there is none."""
+    from rlctl.telemetry.catalogue import newest
+    from rlctl.telemetry.run_dir import RunDir, RunDirError
+
+    folder = _root(root)
+    if not run:
+        latest = newest(folder)
+        if latest is None:
+            typer.echo(f"no runs in {folder}; start one with: rlctl train grpo", err=True)
+            raise typer.Exit(2)
+        return latest
+    path = folder / run if (folder / run).is_dir() else Path(run)
+    try:
+        return RunDir.open(path).path
+    except RunDirError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None

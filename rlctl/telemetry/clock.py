@@ -1,0 +1,54 @@
+"""The clock of one step: named phases and named idle times that add up to its wall time.
+
+Contract 5: `time/step` equals the sum of every other `time/*` of the step; `time/other` is what the driver
+itself took. Pure: the clock is passed in.
+"""
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# Spans that are no part of throughput.
+APART = ("time/validation", "time/checkpoint")
+
+
+class StepClock:
+    """Measures one step, from its making to `finish`. Spans are exclusive; one name may occur several times."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._start = now()
+        self._spans: defaultdict[str, float] = defaultdict(float)
+        self._open: str | None = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts its block's seconds as `time/NAME`. Raises RuntimeError inside another span."""
+        if self._open is not None:
+            raise RuntimeError(f"phase {name} begins inside {self._open}: the spans of a step are exclusive")
+        self._open = name
+        begin = self._now()
+        try:
+            yield
+        finally:
+            self._spans[f"time/{name}"] += self._now() - begin
+            self._open = None
+
+    @contextmanager
+    def idle(self, name: str) -> Iterator[None]:
+        """Counts its block's seconds as `time/idle_NAME`: the driver waits, NAME says for whom."""
+        with self.phase(f"idle_{name}"):
+            yield
+
+    def finish(self) -> dict[str, float]:
+        """Seconds by name: `time/PHASE`, `time/idle_NAME`, `time/other`, and their sum `time/step`."""
+        wall = self._now() - self._start
+        other = max(0.0, wall - math.fsum(self._spans.values()))
+        return {**self._spans, "time/other": other, "time/step": wall}
+
+
+def productive_seconds(times: dict[str, float]) -> float:
+    """Wall seconds of a step without validation and checkpoint: the time base of throughput and idle shares."""
+    return times["time/step"] - sum(times.get(name, 0.0) for name in APART)

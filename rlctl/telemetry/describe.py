@@ -1,0 +1,63 @@
+"""An event as one short line, the same words in the live view and in the plain one."""
+
+from collections.abc import Callable
+
+from rlctl.telemetry.formats import duration, number
+from rlctl.telemetry.jsonl import Record
+
+STYLE = {
+    "warning": "yellow",
+    "error": "bold red",
+    "engine_lost": "red",
+    "engine_restarted": "green",
+    "checkpoint": "cyan",
+}
+ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow"}
+
+
+def describe(event: Record) -> tuple[str, str]:
+    """(text, style) of an event; unknown kinds show their fields."""
+    kind = str(event["kind"])
+    if kind == "run_ended":
+        status = str(event.get("status"))
+        reason = event.get("reason")
+        return f"run {status}" + (f": {one_line(reason)}" if reason else ""), ENDS.get(status, "")
+    words = _WORDS.get(kind)
+    return one_line(words(event) if words else _fields(event)), STYLE.get(kind, "")
+
+
+def one_line(text: object) -> str:
+    return " ".join(str(text).split())
+
+
+def _fields(event: Record) -> str:
+    shown = (f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))
+    return " ".join([str(event["kind"]).replace("_", " "), *shown])
+
+
+def _took(event: Record) -> str:
+    return f" ({duration(event['seconds'])})" if isinstance(event.get("seconds"), (int, float)) else ""
+
+
+def _held_out(record: Record) -> str:
+    shown = ("accuracy", "pass_at_k", "loss")
+    return ", ".join(
+        f"{name} {number(record[f'validation/{name}'])}" for name in shown if f"validation/{name}" in record
+    )
+
+
+def _started(event: Record) -> str:
+    done = event.get("start_step", 0)
+    return f"run resumed after step {done}" if done else f"run started: {event.get('model', '')}"
+
+
+_WORDS: dict[str, Callable[[Record], str]] = {
+    "run_started": _started,
+    "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
+    "validation_started": lambda event: f"validation at step {event.get('step', '')}",
+    "warning": lambda event: f"warning: {event.get('what')}",
+    "error": lambda event: f"error: {event.get('what')}",
+    "validation": lambda event: f"validation of step {event.get('step')}: {_held_out(event)}",
+    "engine_lost": lambda event: f"engine {event.get('engine')} lost",
+    "engine_restarted": lambda event: f"engine {event.get('engine')} restarted{_took(event)}",
+}

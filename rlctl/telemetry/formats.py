@@ -1,0 +1,62 @@
+"""Numbers as people read them: four digits, units that fit, and a dash for what is not known."""
+
+NONE = "–"
+
+
+def number(value: float | None) -> str:
+    """About four significant digits: 12,345  123.4  1.234  0.0123  1.2e-05."""
+    if value is None:
+        return NONE
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100:
+        return f"{value:.1f}"
+    if size >= 0.01:
+        return f"{value:.3f}"
+    return f"{value:.4f}" if size >= 0.001 else f"{value:.1e}"
+
+
+def percent(value: float | None) -> str:
+    """A share (0 to 1) as 0.0% to 100%."""
+    if value is None:
+        return NONE
+    return f"{value:.0%}" if value >= 0.9995 or value == 0 else f"{value:.1%}"
+
+
+def error_factor(value: float | None) -> str:
+    """token_mult_prob_error: what matters stands behind the 1, so five digits."""
+    return NONE if value is None else f"{value:.5f}"
+
+
+def duration(seconds: float | None) -> str:
+    """12ms  0.12s  12.3s  2m05s  3h07m  2d04h."""
+    if seconds is None:
+        return NONE
+    if seconds < 0.0995:
+        return f"{seconds * 1000:.0f}ms"
+    if seconds < 9.995:
+        return f"{seconds:.2f}s"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    return span(seconds)
+
+
+def span(seconds: float | None) -> str:
+    """The same in whole seconds, for what counts on the screen: 12s  2m05s  3h07m  2d04h."""
+    if seconds is None:
+        return NONE
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def gib(value: float | None) -> str:
+    return NONE if value is None else f"{value:.1f} GiB" if value >= 9.95 else f"{value:.2f} GiB"

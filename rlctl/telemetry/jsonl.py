@@ -1,0 +1,101 @@
+"""JSON lines on disk: an appender that outlives a full disk, and readers that forgive a half-written line.
+
+Keeps the run directory readable at any instant: a record is one line, written by one flush, or it is skipped.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class JsonlWriter:
+    """Appends records, one line each, visible to readers as soon as `write` returns. Thread-safe; never raises.
+
+    A write that fails (full disk, lost mount) is one warning on stderr; later records are tried again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._warned = False
+        self._torn = _ends_mid_line(path)
+
+    def write(self, record: Record) -> None:
+        line = json.dumps(record, default=str, ensure_ascii=False).encode() + b"\n"
+        with self._lock:
+            try:
+                self._append(b"\n" + line if self._torn else line)
+                self._torn = False
+            except OSError as error:
+                self._torn = True
+                self._warn(error)
+
+    def _append(self, data: bytes) -> None:
+        # Opened anew each time: a file replaced meanwhile (truncate_metrics) is never written to by mistake.
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            while data:
+                data = data[os.write(descriptor, data) :]
+        finally:
+            os.close(descriptor)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
+
+
+class Tail:
+    """Reads what was appended since the last `read`; starts over when the file was replaced or cut."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._offset = 0
+
+    def read(self) -> list[Record]:
+        """New complete records in file order; an unfinished last line waits for its end."""
+        try:
+            status = self._path.stat()
+        except OSError:
+            return []
+        if status.st_ino != self._inode or status.st_size < self._offset:
+            self._inode, self._offset = status.st_ino, 0
+        if status.st_size == self._offset:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return list(_parse(complete))
+
+
+def read_records(path: Path) -> list[Record]:
+    """All complete records of a file; none if there is no such file."""
+    return Tail(path).read()
+
+
+def _parse(data: bytes) -> Iterator[Record]:
+    for line in data.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def _ends_mid_line(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
+    except OSError:
+        return False

@@ -1,0 +1,136 @@
+"""The plain view: one aligned line a step for pipes and log files, from the same files as the dashboard."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TextIO
+
+from rich.console import Console
+
+from rlctl.telemetry.describe import describe
+from rlctl.telemetry.formats import NONE, duration, error_factor, number
+from rlctl.telemetry.jsonl import Record, Tail
+from rlctl.telemetry.run_dir import RunDir
+from rlctl.telemetry.state import SILENT, read_state
+from rlctl.telemetry.summary import print_summary
+
+HEADER_EVERY = 30
+POLL_S = 0.25
+COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
+    "grpo": (
+        ("reward", 7, "reward/mean"),
+        ("acc", 6, "reward/accuracy"),
+        ("loss", 9, "loss/policy"),
+        ("kl", 8, "loss/kl"),
+        ("grad", 7, "train/grad_norm"),
+        ("len", 6, "length/mean"),
+        ("mismatch", 8, "mismatch/token_mult_prob_error"),
+        ("tok/s/dev", 10, "throughput/effective"),
+    ),
+    "sft": (
+        ("loss", 9, "loss/nll"),
+        ("grad", 7, "train/grad_norm"),
+        ("lr", 8, "train/lr"),
+        ("tokens", 8, "tokens/trained"),
+        ("tok/s/dev", 10, "throughput/training"),
+    ),
+}
+
+
+class LineFormat:
+    """Turns records into lines. `every`: print only each so-many-th step."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._printed = 0
+        self._columns = COLUMNS["grpo"]
+
+    def event(self, event: Record) -> Iterator[str]:
+        kind = event.get("kind")
+        if kind == "run_started":
+            self._columns = COLUMNS.get(str(event.get("algorithm")), COLUMNS["grpo"])
+        if kind == "startup" and event.get("seconds") is not None:
+            yield f"startup     {event.get('what')} {duration(event['seconds'])}"
+        elif kind and kind not in SILENT and kind not in ("validation_started", "run_ended"):
+            yield _tagged(event)
+
+    def metrics(self, record: Record) -> Iterator[str]:
+        if record.get("kind") == "validation":
+            shown = " ".join(f"{name.removeprefix('validation/')} {number(value)}" for name, value in _held_out(record))
+            yield f"validation  step {record['step']}  {shown}"
+        elif int(record["step"]) % self._every == 0:
+            if self._printed % HEADER_EVERY == 0:
+                yield self._row("step", "time", [label for label, _, _ in self._columns])
+            self._printed += 1
+            yield self._row(
+                str(record["step"]),
+                duration(record.get("time/step")),
+                [_cell(name, record.get(name)) for _, _, name in self._columns],
+            )
+
+    def _row(self, step: str, time_: str, cells: list[str]) -> str:
+        widths = [width for _, width, _ in self._columns]
+        return f"{step:>5} {time_:>7}" + "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths))
+
+
+class LineView:
+    """Prints a run's lines while the `with` block runs; at the end, the summary."""
+
+    def __init__(self, run: RunDir, every: int, out: TextIO | None = None) -> None:
+        self._run = run
+        self._events = Tail(run.events)
+        self._metrics = Tail(run.metrics)
+        self._format = LineFormat(every)
+        self._out = out or sys.stdout
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="lines", daemon=True)
+        # What earlier attempts wrote was shown by them.
+        self._events.read()
+        self._metrics.read()
+
+    def __enter__(self) -> "LineView":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+        self._print_new()
+        print_summary(read_state(self._run.path), Console(file=self._out, width=200))
+
+    def wait(self) -> None:
+        """Blocks until the run has ended or died: for a viewer that is not the run itself."""
+        while read_state(self._run.path).status in ("new", "running"):
+            time.sleep(1.0)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(POLL_S):
+            self._print_new()
+
+    def _print_new(self) -> None:
+        events, metrics = self._events.read(), self._metrics.read()
+        pairs = [(event, self._format.event) for event in events] + [(each, self._format.metrics) for each in metrics]
+        for record, lines in sorted(pairs, key=lambda pair: float(pair[0].get("time", 0.0))):
+            for line in lines(record):
+                print(line.encode("ascii", "replace").decode(), file=self._out, flush=True)
+
+
+def _tagged(event: Record) -> str:
+    kind = str(event["kind"])
+    tag = {"run_started": "run", "engine_lost": "engine", "engine_restarted": "engine"}.get(kind, kind)
+    text = describe(event)[0]
+    return f"{tag:<11} {text.removeprefix(f'{tag}: ').removeprefix(f'{tag} ')}"
+
+
+def _held_out(record: Record) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in record.items() if name.startswith("validation/")]
+
+
+def _cell(name: str, value: float | None) -> str:
+    if value is None:
+        return NONE.replace("–", "-")
+    return error_factor(value) if name.startswith("mismatch/") else number(value)

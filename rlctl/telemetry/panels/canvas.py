@@ -1,0 +1,78 @@
+"""Rows of styled text and the boxes around them, at exact widths.
+
+A frame is composed of rich Segments by hand instead of rich's Layout and Table: a tenth of the time, and no row
+is ever wider than it was asked to be.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
+from rich.style import Style
+
+Row = list[Segment]
+Part = str | tuple[str, str]
+
+BORDER = Style.parse("bright_black")
+PLAIN = Style.null()
+
+
+def row(*parts: Part) -> Row:
+    """Text parts, each plain or (text, style)."""
+    return [Segment(part, PLAIN) if isinstance(part, str) else Segment(part[0], Style.parse(part[1])) for part in parts]
+
+
+def fit(content: Row, width: int) -> Row:
+    """The row cropped or padded to exactly `width` cells."""
+    if Segment.get_line_length(content) > width > 1:
+        return [*Segment.adjust_line_length(content, width - 1), Segment("…", BORDER)]
+    return Segment.adjust_line_length(content, width, style=PLAIN)
+
+
+def spread(left: Row, right: Row, width: int) -> Row:
+    """`left` and `right` at the two ends of a row; `right` is left out where both do not fit."""
+    room = width - Segment.get_line_length(right)
+    if Segment.get_line_length(left) + 1 > room:
+        return fit(left, width)
+    return [*fit(left, room), *right]
+
+
+def box(title: str, content: Sequence[Row], width: int, height: int, aside: str = "") -> list[Row]:
+    """A frame of exactly width x height around rows; `aside` stands at the right of the upper edge."""
+    inner = width - 4
+    rows = [*content[: height - 2], *([[]] * (height - 2 - len(content)))]
+    side = Segment("│", BORDER)
+    return [
+        _edge(title, aside, width),
+        *([side, Segment(" ", PLAIN), *fit(line, inner), Segment(" ", PLAIN), side] for line in rows),
+        [Segment("╰" + "─" * (width - 2) + "╯", BORDER)],
+    ][:height]
+
+
+def beside(*blocks: Sequence[Row]) -> list[Row]:
+    """Blocks of equal height, side by side."""
+    return [list(chain.from_iterable(rows)) for rows in zip_longest(*blocks, fillvalue=[])]
+
+
+def _edge(title: str, aside: str, width: int) -> Row:
+    left = [Segment("╭─", BORDER), *row((f" {title} ", "bold"))] if title else [Segment("╭─", BORDER)]
+    right = [*row((f" {aside} ", "bright_black")), Segment("─╮", BORDER)] if aside else [Segment("─╮", BORDER)]
+    room = width - Segment.get_line_length(left) - Segment.get_line_length(right)
+    if room < 0 and aside:
+        return _edge(title, "", width)
+    if room < 0:
+        return [Segment("╭─", BORDER), *fit(row((f" {title}", "bold")), width - 4), Segment("─╮", BORDER)]
+    return [*left, Segment("─" * room, BORDER), *right]
+
+
+class Frame:
+    """Rows as a rich renderable: no wrapping, at most `height` rows of at most `width` cells."""
+
+    def __init__(self, rows: Iterable[Row], width: int, height: int) -> None:
+        self.rows = [fit(line, width) for line in rows][:height]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.rows:
+            yield from line
+            yield Segment.line()

@@ -1,0 +1,80 @@
+"""Pictures made of characters: sparklines, bars in eighths of a cell, line charts in braille. Pure functions."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+SPARKS = "▁▂▃▄▅▆▇█"
+EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
+# Bits of a braille cell's dots, by row (top first) and column.
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+Points = Sequence[tuple[float, float]]
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """The last values as at most `width` blocks, lowest to highest; more than fit are averaged per block."""
+    cells = resample(values, width)
+    if not cells:
+        return ""
+    low, high = min(cells), max(cells)
+    if high - low <= 1e-9 * max(abs(high), abs(low)):
+        return SPARKS[3] * len(cells)
+    return "".join(SPARKS[min(7, int((value - low) / (high - low) * 8))] for value in cells)
+
+
+def resample(values: Sequence[float], count: int) -> list[float]:
+    """At most `count` values: means of equal runs of the input."""
+    if count < 1:
+        return []
+    if len(values) <= count:
+        return list(values)
+    edges = [index * len(values) // count for index in range(count + 1)]
+    return [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(edges)]
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `share` (0 to 1) of `width` cells, to an eighth of a cell; something shows from 0.1% on."""
+    eighths = round(min(1.0, max(0.0, share)) * width * 8)
+    if share >= 0.001:
+        eighths = max(1, eighths)
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8]
+
+
+def chart(
+    series: Sequence[Points], width: int, height: int, bounds: tuple[float, float]
+) -> list[list[tuple[str, int]]]:
+    """Line charts over one another: `height` rows of `width` (character, index of the series, or -1) cells.
+
+    bounds: the values at the lowest and highest dot. All series share the x axis from the least to the
+    greatest x of any. Where two meet in a cell, the later one's colour shows.
+    """
+    xs = [x for points in series for x, _ in points]
+    cells = [[(0, -1) for _ in range(width)] for _ in range(height)]
+    if not xs:
+        return [[(" ", -1)] * width for _ in range(height)]
+    first, length = min(xs), max(max(xs) - min(xs), 1e-9)
+    low, high = bounds
+    for index, points in enumerate(series):
+        dots = [
+            (
+                round((x - first) / length * (2 * width - 1)),
+                round((high - min(high, max(low, y))) / (high - low) * (4 * height - 1)),
+            )
+            for x, y in points
+        ]
+        for x, y in _joined(dots):
+            if 0 <= x < 2 * width and 0 <= y < 4 * height:
+                bits, _ = cells[y // 4][x // 2]
+                cells[y // 4][x // 2] = (bits | DOTS[y % 4][x % 2], index)
+    return [[(chr(0x2800 + bits) if bits else " ", index) for bits, index in line] for line in cells]
+
+
+def _joined(dots: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Dots and the straight lines between neighbours."""
+    joined = set(dots)
+    for (x0, y0), (x1, y1) in pairwise(dots):
+        count = max(abs(x1 - x0), abs(y1 - y0), 1)
+        joined |= {
+            (round(x0 + (x1 - x0) * index / count), round(y0 + (y1 - y0) * index / count)) for index in range(count)
+        }
+    return joined

@@ -1,0 +1,59 @@
+"""The head of the dashboard: which run, how far, what it does at this moment."""
+
+from rlctl.telemetry.describe import one_line
+from rlctl.telemetry.formats import number, span
+from rlctl.telemetry.panels.canvas import Row, box, row, spread
+from rlctl.telemetry.state import RunState
+
+HEIGHT = 4
+SIGNS = {
+    "new": ("○", "bright_black"),
+    "running": ("●", "green"),
+    "done": ("✔", "bold green"),
+    "failed": ("✘", "bold red"),
+    "interrupted": ("■", "bold yellow"),
+    "died": ("✘", "bold red"),
+}
+
+
+def header(state: RunState, width: int) -> list[Row]:
+    model = str(state.start.get("model", "")).rstrip("/").rsplit("/", 1)[-1]
+    attempt = int(state.start.get("attempt", 1))
+    aside = " · ".join(part for part in (model, f"attempt {attempt}" if attempt > 1 else "") if part)
+    inner = width - 4
+    content = [_progress(state, inner), spread(_doing(state), _where(state), inner)]
+    return box(f"rlctl {state.algorithm} · {state.name}", content, width, HEIGHT, aside)
+
+
+def _progress(state: RunState, width: int) -> Row:
+    total, done = state.num_steps, state.step
+    share = done / total if total else 0.0
+    left = f"step {done}/{total or '?'}"
+    eta = f"  eta {span(state.eta)}" if state.eta is not None else ""
+    right = f"{share:4.0%}  {span(state.elapsed)}{eta}"
+    room = width - len(left) - len(right) - 4
+    halves = round(min(1.0, share) * room * 2)
+    filled = "━" * (halves // 2) + "╸" * (halves % 2)
+    colour = SIGNS[state.status][1] if state.status != "running" else "cyan"
+    rest = "┈" * max(0, room - len(filled))
+    return row((left, "bold"), "  ", (filled, colour), (rest, "bright_black"), "  ", right)
+
+
+def _doing(state: RunState) -> Row:
+    sign, style = SIGNS[state.status]
+    if state.status != "running":
+        reason = one_line(state.end.get("reason") or ("its process is gone" if state.status == "died" else ""))
+        return row((f"{sign} {state.status}", style), f": {reason}" if reason else "")
+    if state.phase is None:
+        return row((f"{sign} ", style), "starting")
+    name, step, since = state.phase
+    at = f" of step {step}" if step else ""
+    return row((f"{sign} ", style), (name.replace("_", " "), "bold"), f"{at} {span(state.now - since)}")
+
+
+def _where(state: RunState) -> Row:
+    devices = state.start.get("devices") or {}
+    parts = [f"{side} {devices[side]}" for side in ("trainer", "generator") if devices.get(side)]
+    if (version := state.latest("version")) is not None:
+        parts.insert(0, f"weights v{number(version).removesuffix('.000')}")
+    return row((" · ".join(parts), "bright_black"))

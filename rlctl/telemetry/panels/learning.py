@@ -1,0 +1,72 @@
+"""What the policy learns: one row a metric with its course, most telling first."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlctl.telemetry.formats import error_factor, number, percent
+from rlctl.telemetry.panels.canvas import Row, box, row
+from rlctl.telemetry.panels.draw import spark
+from rlctl.telemetry.state import RunState
+
+# token_mult_prob_error above this says that generator and trainer disagree.
+MISMATCH_LIMIT = 1.02
+
+
+@dataclass(frozen=True)
+class Metric:
+    label: str
+    name: str
+    show: Callable[[float | None], str] = number
+    style: str = "cyan"
+
+
+METRICS = {
+    "grpo": (
+        Metric("reward", "reward/mean", style="green"),
+        Metric("accuracy", "reward/accuracy", percent, "green"),
+        Metric("held-out", "validation/accuracy", percent, "magenta"),
+        Metric("loss", "loss/policy"),
+        Metric("KL", "loss/kl"),
+        Metric("grad norm", "train/grad_norm"),
+        Metric("length", "length/mean"),
+        Metric("truncated", "length/truncated", percent),
+        Metric("mismatch", "mismatch/token_mult_prob_error", error_factor),
+        Metric("entropy", "loss/entropy"),
+        Metric("clip low", "ratio/clipped_low", percent),
+        Metric("clip high", "ratio/clipped_high", percent),
+        Metric("uniform", "groups/uniform", percent),
+        Metric("pass@k", "validation/pass_at_k", percent, "magenta"),
+        Metric("learn rate", "train/lr"),
+    ),
+    "sft": (
+        Metric("loss", "loss/nll", style="green"),
+        Metric("held-out", "validation/loss", style="magenta"),
+        Metric("grad norm", "train/grad_norm"),
+        Metric("learn rate", "train/lr"),
+        Metric("tokens", "tokens/trained"),
+    ),
+}
+CORE = 9
+
+
+def metrics_of(state: RunState) -> list[Metric]:
+    """The core rows always; the others once they have a value."""
+    listed = METRICS.get(state.algorithm, METRICS["grpo"])
+    return [metric for index, metric in enumerate(listed) if index < CORE or state.latest(metric.name) is not None]
+
+
+def learning(state: RunState, width: int, height: int) -> list[Row]:
+    rows = [_line(state, metric, width - 4) for metric in metrics_of(state)[: height - 2]]
+    return box("Learning", rows, width, height)
+
+
+def _line(state: RunState, metric: Metric, width: int) -> Row:
+    value = state.latest(metric.name)
+    alarmed = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT
+    colour = "bold red" if alarmed else metric.style
+    return row(
+        (f"{metric.label:<10}", "bright_black"),
+        (f"{metric.show(value):>9}", "bold red" if alarmed else "bold"),
+        (" ▲" if alarmed else "  ", colour),
+        (spark(state.values(metric.name), min(width - 21, 40)), colour),
+    )

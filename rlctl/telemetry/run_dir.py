@@ -1,0 +1,131 @@
+"""The run directory: where each file of a run stands, and who may use a name.
+
+`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`; a start
+and each resume get logs of their own, and `logs/latest` points to the newest.
+"""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be used as asked; the message is one line that says what to do instead."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def create(cls, name: str, root: Path) -> "RunDir":
+        """Makes `root/name`. Raises RunDirError if the name is no plain folder name, or is in use."""
+        if not re.fullmatch(r"\w[\w.+=-]*", name):
+            raise RunDirError(f"run.name={name}: letters, digits and any of . _ - + = (it names a folder)")
+        path = root / name
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            raise RunDirError(
+                f"run.name={name} is in use ({path}): continue it with --resume {path}, or choose another name"
+            ) from None
+        run = cls(path)
+        run.checkpoints.mkdir()
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDir":
+        """An existing run. Raises RunDirError if `path` holds none."""
+        if not path.is_dir():
+            raise RunDirError(f"{path}: no such run; `rlctl runs list` shows what there is")
+        run = cls(path)
+        if not (run.config.exists() or run.events.exists()):
+            raise RunDirError(f"{path} is no run directory: it has neither config.yaml nor events.jsonl")
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """The newest attempt's logs, one file an actor."""
+        return self.path / "logs" / "latest"
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        folders = (self.path / "logs").glob("attempt_*")
+        return max((int(folder.name.removeprefix("attempt_")) for folder in folders), default=0)
+
+    def start_attempt(self) -> int:
+        """A new `logs/attempt_N`, which `logs/latest` points to from now on; returns N."""
+        number = self.attempt + 1
+        folder = self.path / "logs" / f"attempt_{number}"
+        folder.mkdir(parents=True)
+        link = folder.parent / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(self.logs)
+        return number
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drops what metrics.jsonl and rollouts.jsonl hold of steps after `step`: they will be done again.
+
+        Atomic: a kill at any instant leaves the old file or the new one.
+        """
+        for path in (self.metrics, self.rollouts):
+            if path.exists():
+                _drop_after(path, step)
+
+
+def automatic_name(kind: str, model: str, root: Path) -> str:
+    """KIND--MODEL--N with the smallest N above those in use, for example grpo--qwen3-0.6b--3."""
+    short = re.sub(r"[^\w.]+", "-", Path(model).name.lower()).strip("-.") or "model"
+    prefix = f"{kind}--{short}--"
+    used = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
+    return f"{prefix}{max((int(number) for number in used if number.isdigit()), default=0) + 1}"
+
+
+def _drop_after(path: Path, step: int) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with path.open("rb") as old, temporary.open("wb") as new:
+        new.writelines(line for line in old if _belongs(line, step))
+        new.flush()
+        os.fsync(new.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _belongs(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,97 @@
+"""The end of a run: what it reached, what it cost, and the commands to type next."""
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.telemetry.describe import ENDS, one_line
+from rlctl.telemetry.formats import duration, error_factor, gib, number, percent, span
+from rlctl.telemetry.state import RunState, best_checkpoint
+from rlctl.telemetry.throughput import split
+
+
+def print_summary(state: RunState, console: Console) -> None:
+    """The summary table and the Next steps block; commands are printed whole, however long."""
+    console.print(summary_table(state))
+    print_next_steps(state, console)
+
+
+def summary_table(state: RunState) -> Table:
+    style = ENDS.get(state.status, "bold red" if state.status == "died" else "cyan")
+    reason = one_line(state.end.get("reason") or "")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title_justify="left")
+    table.title = Text.assemble((f"{state.name} ", "bold"), (state.status, style), f": {reason}" if reason else "")
+    table.add_column(style="bright_black", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _lines(state):
+        table.add_row(label, value)
+    return table
+
+
+def print_next_steps(state: RunState, console: Console) -> None:
+    commands = state.end.get("next") or []
+    if commands:
+        console.print("\n[bold]Next steps[/]")
+        for command in commands:
+            console.print(Text(f"  {command}"), soft_wrap=True, highlight=False)
+
+
+def _lines(state: RunState) -> Iterator[tuple[str, str]]:
+    yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed)}"
+    for label, name, show in (
+        ("held-out accuracy", "validation/accuracy", percent),
+        ("held-out pass@k", "validation/pass_at_k", percent),
+        ("held-out loss", "validation/loss", number),
+        ("train accuracy", "reward/accuracy", percent),
+        ("reward", "reward/mean", number),
+        ("loss", "loss/nll", number),
+    ):
+        if series := state.series(name):
+            yield label, f"{show(series[0][1])} → {show(series[-1][1])}  (step {series[0][0]} → {series[-1][0]})"
+    yield from _checkpoints(state)
+    yield from _speed(state)
+    if mismatch := state.values("mismatch/token_mult_prob_error"):
+        yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
+    peaks = [
+        f"{side} {gib(max(values))}"
+        for side in ("trainer", "engine", "driver")
+        if (values := state.values(f"memory/{side}_gib"))
+    ]
+    if peaks:
+        yield "peak memory", " · ".join(peaks)
+
+
+def _checkpoints(state: RunState) -> Iterator[tuple[str, str]]:
+    best = best_checkpoint(state)
+    if best is not None:
+        step, value = best
+        metric = state.checkpoint_metric.removeprefix("-")
+        yield "best checkpoint", f"{state.checkpoints[step].get('path', f'step {step}')}  ({metric} {number(value)})"
+    elif state.checkpoints:
+        newest = state.checkpoints[max(state.checkpoints)]
+        yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
+
+
+def _speed(state: RunState) -> Iterator[tuple[str, str]]:
+    rates = [
+        f"{name} {number(mean)}"
+        for name in ("effective", "training", "generation")
+        if (mean := state.mean(f"throughput/{name}")) is not None
+    ]
+    if rates:
+        yield "throughput", " · ".join(rates) + " tokens/s/device"
+    if (mfu := state.mean("throughput/mfu")) is not None:
+        yield "MFU", percent(mfu)
+    if (step := state.mean("time/step")) is not None:
+        shares = split(state.steps.recent(len(state.steps)))
+        top = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
+        yield "step time", f"{duration(step)}: {top}"
+    idle = [
+        f"{side} {percent(mean)}"
+        for side in ("trainer", "generator")
+        if (mean := state.mean(f"idle/{side}")) is not None
+    ]
+    if idle:
+        yield "idle", " · ".join(idle)

@@ -1,0 +1,69 @@
+"""Three throughputs, each with its denominator, and MFU with its formula (contract 9). Pure functions.
+
+`times` are the seconds of `StepClock.finish`; token counts are those of the same step. 0.0 where no time passed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rlctl.telemetry.clock import productive_seconds
+
+# Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity).
+PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+
+
+def effective(prompt_tokens: int, generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
+    """End to end, tokens/s/device: prompt and generated tokens of the step's rollouts, divided by the step's
+    wall time without validation and checkpoint, divided by ALL distinct devices, trainer's and generator's."""
+    return _rate(prompt_tokens + generated_tokens, productive_seconds(dict(times)), devices)
+
+
+def training_only(trained_tokens: int, times: Mapping[str, float], devices: int) -> float:
+    """Tokens/s/device: tokens that went through the update, divided by `time/train`, divided by the trainer's
+    devices. Log-prob passes, waiting and refit are outside."""
+    return _rate(trained_tokens, times.get("time/train", 0.0), devices)
+
+
+def generation_only(generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
+    """Tokens/s/device: generated tokens (no prompts), divided by `time/generation`, divided by the
+    generator's devices."""
+    return _rate(generated_tokens, times.get("time/generation", 0.0), devices)
+
+
+def flops_per_token(parameters: int, layers: int, hidden: int, length: float) -> float:
+    """Training FLOPs a token: 6 N for the weights, 12 L H T for attention over sequences of T tokens.
+
+    N: parameters a token passes through (of a mixture of experts, the active ones); H: heads times head size.
+    Source: PaLM, appendix B (arXiv 2204.02311). Recomputed activations do not count.
+    """
+    return 6.0 * parameters + 12.0 * layers * hidden * length
+
+
+def mfu(training: float, flops: float, device: str) -> float | None:
+    """Model FLOPs utilisation of the trainer, 0 to 1: `training_only` tokens/s/device times FLOPs a token,
+    divided by the device's bf16 peak. None where the peak is not known, as on a CPU."""
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device.upper()), None)
+    return None if peak is None else training * flops / peak
+
+
+def idle_share(times: Mapping[str, float], busy: Iterable[str]) -> float:
+    """Share (0 to 1) of the step, validation and checkpoint apart, in which a side did nothing.
+
+    busy: the phases in which it worked, for example ("train", "log_probs", "refit") for the trainer.
+    """
+    wall = productive_seconds(dict(times))
+    worked = sum(times.get(f"time/{name}", 0.0) for name in busy)
+    return min(1.0, max(0.0, 1.0 - worked / wall)) if wall > 0 else 0.0
+
+
+def _rate(tokens: int, seconds: float, devices: int) -> float:
+    return tokens / seconds / devices if seconds > 0 and devices > 0 else 0.0
+
+
+def split(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """(phase, share of all the steps' wall time), largest first, from step records with `time/*`."""
+    wall = sum(float(record.get("time/step", 0.0)) for record in steps)
+    names = {name for record in steps for name in record if name.startswith("time/")} - {"time/step"}
+    sums = {name: sum(float(record.get(name, 0.0)) for record in steps) for name in names}
+    shares = [(name.removeprefix("time/"), seconds / wall if wall > 0 else 0.0) for name, seconds in sums.items()]
+    return sorted(shares, key=lambda pair: (-pair[1], pair[0]))

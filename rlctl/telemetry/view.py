@@ -1,0 +1,31 @@
+"""Which view a run gets: the dashboard on a terminal, a line a step elsewhere, never both."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from rich.console import Console
+
+from rlctl.telemetry.dashboard import LiveDashboard
+from rlctl.telemetry.lines import LineView
+from rlctl.telemetry.run_dir import RunDir
+from rlctl.telemetry.terminal import terminal_alone
+
+
+@contextmanager
+def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -> Iterator[None]:
+    """Shows `run` while the block runs, and its summary after it.
+
+    dashboard, every: telemetry.dashboard and run.log_every. Emit run_ended before leaving the block. Under the
+    dashboard, other output of this process goes to logs/latest/driver.log: start the attempt first.
+    """
+    if dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty()):
+        with (
+            terminal_alone(run.logs / "driver.log") as terminal,
+            LiveDashboard(run, Console(file=terminal)),
+        ):
+            yield
+    else:
+        with LineView(run, every):
+            yield
