@@ -20,6 +20,7 @@ from rlctl.config.architecture import Architecture, config_file, read_architectu
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
 from rlctl.config.errors import Problem
+from rlctl.config.plan import longest_sequence
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.config.tree import Origin
 
@@ -47,18 +48,6 @@ class View:
             return read_architecture(file) if file else None
         except ValueError:
             return None
-
-    @property
-    def max_length(self) -> int | None:
-        """Longest sequence of the run in tokens, as far as it is known before the data is read."""
-        own = self.config.model.max_length
-        if own is None and self.architecture is not None:
-            own = self.architecture.max_positions
-        prompt = self.config.data.max_prompt_length
-        if prompt is None or isinstance(self.config, SftConfig):
-            return own
-        both = prompt + self.config.generation.max_new_tokens
-        return both if own is None else min(own, both)
 
 
 def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
@@ -141,7 +130,7 @@ def _lengths(view: View) -> Problems:
 
 
 def _micro_batch(view: View) -> Problems:
-    tokens, longest = view.config.trainer.micro_batch_tokens, view.max_length
+    tokens, longest = view.config.trainer.micro_batch_tokens, longest_sequence(view.config, view.architecture)
     if longest is not None and tokens < longest:
         what = f"must hold the longest sequence, {longest} tokens, not {tokens}; raise it, or lower "
         lower = (

@@ -1,0 +1,129 @@
+"""Forecast of a run's memory, in bytes per device, from the model's sizes.
+
+Weights, gradients and AdamW's moments are exact (float32, sharded over the ranks). Activations are an estimate
+after Korthikanti et al. (arXiv 2205.05198, section 4): what a layer keeps of each token for its backward pass,
+counted tensor by tensor for a gated MLP and attention that stores no scores.
+"""
+
+from dataclasses import dataclass
+
+from rlctl.config.architecture import Architecture
+from rlctl.config.schema import GrpoConfig, RunConfig
+
+FLOAT32 = 4
+# Of what stays on the trainer's device while an engine that shares it samples.
+_RESIDENT = ("weights, float32", "AdamW moments", "reference")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """trainer: of one rank; engine: of one device of an engine (empty without one), by purpose.
+
+    capacity: memory of the device, None when unknown. shared: rank and engine share it. kv_sequences: sequences of
+    the longest kind that an engine's cache holds at a time, None when unknown.
+    """
+
+    trainer: dict[str, int]
+    engine: dict[str, int]
+    capacity: int | None
+    shared: bool
+    kv_sequences: int | None
+
+    @property
+    def peak(self) -> int:
+        """Most that is used of one device at a time."""
+        trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
+        if not self.shared:
+            return max(trainer, engine)
+        resident = sum(self.trainer.get(name, 0) for name in _RESIDENT)
+        return max(trainer, resident + engine)
+
+
+def forecast(
+    config: RunConfig, architecture: Architecture, longest: int | None, gpus: int, device_memory: int | None
+) -> Memory:
+    """gpus 0: everything is on the CPU, whose `device_memory` ranks and engines share at all times."""
+    trainer = _trainer(config, architecture, gpus)
+    if not isinstance(config, GrpoConfig):
+        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None)
+    engine, per_token = _engine(config, architecture, gpus, device_memory)
+    held = engine.get("key-value cache")
+    sequences = held // (per_token * longest) if held is not None and longest else None
+    if gpus == 0:
+        # One machine holds every rank and every engine, all awake.
+        trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
+        engine = {name: size * config.generation.num_engines for name, size in engine.items()}
+        both = trainer | {f"engines: {name}": size for name, size in engine.items()}
+        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences)
+    return Memory(trainer, engine, device_memory, shared=config.generation.colocated, kv_sequences=sequences)
+
+
+def compute_bytes(dtype: str, gpus: int) -> int:
+    """Bytes of one number of the compute dtype; auto: float32 on CPU, bfloat16 on GPU."""
+    return FLOAT32 if dtype == "float32" or (dtype == "auto" and gpus == 0) else 2
+
+
+def generation_bytes(config: GrpoConfig, gpus: int) -> int:
+    """Bytes of one number of an engine's weights; auto: as the trainer computes."""
+    dtype = config.trainer.dtype if config.generation.dtype == "auto" else config.generation.dtype
+    return compute_bytes(dtype, gpus)
+
+
+def refit_bytes(config: GrpoConfig, architecture: Architecture, gpus: int) -> int:
+    """Bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
+    return architecture.parameters * generation_bytes(config, gpus)
+
+
+def activation_bytes(architecture: Architecture, tokens: int, size: int, checkpointing: bool) -> int:
+    """Bytes kept for the backward pass of `tokens` tokens, numbers of `size` bytes.
+
+    A layer keeps the inputs and outputs of its two norms, q, k and v (twice with norms of their own), the
+    attention's output, and of the MLP: gate, up, their activation and product. With checkpointing every layer
+    keeps its input, and one layer at a time everything.
+    """
+    hidden, queries = architecture.hidden, architecture.heads * architecture.head_dim
+    keys = architecture.kv_heads * architecture.head_dim
+    width = architecture.intermediate
+    if architecture.sparse_layers:
+        width = architecture.experts_per_token * architecture.expert_intermediate
+    normed = queries + keys if architecture.qk_norm else 0
+    layer = 4 * hidden + 2 * queries + 2 * keys + normed + 4 * width
+    per_token = architecture.layers * hidden + layer if checkpointing else architecture.layers * layer
+    return tokens * per_token * size
+
+
+def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[str, int]:
+    ranks, trainer = config.trainer.num_ranks, config.trainer
+    size = compute_bytes(trainer.dtype, gpus)
+    share = -(-architecture.parameters // ranks)
+    # The root keeps embedding and output gathered; of the layers, the one at work and the next.
+    gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
+    items = {
+        "weights, float32": share * FLOAT32,
+        "gradients": share * FLOAT32,
+        "AdamW moments": 2 * share * FLOAT32,
+        "gathered layers": gathered * size if ranks > 1 or size != FLOAT32 else 0,
+        "activations": activation_bytes(
+            architecture, trainer.micro_batch_tokens, size, trainer.activation_checkpointing
+        ),
+        # The logits of a chunk and their gradient.
+        "logits": 2 * trainer.logprob_chunk_tokens * architecture.vocab * FLOAT32,
+    }
+    if isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
+        items["reference"] = share * size
+    return {name: count for name, count in items.items() if count}
+
+
+def _engine(
+    config: GrpoConfig, architecture: Architecture, gpus: int, device_memory: int | None
+) -> tuple[dict[str, int], int]:
+    """(memory of one device of an engine by purpose, bytes of a cached token on it)."""
+    size, devices = generation_bytes(config, gpus), config.generation.tensor_parallel_size
+    per_token = -(-architecture.kv_values_per_token * size // min(devices, architecture.kv_heads))
+    items = {"weights": -(-architecture.parameters * size // devices)}
+    if gpus == 0:
+        items["key-value cache"] = config.generation.kv_cache_mib << 20
+    elif device_memory is not None:
+        usable = int(device_memory * config.generation.gpu_memory_utilization)
+        items["key-value cache"] = max(0, usable - items["weights"])
+    return items, per_token

@@ -1,0 +1,161 @@
+"""What a run will do and need, worked out from its config alone: the `--dry-run` plan, as plain data.
+
+Pure: the model's sizes and the machine come in as values. Bytes and tokens throughout; a forecast that cannot be
+made (the model's config.json is not on this machine) is None.
+"""
+
+from dataclasses import dataclass
+
+from rlctl.cluster.placement import Placement, place
+from rlctl.config.architecture import Architecture
+from rlctl.config.memory import Memory, compute_bytes, forecast, refit_bytes
+from rlctl.config.schema import GrpoConfig, RunConfig
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step. longest: tokens of the longest sequence allowed. tokens: of a step at most.
+
+    micro_batches: forward passes a rank needs for one update, at most. full_sequences: sequences of the longest
+    kind that fit into one.
+    """
+
+    prompts: int
+    group: int
+    rollouts: int
+    updates: int
+    per_update: int
+    per_rank: int
+    longest: int | None
+    tokens: int | None
+    full_sequences: int | None
+    micro_batches: int | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of the run and how often it stops to validate and to save. checkpoint_bytes: of one, with export."""
+
+    steps: int
+    updates: int
+    validations: int
+    checkpoints: int
+    kept: int
+    checkpoint_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """placement is None when the machine has too few devices; `misplaced` then says so."""
+
+    kind: str
+    model: str
+    parameters: int | None
+    placement: Placement | None
+    misplaced: str | None
+    batch: Batch
+    memory: Memory | None
+    schedule: Schedule
+    refit: int | None
+    notes: list[str]
+
+
+def make_plan(config: RunConfig, architecture: Architecture | None, gpus: int, device_memory: int | None) -> Plan:
+    """The plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each."""
+    placement, misplaced = _placement(config, gpus)
+    longest = longest_sequence(config, architecture)
+    memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
+    return Plan(
+        kind=config.kind,
+        model=config.model.path,
+        parameters=architecture.parameters if architecture else None,
+        placement=placement,
+        misplaced=misplaced,
+        batch=_batch(config, longest),
+        memory=memory,
+        schedule=_schedule(config, architecture, gpus),
+        refit=refit_bytes(config, architecture, gpus) if architecture and isinstance(config, GrpoConfig) else None,
+        notes=_notes(config, memory),
+    )
+
+
+def longest_sequence(config: RunConfig, architecture: Architecture | None) -> int | None:
+    """Tokens of the longest sequence of the run, as far as it is known before the data is read."""
+    own = config.model.max_length
+    if own is None and architecture is not None:
+        own = architecture.max_positions
+    prompt = config.data.max_prompt_length
+    if prompt is None or not isinstance(config, GrpoConfig):
+        return own
+    both = prompt + config.generation.max_new_tokens
+    return both if own is None else min(own, both)
+
+
+def _placement(config: RunConfig, gpus: int) -> tuple[Placement | None, str | None]:
+    engines, size, colocated = 0, 1, True
+    if isinstance(config, GrpoConfig):
+        engines, size = config.generation.num_engines, config.generation.tensor_parallel_size
+        colocated = config.generation.colocated
+    try:
+        return place(gpus, config.trainer.num_ranks, engines, size, colocated), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _batch(config: RunConfig, longest: int | None) -> Batch:
+    if isinstance(config, GrpoConfig):
+        prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+        updates = config.grpo.updates_per_step
+    else:
+        prompts, group, updates = config.sft.batch_size, 1, 1
+    rollouts = prompts * group
+    per_rank = -(-rollouts // updates // config.trainer.num_ranks)
+    full = config.trainer.micro_batch_tokens // longest if longest else None
+    return Batch(
+        prompts=prompts,
+        group=group,
+        rollouts=rollouts,
+        updates=updates,
+        per_update=rollouts // updates,
+        per_rank=per_rank,
+        longest=longest,
+        tokens=rollouts * longest if longest else None,
+        full_sequences=full,
+        micro_batches=-(-per_rank // full) if full else None,
+    )
+
+
+def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -> Schedule:
+    steps, updates = (
+        (config.grpo.num_steps, config.grpo.num_steps * config.grpo.updates_per_step)
+        if isinstance(config, GrpoConfig)
+        else (config.sft.num_steps, config.sft.num_steps)
+    )
+    every = config.validation.every
+    validations = (config.validation.at_start + steps // every) if every and config.data.validation.path else 0
+    # The last step is saved whether or not its turn has come.
+    checkpoints = -(-steps // config.checkpoint.every) if config.checkpoint.every else 1
+    size = None
+    if architecture:
+        # Weights and AdamW's two moments in float32, and the exported weights.
+        exported = (
+            architecture.parameters * compute_bytes(config.trainer.dtype, gpus) if config.checkpoint.export else 0
+        )
+        size = 12 * architecture.parameters + exported
+    kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
+    return Schedule(steps, updates, validations, checkpoints, kept, size)
+
+
+def _notes(config: RunConfig, memory: Memory | None) -> list[str]:
+    notes = []
+    validated = config.data.validation.path is not None and config.validation.every > 0
+    metric = config.checkpoint.metric
+    if not validated:
+        notes.append("nothing is validated: it needs data.validation.path and validation.every")
+        if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
+            notes.append(f"{metric} is never measured: no best checkpoint is kept")
+    if memory and memory.capacity and memory.peak > memory.capacity:
+        notes.append("the forecast is above the device's memory: expect to run out of it")
+    if memory and memory.kv_sequences == 0:
+        notes.append("the key-value cache does not hold one sequence of the longest kind: raise its share")
+    return notes
