@@ -1,0 +1,85 @@
+"""Which row comes next: an endless, resumable order whose whole state is {epoch, index, rows}.
+
+The order of an epoch is a pure function of (seed, epoch), so a resume replays nothing. Every row comes exactly
+once an epoch, whatever the batch sizes; a batch may reach into the next epoch and none is ever cut short.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.data.datasets import DataError
+from rlctl.data.prompts import Prompt, Sample
+
+Drawn = TypeVar("Drawn", Prompt, Sample)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw: `row` is a position within the data set."""
+
+    epoch: int
+    row: int
+
+
+class Cursor:
+    """The order over `num_rows` rows; shuffled anew each epoch, or always 0, 1, 2, ... without `shuffle`."""
+
+    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
+        if num_rows < 1:
+            raise DataError("the data set is empty")
+        self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
+        self._epoch = self._index = 0
+        self._order = self._order_of(0)
+
+    def draw(self, n: int) -> list[Draw]:
+        """The next n draws, into the next epochs if need be."""
+        draws: list[Draw] = []
+        while len(draws) < n:
+            rows = self._order[self._index : self._index + n - len(draws)]
+            draws += [Draw(self._epoch, int(row)) for row in rows]
+            self._move_to(self._epoch, self._index + len(rows))
+        return draws
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self._epoch, "index": self._index, "rows": self._num_rows}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken. DataError if that data set had another number of rows."""
+        if state["rows"] != self._num_rows:
+            raise DataError(
+                f"the checkpoint was made with {state['rows']} rows, the data set now has {self._num_rows}: "
+                "prompts would be lost or trained twice"
+            )
+        self._move_to(state["epoch"], state["index"])
+
+    def _move_to(self, epoch: int, index: int) -> None:
+        if index == self._num_rows:
+            epoch, index = epoch + 1, 0
+        if epoch != self._epoch:
+            self._order = self._order_of(epoch)
+        self._epoch, self._index = epoch, index
+
+    def _order_of(self, epoch: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(self._num_rows)
+        return np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
+
+
+class Source(Generic[Drawn]):
+    """Rows in the cursor's order. Row `r17` drawn in epoch 2 is named `e2-r17`."""
+
+    def __init__(self, rows: Sequence[Drawn], cursor: Cursor) -> None:
+        self._rows: Sequence[Drawn] = rows
+        self.cursor = cursor
+
+    def draw(self, n: int) -> list[Drawn]:
+        drawn = [(draw.epoch, self._rows[draw.row]) for draw in self.cursor.draw(n)]
+        return [replace(row, id=f"e{epoch}-{row.id}") for epoch, row in drawn]
+
+
+PromptSource = Source[Prompt]
+SampleSource = Source[Sample]
