@@ -73,4 +73,5 @@ def _sorted_by_group(
 
 def _equal_ends(values: NDArray[np.float64], starts: NDArray[np.intp], sizes: NDArray[np.intp]) -> NDArray[np.bool_]:
     """bool [groups]: smallest reward equals largest. No threshold: a mean's rounding must not hide a uniform group."""
-    return np.equal(values[starts], values[starts + sizes - 1])
+    uniform: NDArray[np.bool_] = values[starts] == values[starts + sizes - 1]
+    return uniform

@@ -121,7 +121,7 @@ class GrpoLoss:
 
 
 def _field(batch: TokenBatch, name: str) -> Tensor:
-    return batch.fields[name].where(batch.mask, 0)
+    return batch.fields[name].detach().where(batch.mask, 0)
 
 
 def _exp(x: Tensor) -> Tensor:

@@ -1,0 +1,325 @@
+"""The policy loss: every formula against per-token loops in float64, its gradient, and independence of packing."""
+
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlctl.config.schema import LossSection
+from rlctl.grpo.loss import GrpoLoss
+from rlctl.training.interface import LossOutput, TokenBatch, Totals
+
+PLAIN = GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "behaviour", None)
+FULL = GrpoLoss(0.2, 0.28, 3.0, 0.3, "k3", 0.05, "sequence", "recompute", 1.5)
+FIELDS = ("advantage", "behaviour_log_prob", "proximal_log_prob", "reference_log_prob")
+
+losses = st.builds(
+    GrpoLoss,
+    clip_low=st.sampled_from([0.0, 0.2]),
+    clip_high=st.sampled_from([0.0, 0.28]),
+    dual_clip=st.sampled_from([None, 1.5]),
+    kl_coef=st.sampled_from([0.0, 0.7]),
+    kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
+    entropy_coef=st.sampled_from([0.0, 0.1]),
+    reduction=st.sampled_from(["token", "sequence"]),
+    proximal=st.sampled_from(["behaviour", "recompute"]),
+    importance_cap=st.sampled_from([None, 1.2]),
+)
+
+
+@dataclass
+class Row:
+    """One sequence in float64: log_probs and entropy are leaves with gradient."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    mask: Tensor
+    fields: dict[str, Tensor]
+
+
+def rows(seed: int, lengths: Sequence[int]) -> list[Row]:
+    """Rollouts whose four log-probs differ enough that every clip and cap binds somewhere; some advantages 0."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(size: int, scale: float) -> Tensor:
+        return scale * torch.randn(size, generator=random, dtype=torch.float64)
+
+    result = []
+    for size in lengths:
+        base = -1.0 + normal(size, 0.3)
+        fields = {name: base + normal(size, 0.4) for name in FIELDS}
+        fields["advantage"] = normal(1, 1.0).mul(torch.rand(1, generator=random) < 0.8).expand(size)
+        mask = torch.rand(size, generator=random) < 0.7
+        mask[0] = False
+        log_probs, entropy = (base + normal(size, 0.4)).requires_grad_(), normal(size, 1.0).abs().requires_grad_()
+        result.append(Row(log_probs, entropy, mask, fields))
+    return result
+
+
+def pack(chosen: Sequence[Row]) -> TokenBatch:
+    index = torch.cat([torch.full((len(row.mask),), i) for i, row in enumerate(chosen)])
+    fields = {name: torch.cat([row.fields[name] for row in chosen]) for name in FIELDS}
+    columns = (torch.cat([getattr(row, name) for row in chosen]) for name in ("log_probs", "entropy", "mask"))
+    return TokenBatch(*columns, fields, index, len(chosen))
+
+
+def totals_of(chosen: Sequence[Row]) -> Totals:
+    return Totals(max(1, sum(int(row.mask.sum()) for row in chosen)), len(chosen))
+
+
+def gradients(output: Tensor, chosen: Sequence[Row]) -> list[Tensor]:
+    leaves = [leaf for row in chosen for leaf in (row.log_probs, row.entropy)]
+    return list(torch.autograd.grad(output, leaves, materialize_grads=True))
+
+
+def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, float], float]:
+    """Loss, sums and ratio/max by the papers' formulas, a token at a time in Python floats."""
+    means: dict[str, float] = {}
+    largest = 0.0
+    totals = totals_of(chosen)
+
+    def add(name: str, value: float) -> None:
+        means[name] = means.get(name, 0.0) + value
+
+    for row in chosen:
+        count = int(row.mask.sum())
+        for t in (t for t in range(len(row.mask)) if row.mask[t]):
+            pi, entropy = math.exp(row.log_probs[t].item()), row.entropy[t].item()
+            a = row.fields["advantage"][t].item()
+            mu, prox, ref = (math.exp(row.fields[name][t].item()) for name in FIELDS[1:])
+            q = mu if loss.proximal == "behaviour" else prox
+            r = pi / q
+            clipped = min(max(r, 1 - loss.clip_low), 1 + loss.clip_high)
+            surrogate = min(r * a, clipped * a)
+            if loss.dual_clip is not None and a < 0:
+                surrogate = max(surrogate, loss.dual_clip * a)
+            w = 1.0
+            if loss.proximal == "recompute":
+                add("importance/mean", q / mu / totals.tokens)
+                if loss.importance_cap is not None:
+                    w = min(q / mu, loss.importance_cap)
+                    add("importance/truncated", (q / mu > loss.importance_cap) / totals.tokens)
+            k = {"k1": math.log(pi / ref), "k2": math.log(pi / ref) ** 2 / 2, "k3": ref / pi - 1 + math.log(pi / ref)}
+            share = 1 / totals.tokens if loss.reduction == "token" else 1 / count / totals.sequences
+            add("loss/policy", -w * surrogate * share)
+            add("loss/entropy", entropy * share)
+            if loss.kl_coef:
+                add("loss/kl", w * r * k[loss.kl_estimator] * share)
+            add("ratio/mean", r / totals.tokens)
+            add("ratio/clipped_low", (a < 0 and r < 1 - loss.clip_low) / totals.tokens)
+            above = (a > 0 and r > 1 + loss.clip_high) or (a < 0 and r > (loss.dual_clip or math.inf))
+            add("ratio/clipped_high", above / totals.tokens)
+            largest = max(largest, r)
+    value = means.get("loss/policy", 0.0) - loss.entropy_coef * means.get("loss/entropy", 0.0)
+    return value + loss.kl_coef * means.get("loss/kl", 0.0), means, largest
+
+
+@given(losses, st.integers(0, 10_000), st.lists(st.integers(1, 9), min_size=1, max_size=4))
+@settings(max_examples=150, deadline=None)
+def test_loss_and_metrics_equal_the_papers_formulas(loss: GrpoLoss, seed: int, lengths: list[int]) -> None:
+    chosen = rows(seed, lengths)
+    output = loss(pack(chosen), totals_of(chosen))
+    value, means, largest = reference(loss, chosen)
+    assert output.loss.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
+    assert {name: mean.item() for name, mean in output.sums.items() if mean} == pytest.approx(
+        {name: mean for name, mean in means.items() if mean}, rel=1e-9, abs=1e-12
+    )
+    assert output.maxima["ratio/max"].item() == pytest.approx(largest)
+
+
+@given(losses, st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_gradient_equals_central_differences_of_the_reference(loss: GrpoLoss, seed: int) -> None:
+    chosen = rows(seed, [4, 3])
+    analytic = gradients(loss(pack(chosen), totals_of(chosen)).loss, chosen)
+    leaves = [leaf for row in chosen for leaf in (row.log_probs, row.entropy)]
+    step = 1e-6
+    for leaf, gradient in zip(leaves, analytic):
+        for t in range(len(leaf)):
+            sides = []
+            for shift in (step, -step):
+                with torch.no_grad():
+                    leaf[t] += shift
+                    sides.append(reference(loss, chosen)[0])
+                    leaf[t] -= shift
+            assert gradient[t].item() == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-5, abs=1e-7)
+
+
+def test_the_recomputed_policy_and_the_weight_are_constants() -> None:
+    """No gradient flows into the fields, even where they have come with one."""
+    chosen = rows(0, [6, 6])
+    batch = pack(chosen)
+    batch.fields = {name: value.requires_grad_() for name, value in batch.fields.items()}
+    output = FULL(batch, totals_of(chosen))
+    assert not any(mean.requires_grad for mean in (output.sums | output.maxima).values())
+    output.loss.backward()
+    assert all(value.grad is None for value in batch.fields.values())
+
+
+@given(losses, st.integers(0, 10_000), st.lists(st.integers(1, 6), min_size=2, max_size=6), st.data())
+@settings(max_examples=80, deadline=None)
+def test_packing_changes_neither_loss_nor_gradient_nor_metrics(
+    loss: GrpoLoss, seed: int, lengths: list[int], data: st.DataObject
+) -> None:
+    """Sequences in any order in any number of micro-batches, their outputs added: one batch in order."""
+    chosen = rows(seed, lengths)
+    totals = totals_of(chosen)
+    whole = loss(pack(chosen), totals)
+    places = data.draw(st.lists(st.integers(0, 2), min_size=len(chosen), max_size=len(chosen)))
+    order = data.draw(st.permutations(range(len(chosen))))
+    parts = [[chosen[i] for i in order if places[i] == place] for place in range(3)]
+    outputs = [loss(pack(part), totals) for part in parts if part]
+    total = torch.stack([output.loss for output in outputs]).sum()
+    torch.testing.assert_close(total, whole.loss)
+    torch.testing.assert_close(gradients(total, chosen), gradients(whole.loss, chosen))
+    for name, mean in whole.sums.items():
+        torch.testing.assert_close(sum(output.sums[name] for output in outputs), mean)
+    assert max(output.maxima["ratio/max"] for output in outputs) == whole.maxima["ratio/max"]
+
+
+@pytest.mark.parametrize("loss", [PLAIN, FULL, replace(FULL, kl_estimator="k1"), replace(FULL, reduction="token")])
+def test_unmasked_tokens_are_not_read_whatever_they_hold(loss: GrpoLoss) -> None:
+    clean, dirty = rows(3, [7, 5]), rows(3, [7, 5])
+    for row in dirty:
+        for tensor in (row.log_probs, row.entropy):
+            tensor.data[~row.mask] = math.nan
+        row.fields = {name: value.where(row.mask, math.nan) for name, value in row.fields.items()}
+    expected, output = (loss(pack(chosen), totals_of(chosen)) for chosen in (clean, dirty))
+    torch.testing.assert_close(output.sums, expected.sums)
+    torch.testing.assert_close(gradients(output.loss, dirty), gradients(expected.loss, clean))
+
+
+@pytest.mark.parametrize("loss", [PLAIN, FULL])
+def test_a_micro_batch_without_masked_tokens_adds_zero_and_keeps_its_graph(loss: GrpoLoss) -> None:
+    (row,) = rows(0, [5])
+    row.mask[:] = False
+    output = loss(pack([row]), Totals(10, 2))
+    assert output.loss.item() == 0.0
+    assert not any((output.sums | output.maxima).values())
+    assert not any(gradient.any() for gradient in gradients(output.loss, [row]))
+
+
+def one(loss: GrpoLoss, log_prob: float, **fields: float) -> tuple[LossOutput, float]:
+    """Loss of one token and its gradient with respect to the log-prob, in float32 as in a run."""
+    leaf = torch.tensor([log_prob], requires_grad=True)
+    columns = {name: torch.tensor([value]) for name, value in fields.items()}
+    batch = TokenBatch(leaf, torch.zeros(1), torch.tensor([True]), columns, torch.zeros(1, dtype=torch.int64), 1)
+    output = loss(batch, Totals(1, 1))
+    output.loss.backward()
+    assert leaf.grad is not None
+    return output, leaf.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "value", "gradient"),
+    [
+        (1.0, 2.0, None, -2.0, -2.0),  # on policy the gradient is that of REINFORCE
+        (1.2, 1.0, None, -1.2, -1.2),  # within 1 + clip_high
+        (1.5, 1.0, None, -1.28, 0.0),  # held by clip_high
+        (0.5, 1.0, None, -0.5, -0.5),  # below is free when the advantage pulls up
+        (0.5, -1.0, None, 0.8, 0.0),  # held by clip_low
+        (1.5, -1.0, None, 1.5, 1.5),  # above is free when the advantage pushes down ...
+        (9.0, -1.0, None, 9.0, 9.0),
+        (9.0, -1.0, 3.0, 3.0, 0.0),  # ... up to dual_clip
+        (9.0, 1.0, 3.0, -1.28, 0.0),  # which positive advantages never see
+    ],
+)
+def test_clipping_case_by_case(
+    ratio: float, advantage: float, dual_clip: float | None, value: float, gradient: float
+) -> None:
+    loss = replace(PLAIN, dual_clip=dual_clip)
+    output, slope = one(loss, math.log(ratio) - 1.0, behaviour_log_prob=-1.0, advantage=advantage)
+    assert (output.loss.item(), slope) == pytest.approx((value, gradient), rel=1e-5)
+
+
+@pytest.mark.parametrize(("mu", "weight"), [(-1.0, 1.0), (-1.5, math.exp(0.5)), (-3.0, 2.0), (-0.5, math.exp(-0.5))])
+def test_importance_weights_are_truncated_above_only(mu: float, weight: float) -> None:
+    loss = replace(PLAIN, proximal="recompute", importance_cap=2.0)
+    output, slope = one(loss, -1.0, proximal_log_prob=-1.0, behaviour_log_prob=mu, advantage=1.0)
+    assert (output.loss.item(), slope) == pytest.approx((-weight, -weight), rel=1e-6)
+    assert output.sums["importance/truncated"].item() == (weight == 2.0)
+
+
+@pytest.mark.parametrize("log_prob", [-1e4, -100.0, 0.0])
+@pytest.mark.parametrize("others", [-1e4, 0.0])
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_extreme_log_probs_stay_finite(log_prob: float, others: float, kl: Any) -> None:
+    loss = replace(FULL, kl_estimator=kl, dual_clip=None, importance_cap=None)
+    fields = dict.fromkeys(FIELDS, others) | {"advantage": -1.0}
+    output, slope = one(loss, log_prob, **fields)
+    assert all(math.isfinite(v) for v in (output.loss.item(), slope, *map(float, output.sums.values())))
+
+
+def test_a_nan_log_prob_is_not_hidden() -> None:
+    assert math.isnan(one(PLAIN, math.nan, behaviour_log_prob=-1.0, advantage=1.0)[0].loss.item())
+
+
+def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: Tensor) -> Tensor:
+    """Gradient of the KL term alone, averaged exactly over every token the generator could have drawn."""
+    policy, total = logits.log_softmax(-1), torch.zeros((), dtype=torch.float64)
+    for token in range(len(mu)):
+        fields = {
+            "advantage": torch.zeros(1),
+            "behaviour_log_prob": mu[token : token + 1].log(),
+            "proximal_log_prob": torch.tensor([-1.0]),
+            "reference_log_prob": reference[token : token + 1].log(),
+        }
+        where = torch.zeros(1, dtype=torch.int64)
+        batch = TokenBatch(policy[token : token + 1], torch.zeros(1), torch.tensor([True]), fields, where, 1)
+        total = total + mu[token] * loss(batch, Totals(1, 1)).loss
+    return torch.autograd.grad(total, logits)[0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("proximal", ["behaviour", "recompute"])
+def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, proximal: Any) -> None:
+    """k1, k3: that of KL(pi || ref); k2: that of E_pi[k2]; whatever policy drew the tokens."""
+    random = torch.Generator().manual_seed(1)
+    logits, mu, reference = torch.randn(3, 5, generator=random, dtype=torch.float64)
+    mu, reference = mu.softmax(-1), reference.softmax(-1)
+    logits.requires_grad_()
+    log_ratio = logits.log_softmax(-1) - reference.log()
+    value = log_ratio.square() / 2 if estimator == "k2" else log_ratio
+    exact = torch.autograd.grad((logits.softmax(-1) * value).sum(), logits)[0]
+    loss = replace(PLAIN, kl_coef=1.0, kl_estimator=estimator, proximal=proximal, importance_cap=1e6)
+    torch.testing.assert_close(expected_kl_gradient(loss, logits, mu, reference), exact, rtol=1e-6, atol=1e-7)
+
+
+def test_without_kl_no_reference_and_without_recompute_no_proximal_is_needed() -> None:
+    output, _ = one(PLAIN, -1.0, behaviour_log_prob=-1.0, advantage=1.0)
+    assert "loss/kl" not in output.sums and "importance/mean" not in output.sums
+    for loss, missing in (
+        (replace(PLAIN, kl_coef=0.1), "reference"),
+        (replace(PLAIN, proximal="recompute"), "proximal"),
+    ):
+        with pytest.raises(KeyError, match=missing):
+            one(loss, -1.0, behaviour_log_prob=-1.0, advantage=1.0)
+
+
+def test_entropy_is_reported_but_without_a_bonus_has_no_gradient() -> None:
+    chosen = rows(0, [5])
+    output = PLAIN(pack(chosen), totals_of(chosen))
+    assert output.sums["loss/entropy"] > 0
+    assert torch.autograd.grad(output.loss, chosen[0].entropy, allow_unused=True)[0] is None
+
+
+@pytest.mark.parametrize("totals", [Totals(0, 1), Totals(1, 0)])
+def test_an_update_that_counts_nothing_is_an_error(totals: Totals) -> None:
+    with pytest.raises(ValueError, match="no token to train on"):
+        PLAIN(pack(rows(0, [3])), totals)
+
+
+def test_is_built_from_its_section_and_travels_by_pickle() -> None:
+    for proximal, kl in product(("behaviour", "recompute"), ("k1", "k3")):
+        section = LossSection(0.1, 0.3, 4.0, 0.01, kl, 0.02, "sequence", proximal, 5.0)  # type: ignore[arg-type]
+        loss = GrpoLoss.from_config(section)
+        assert asdict(loss) == asdict(section)
+        assert pickle.loads(pickle.dumps(loss)) == loss
