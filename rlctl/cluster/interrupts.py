@@ -1,0 +1,30 @@
+"""Ctrl-C: the first asks the run to end after its step, the second ends it at once."""
+
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+
+class Interrupts:
+    """While entered, SIGINT and SIGTERM set `asked` once; a second one ends the process with exit code 130."""
+
+    def __init__(self, notify: Any) -> None:
+        self.asked = False
+        self._notify = notify
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            os._exit(130)
+        self.asked = True
+        self._notify()

@@ -1,0 +1,166 @@
+"""Brings a GRPO run to life on this machine: data, Ray, trainer ranks and engines come up together, then the loop."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.cluster.model_files import ModelFiles
+from rlctl.cluster.placement import Placement, count_gpus, place
+from rlctl.cluster.session import Session, run_session
+from rlctl.config.load import Composed
+from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.data.prompts import Prompt
+from rlctl.telemetry.process import identity
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What was loaded while the rest of the run came up."""
+
+    tokenizer: Any
+    train: list[Prompt]
+    validation: list[Prompt]
+
+
+def run_grpo(composed: Composed, resume: Path | None = None, probe_only: bool = False) -> int:
+    """`rlctl train grpo`: returns the exit code."""
+    return run_session(composed, resume, lambda session: _grpo(session, probe_only))
+
+
+def _grpo(session: Session, probe_only: bool) -> None:
+    config = session.composed.config
+    assert isinstance(config, GrpoConfig)
+    files = ModelFiles.find(config.model.path)
+    generation = config.generation
+    shape = (generation.num_engines, generation.tensor_parallel_size, generation.colocated)
+    placement = place(count_gpus(), config.trainer.num_ranks, *shape)
+    announce(session, config, config.grpo.num_steps, placement)
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        loading = threads.submit(_load, config, files, session)
+        stack.enter_context(ray_for(session))
+        _assembled(stack, session, config, files, placement, loading, probe_only)
+
+
+def _assembled(
+    stack: ExitStack,
+    session: Session,
+    config: GrpoConfig,
+    files: ModelFiles,
+    placement: Placement,
+    loading: "Future[Prompts]",
+    probe_only: bool,
+) -> None:
+    from rlctl.cluster.processes import engine_spec, refit_kind, start_trainers
+    from rlctl.data.cursor import Cursor, PromptSource
+    from rlctl.generation.pool import GeneratorPool
+    from rlctl.grpo.loop import Devices, GrpoLoop, Parts
+    from rlctl.grpo.probe import probe
+    from rlctl.refit.refit import Refit
+    from rlctl.rewards.base import Item
+    from rlctl.rewards.scorer import Scorer
+    from rlctl.training.client import TrainerClient
+
+    events, generation = session.events, config.generation
+    updates = config.grpo.num_steps * config.grpo.updates_per_step
+    spec = engine_spec(config, files, placement)
+    group = start_trainers(session, config, files, placement, updates, generation.temperature)
+    stack.callback(group.kill)
+    pool = GeneratorPool(
+        spec, placement.engines, str(session.logs), config.run.deadline_s, generation.max_restarts, events.emit
+    )
+    stack.callback(pool.kill)
+    prompts = loading.result()
+    scorer = stack.enter_context(Scorer(config.rewards, session.logs / "rewards.log"))
+    first = prompts.train[0]
+    scorer.try_on_sample(Item(first.text, first.answer or "", first.answer, first.row))
+    with session.starting("trainer"):
+        group.built().wait(config.run.deadline_s)
+    with session.starting("generator"):
+        for pending in pool.built():
+            pending.wait(config.run.deadline_s)
+    source = PromptSource(prompts.train, Cursor(len(prompts.train), config.run.seed, config.data.shuffle))
+    if session.checkpoint:
+        group.call("load", str(session.checkpoint.trainer))
+        source.cursor.load_state_dict(session.checkpoint.state["cursor"])
+    with session.starting("refit"):
+        folder = stack.enter_context(shared_memory_folder(session))
+        refit = Refit(group, spec.dtype, refit_kind(config, placement), folder, config.refit.timeout_s)
+        refit.open(pool.ends())
+    stack.callback(group.call, "close")
+    decode = _decoder(prompts.tokenizer)
+    devices = Devices(placement.trainer_devices, placement.generator_devices, placement.all_devices)
+    trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
+    parts = Parts(trainer, pool, refit, source, prompts.validation, scorer, decode, session.keeper, devices)
+    if config.run.probe or probe_only:
+        with session.starting("probe"):
+            gap = probe(config, parts, prompts.validation or prompts.train, session.start, spec.dtype)
+        events.emit("probe", **vars(gap))
+    else:
+        pool.refit(refit, session.start, config.refit.checksum)
+    if not probe_only:
+        GrpoLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
+
+
+@contextmanager
+def ray_for(session: Session) -> Iterator[None]:
+    """A private Ray whose start-up is announced."""
+    from rlctl.cluster.local import local_ray
+
+    with ExitStack() as stack:
+        with session.starting("ray"):
+            stack.enter_context(local_ray(session.logs))
+        yield
+
+
+@contextmanager
+def shared_memory_folder(session: Session) -> Iterator[str]:
+    """A folder for weights in transit, removed with whatever is left in it."""
+    import shutil
+    import tempfile
+
+    root = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = tempfile.mkdtemp(prefix=f"rlctl-{session.run_dir.name}-", dir=root)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def announce(session: Session, config: RunConfig, num_steps: int, placement: Placement) -> None:
+    """The run_started event."""
+    session.events.emit(
+        "run_started",
+        name=session.run_dir.name,
+        algorithm=config.kind,
+        model=config.model.path,
+        num_steps=num_steps,
+        start_step=session.start,
+        attempt=session.run_dir.attempt,
+        devices={"trainer": placement.trainer_devices, "generator": placement.generator_devices},
+        device=placement.device,
+        **identity(),
+    )
+
+
+def _load(config: GrpoConfig, files: ModelFiles, session: Session) -> Prompts:
+    from rlctl.data.chat import load_tokenizer
+    from rlctl.data.load import load_prompts
+
+    with session.starting("data"):
+        tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
+        train, report = load_prompts(config.data, config.data.train, tokenizer)
+        session.events.emit("data", what=f"train: {report}")
+        validation: list[Prompt] = []
+        if config.data.validation.path and config.validation.every:
+            validation, report = load_prompts(config.data, config.data.validation, tokenizer)
+            session.events.emit("data", what=f"validation: {report}")
+    return Prompts(tokenizer, train, validation[: config.validation.max_prompts])
+
+
+def _decoder(tokenizer: Any) -> Any:
+    fast = tokenizer.backend_tokenizer
+    return lambda rows: fast.decode_batch(rows, skip_special_tokens=True)

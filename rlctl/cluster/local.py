@@ -1,0 +1,66 @@
+"""Ray on this machine, private to one run: it starts with the driver and is gone when the driver is.
+
+Tokens are on, nothing of the dashboard listens, and Ray's own chatter goes to the run's log folder.
+"""
+
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Read at `import ray`, hence set before it.
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # Workers at the driver's own priority: at Ray's default nice 15 they starve beside it on few cores.
+    "RAY_worker_niceness": "0",
+    # Workers choose their devices by the run's placement, not by Ray's.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Memory of other programs on the machine is not ours to answer for.
+    "RAY_memory_monitor_refresh_ms": "0",
+}
+_OBJECT_STORE_BYTES = 1 << 30
+
+
+@contextmanager
+def local_ray(logs: Path) -> Iterator[None]:
+    """A Ray of our own for the time of the block."""
+    folder = Path(tempfile.mkdtemp(prefix="rlctl-"))
+    os.environ.update(_ENVIRONMENT)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
+    import ray
+
+    _log_to_file(logging.getLogger("ray"), logs / "ray.log")
+    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES
+    try:
+        ray.init(
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            num_cpus=os.cpu_count(),
+            object_store_memory=min(_OBJECT_STORE_BYTES, shm // 2),
+            _temp_dir=str(folder),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _token(folder: Path) -> Path:
+    path = folder / "token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def _log_to_file(logger: logging.Logger, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    logger.handlers = [logging.FileHandler(path)]
+    logger.propagate = False

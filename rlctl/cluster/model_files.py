@@ -1,0 +1,51 @@
+"""What the driver must know of a model before anything heavy starts: where its files are, and a few of its facts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """folder: a Hugging Face folder on this machine. max_length: tokens. stop_token_ids: end-of-text tokens."""
+
+    folder: str
+    max_length: int
+    stop_token_ids: tuple[int, ...]
+    layers: int
+    hidden: int
+
+    @classmethod
+    def find(cls, path: str) -> "ModelFiles":
+        """Facts of a folder or hub name; a hub model is downloaded once into the Hugging Face cache."""
+        folder = path if Path(path).is_dir() else _download(path)
+        config = _read(Path(folder) / "config.json")
+        stops = _ids(_read(Path(folder) / "generation_config.json")) or _ids(config)
+        return cls(
+            folder,
+            int(config["max_position_embeddings"]),
+            stops,
+            int(config["num_hidden_layers"]),
+            int(config["hidden_size"]),
+        )
+
+
+def _ids(config: dict[str, Any]) -> tuple[int, ...]:
+    stops = config.get("eos_token_id")
+    if stops is None:
+        return ()
+    return tuple(stops) if isinstance(stops, list) else (int(stops),)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return content
+
+
+def _download(name: str) -> str:
+    from huggingface_hub import snapshot_download
+
+    return str(snapshot_download(name, allow_patterns=_FILES))

@@ -1,0 +1,108 @@
+"""From config and placement to what the processes of a run are made of."""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from rlctl.cluster.model_files import ModelFiles
+from rlctl.cluster.placement import Placement
+from rlctl.cluster.session import Session
+from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.generation.spec import EngineSpec
+from rlctl.training.worker import TrainerSpec, TrainerWorker
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+
+
+@dataclass(frozen=True)
+class MakeTrainer:
+    """Builds a trainer rank inside its process."""
+
+    spec: TrainerSpec
+
+    def __call__(self) -> TrainerWorker:
+        return TrainerWorker(self.spec)
+
+
+def compute_dtype(trainer: TrainerSection, device: str) -> str:
+    """`auto` resolved: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
+    if trainer.dtype != "auto":
+        return trainer.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def start_trainers(
+    session: Session,
+    config: RunConfig,
+    files: ModelFiles,
+    placement: Placement,
+    total_updates: int,
+    temperature: float,
+) -> WorkerGroup:
+    """The trainer ranks, starting."""
+    ranks = config.trainer.num_ranks
+    init_method = f"tcp://127.0.0.1:{_free_port()}"
+    specs = []
+    for rank in range(ranks):
+        spec = TrainerSpec(
+            config=config.trainer,
+            model_path=files.folder,
+            tokenizer_path=config.model.tokenizer or files.folder,
+            rank=rank,
+            world=ranks,
+            init_method=init_method,
+            device=placement.device,
+            temperature=temperature,
+            total_updates=total_updates,
+            seed=config.run.seed,
+        )
+        env = _environment(config.trainer, placement, rank)
+        specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, f"{session.logs}/trainer-{rank}.log"))
+    return WorkerGroup(specs, config.run.deadline_s)
+
+
+def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> EngineSpec:
+    """What every engine of the run is made of."""
+    generation, cpu = config.generation, placement.device == "cpu"
+    longest = config.model.max_length or files.max_length
+    if config.data.max_prompt_length:
+        longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens)
+    return EngineSpec(
+        model_path=files.folder,
+        dtype=compute_dtype(config.trainer, placement.device) if generation.dtype == "auto" else generation.dtype,
+        device=placement.device,
+        max_model_len=longest,
+        tensor_parallel_size=generation.tensor_parallel_size,
+        max_num_seqs=generation.max_num_seqs,
+        gpu_memory_utilization=generation.gpu_memory_utilization,
+        kv_cache_mib=generation.kv_cache_mib,
+        enforce_eager=cpu if generation.enforce_eager is None else generation.enforce_eager,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=(*files.stop_token_ids, *generation.stop_token_ids),
+        sleeps=placement.shared and not cpu,
+        seed=config.run.seed,
+    )
+
+
+def refit_kind(config: GrpoConfig, placement: Placement) -> str:
+    """`auto` resolved: two NCCL ranks cannot share a device, and on CPU shared memory is the shortest way."""
+    if config.refit.transport != "auto":
+        return config.refit.transport
+    return "shm" if placement.shared else "broadcast"
+
+
+def _environment(trainer: TrainerSection, placement: Placement, rank: int) -> dict[str, str]:
+    threads = trainer.threads or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
+    env: dict[str, Any] = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    if placement.device == "cuda":
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.trainers[rank]))}
+        env |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return env
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

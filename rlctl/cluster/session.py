@@ -1,0 +1,139 @@
+"""A run from outside: its directory, its events, its dashboard, Ctrl-C, and the exit code it ends with.
+
+Both kinds of run go through here, so that every end leaves a `run_ended` event, the next commands to type, and
+no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted with a checkpoint saved.
+"""
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rlctl.cluster.interrupts import Interrupts
+from rlctl.config.load import Composed
+from rlctl.data.datasets import DataError
+from rlctl.refit.plan import RefitError
+from rlctl.rewards.base import RewardError
+from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name
+from rlctl.telemetry.trackers import open_trackers
+from rlctl.telemetry.view import show_run
+from rlctl.training.checkpoints import Checkpoint, Checkpoints
+from rlctl.training.keeper import Keeper
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+
+# Faults that a message explains; anything else is a defect of ours and keeps its traceback.
+_EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
+_BAD_INPUT = (DataError, RewardError, RunDirError)
+
+
+@dataclass
+class Session:
+    """What a run works with while it lasts. start: steps already done. checkpoint: what it resumes from."""
+
+    composed: Composed
+    run_dir: RunDir
+    events: EventLog
+    keeper: Keeper
+    interrupts: Interrupts
+    checkpoint: Checkpoint | None
+    next_commands: list[str] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def logs(self) -> Path:
+        """Folder of this attempt's logs, one file a process."""
+        return self.run_dir.logs.resolve()
+
+    @contextlib.contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """Announce a part of the start-up and how long it took."""
+        self.events.emit("startup", what=what)
+        begin = time.perf_counter()
+        yield
+        self.events.emit("startup", what=what, seconds=time.perf_counter() - begin)
+
+
+def run_session(composed: Composed, resume: Path | None, body: Callable[[Session], None]) -> int:
+    """Run `body` in a session of its own; returns the exit code."""
+    try:
+        run_dir, checkpoint = _open(composed, resume)
+    except RunDirError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    config = composed.config
+    events = EventLog(run_dir.events)
+    shown = config.telemetry
+    trackers = open_trackers(run_dir, events, asdict(config), shown.tensorboard, shown.wandb_project)
+    metrics = MetricsLog(run_dir.metrics, events, trackers)
+    keeper = Keeper(run_dir, events, metrics, config.checkpoint, config.validation, shown)
+
+    def notify() -> None:
+        events.emit("warning", what="Ctrl-C: finishing this step and saving; again: stop now")
+
+    with show_run(run_dir, shown.dashboard, config.run.log_every), Interrupts(notify) as interrupts:
+        session = Session(composed, run_dir, events, keeper, interrupts, checkpoint)
+        code, status, reason = _run(session, body)
+        metrics.close()
+        commands = session.next_commands if status == "done" else _resume_commands(config.kind, run_dir)
+        events.emit("run_ended", status=status, reason=reason, next=commands)
+    return code
+
+
+def _open(composed: Composed, resume: Path | None) -> tuple[RunDir, Checkpoint | None]:
+    config = composed.config
+    if resume is None:
+        root = Path(config.run.dir)
+        run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
+        run_dir.config.write_text(composed.to_yaml())
+        checkpoint = None
+    else:
+        run_dir = RunDir.open(resume)
+        kept = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
+        checkpoint = kept.latest()
+        run_dir.truncate_metrics(checkpoint.step if checkpoint else 0)
+        run_dir.config.write_text(composed.to_yaml())
+    run_dir.start_attempt()
+    return run_dir, checkpoint
+
+
+def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:
+    try:
+        body(session)
+    except _BAD_INPUT as error:
+        return _failed(session, str(error), 2)
+    except _EXPLAINED as error:
+        _keep_traceback(session, error)
+        return _failed(session, _explain(error), 1)
+    except KeyboardInterrupt:
+        return 130, "interrupted", "Ctrl-C"
+    if session.interrupts.asked:
+        return 130, "interrupted", "Ctrl-C"
+    return 0, "done", ""
+
+
+def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
+    session.events.emit("error", what=reason)
+    return code, "failed", reason
+
+
+def _explain(error: BaseException) -> str:
+    first = str(error).strip().splitlines() or [type(error).__name__]
+    return first[0]
+
+
+def _keep_traceback(session: Session, error: BaseException) -> None:
+    with (session.logs / "driver.log").open("a") as log:
+        traceback.print_exception(error, file=log)
+        if isinstance(error, WorkerError):
+            log.write(error.tracebacks())
+
+
+def _resume_commands(kind: str, run_dir: RunDir) -> list[str]:
+    return [f"rlctl train {kind} --resume {run_dir.path}", f"less {run_dir.path / 'logs' / 'latest'}"]

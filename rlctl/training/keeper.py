@@ -1,0 +1,88 @@
+"""What a loop leaves behind in the run directory: step and validation records, rollouts, checkpoints.
+
+Order at the end of a step: its record, then validation, then the checkpoint; so that whatever a kill cuts off
+belongs to steps after the newest checkpoint, which a resume drops and does again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.jsonl import JsonlWriter
+from rlctl.telemetry.run_dir import RunDir
+from rlctl.training.checkpoints import Checkpoint, Checkpoints
+
+
+class Keeper:
+    """Writes the files of one run."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        events: EventLog,
+        metrics: MetricsLog,
+        checkpoint: CheckpointSection,
+        validation: ValidationSection,
+        telemetry: TelemetrySection,
+    ) -> None:
+        self.events = events
+        self._metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
+        self._checkpoint, self._validation, self._telemetry = checkpoint, validation, telemetry
+        self.checkpoints = Checkpoints(run_dir.checkpoints, checkpoint.keep_last, checkpoint.keep_best)
+        self._latest: dict[str, float] = {}
+        self.saved: int | None = None
+
+    def validation_due(self, step: int, last: bool) -> bool:
+        """Every `validation.every` steps, and after the last."""
+        every = self._validation.every
+        return every > 0 and (last or step % every == 0)
+
+    def checkpoint_due(self, step: int, last: bool) -> bool:
+        """Every `checkpoint.every` steps, and after the last."""
+        every = self._checkpoint.every
+        return last or (every > 0 and step % every == 0)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The record of one step."""
+        self._latest |= metrics
+        self._metrics.write("step", step, metrics)
+
+    def rollouts(self, step: int, fates: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
+        """What became of the step's prompts, and some of its rollouts."""
+        self._rollouts.write({"kind": "prompts", "step": step, **fates})
+        for rollout in shown()[: self._telemetry.rollouts_per_step] if self._telemetry.rollouts_per_step else []:
+            self._rollouts.write({"kind": "rollout", "step": step, **rollout})
+
+    @contextmanager
+    def validation(self, step: int) -> Iterator[dict[str, float]]:
+        """The block fills the record of one validation; its seconds are added."""
+        self.events.emit("validation_started", step=step)
+        begin, metrics = time.perf_counter(), dict[str, float]()
+        yield metrics
+        metrics["time/validation"] = time.perf_counter() - begin
+        self._latest |= metrics
+        self._metrics.write("validation", step, metrics)
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path, Path | None], None]) -> Checkpoint:
+        """A checkpoint. `write` gets the trainer's folder and, if asked for, that of the Hugging Face export."""
+        begin = time.perf_counter()
+        self.events.emit("phase", step=step, name="checkpoint")
+
+        def both(folder: Path) -> None:
+            (folder / "trainer").mkdir()
+            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None)
+
+        checkpoint = self.checkpoints.save(step, {**state, "score": self._score()}, both)
+        self.saved = step
+        seconds = time.perf_counter() - begin
+        self.events.emit("checkpoint", step=step, path=str(checkpoint.path), seconds=seconds)
+        return checkpoint
+
+    def _score(self) -> float | None:
+        name = self._checkpoint.metric
+        value = self._latest.get(name.removeprefix("-"))
+        return value if value is None or not name.startswith("-") else -value
