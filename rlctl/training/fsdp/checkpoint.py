@@ -1,0 +1,53 @@
+"""Saving and loading a trainer's state through torch DCP, as safetensors: nothing is pickled.
+
+Every rank writes its shards into one file; any number of ranks reads the slices it needs from all of them.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from rlctl.training.fsdp.optimizer import Named
+
+
+def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Write weights, moments, the number of updates made and this rank's RNG state into `folder`."""
+    state = _state(parameters, optimizer) | {
+        "updates": torch.tensor(updates),
+        _rng_key(dist.get_rank()): torch.get_rng_state(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer) -> int:
+    """Read what `save` wrote, on any number of ranks; returns the number of updates.
+
+    A rank that did not exist when the state was saved takes rank 0's RNG state. Raises FileNotFoundError if
+    `folder` holds no state.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{folder} holds no trainer state")
+    reader = HuggingFaceStorageReader(str(folder))
+    own = _rng_key(dist.get_rank())
+    rng_key = own if own in reader.read_metadata().state_dict_metadata else _rng_key(0)
+    updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
+    dcp_load(_state(parameters, optimizer) | {"updates": updates, rng_key: rng}, storage_reader=reader)
+    torch.set_rng_state(rng)
+    return int(updates)
+
+
+def _rng_key(rank: int) -> str:
+    return f"rng.{rank}"
+
+
+def _state(parameters: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Live tensors by name: `load` fills them where they lie."""
+    weights = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    moments = {f"{key}.{name}": optimizer.state[p][key] for name, p in parameters.items() for key in optimizer.state[p]}
+    return weights | moments

@@ -1,0 +1,46 @@
+"""Metrics of one update: summed over micro-batches on the device, read once, joined over ranks once."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlctl.training.interface import LossOutput
+
+Sums = dict[str, float]
+Maxima = dict[str, float]
+
+
+class Tally:
+    """Sums and maxima of the micro-batches' LossOutputs; `join` makes them equal on every rank."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, output: LossOutput) -> None:
+        for name, value in output.sums.items():
+            value = value.detach().double()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        for name, value in output.maxima.items():
+            value = value.detach().double()
+            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def join(self) -> dict[str, float]:
+        """Over all ranks: sums added, maxima's maximum. A rank without sequences may know fewer names."""
+        own = _read(self._sums), _read(self._maxima)
+        ranks: list[tuple[Sums, Maxima]] = [own] * dist.get_world_size()
+        if len(ranks) > 1:
+            dist.all_gather_object(ranks, own)
+        joined: dict[str, float] = {}
+        for sums, _ in ranks:
+            for name, value in sums.items():
+                joined[name] = joined.get(name, 0.0) + value
+        for _, maxima in ranks:
+            for name, value in maxima.items():
+                joined[name] = max(joined.get(name, value), value)
+        return joined
+
+
+def _read(values: dict[str, Tensor]) -> dict[str, float]:
+    """One transfer from the device for all of them."""
+    return dict(zip(values, torch.stack(list(values.values())).tolist())) if values else {}

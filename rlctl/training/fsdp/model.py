@@ -1,0 +1,113 @@
+"""The policy as one FSDP2 module: a Hugging Face causal LM, its layers sharded, its head computed in chunks.
+
+Weights are float32 masters, read from safetensors one layer at a time, so that no rank ever holds them whole.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from rlctl.config.schema import TrainerSection
+from rlctl.training import attention
+from rlctl.training.hf_folder import WeightFiles
+from rlctl.training.logprobs import chunked_log_probs
+from rlctl.training.packing import Packed
+
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+class Policy(nn.Module):
+    """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
+
+    def __init__(self, lm: Any, temperature: float, chunk: int) -> None:
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+        self.chunk = chunk
+
+    def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-prob and entropy, float32 [N] each, of the tokens at `rows` (int64 [N], each after its sequence's
+        first) given those before them, under the tempered policy."""
+        output = self.lm.model(
+            input_ids=packed.tokens[None],
+            position_ids=packed.positions[None],
+            use_cache=False,
+            cu_seq_lens_q=packed.cu_seqlens,
+            max_length_q=packed.max_len,
+        )
+        hidden = output.last_hidden_state[0].index_select(0, rows - 1)
+        targets = packed.tokens[rows]
+        return chunked_log_probs(hidden, self.lm.lm_head.weight, targets, self.temperature, self.chunk)
+
+
+def build_policy(
+    folder: Path, section: TrainerSection, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
+) -> Policy:
+    """The model of a Hugging Face folder, sharded over `mesh`; computes in `dtype`, keeps float32 masters.
+
+    Raises ValueError for an architecture outside KINDS or with sliding windows, and what WeightFiles raises.
+    """
+    cuda = mesh.device_type == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    lm = _skeleton(folder, device)
+    if section.activation_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.train()
+    policy = Policy(lm, temperature, section.logprob_chunk_tokens)
+    half = dtype != torch.float32
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
+    files = WeightFiles(folder)
+    for i, layer in enumerate(lm.model.layers):
+        _materialize(layer, f"model.layers.{i}.", files, device)
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    _materialize(lm, "", files, device)
+    if lm.config.tie_word_embeddings:
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    _sum_gradients(policy)
+    return policy
+
+
+def _skeleton(folder: Path, device: torch.device) -> Any:
+    """The causal LM with its parameters on the meta device and its rotary table on `device`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type not in KINDS:
+        raise ValueError(f"{folder} is a {config.model_type} model; rlctl trains {', '.join(KINDS)}")
+    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+        raise ValueError(f"{folder} uses sliding-window attention, which packed attention does not do")
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.register())
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(config=lm.config).to(device)
+    # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
+    lm.model.embed_tokens.padding_idx = None
+    return lm
+
+
+def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:
+    """Read every parameter of `module` that is still on the meta device."""
+    for name, parameter in list(module.named_parameters()):
+        if parameter.is_meta:
+            value = torch.empty(parameter.shape, dtype=torch.float32)
+            files.read_into(prefix + name, value)
+            owner, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(owner), leaf, nn.Parameter(value.to(device)))
+
+
+def _sum_gradients(policy: nn.Module) -> None:
+    """Gradients are sums over ranks: losses come divided by their global totals already."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def free_gathered(policy: nn.Module) -> None:
+    """Drop the root's gathered weights, which a forward pass without a backward pass leaves behind."""
+    assert isinstance(policy, FSDPModule)
+    policy.reshard()  # type: ignore[operator]

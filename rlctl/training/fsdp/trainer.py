@@ -1,0 +1,222 @@
+"""One rank of the FSDP2 trainer: `interface.TrainerRank` over torch.distributed, on CPU (gloo) or GPU (NCCL).
+
+Losses and gradients are sums over ranks and micro-batches of losses already divided by their global totals, so
+an update does not depend on how its sequences were packed or shared out.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from rlctl.config.schema import TrainerSection
+from rlctl.training import hf_folder
+from rlctl.training.fsdp import checkpoint
+from rlctl.training.fsdp.metrics import Tally
+from rlctl.training.fsdp.model import build_policy, free_gathered
+from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients
+from rlctl.training.fsdp.reference import Reference
+from rlctl.training.interface import Loss, LossOutput, MicroBatch, TokenBatch, Totals
+from rlctl.training.packing import Packed, pack
+from rlctl.training.schedule import learning_rate
+
+
+class FsdpTrainer:
+    """The policy, its optimizer and, once asked for, its reference. All ranks call every method together."""
+
+    def __init__(
+        self,
+        config: TrainerSection,
+        model_path: str,
+        rank: int,
+        world: int,
+        init_method: str,
+        device: str,
+        temperature: float,
+        total_updates: int,
+        seed: int,
+    ) -> None:
+        """Join the process group and load the model.
+
+        model_path: Hugging Face folder or hub name. init_method: of torch.distributed (tcp://, file://). device:
+        cpu, or cuda:N with N this rank's device. temperature: log-probs are of the tempered policy.
+        total_updates: what the learning-rate schedule runs over.
+        """
+        self._config, self._rank, self._total_updates = config, rank, total_updates
+        self._device = torch.device(device)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        else:
+            cores = len(os.sched_getaffinity(0))
+            torch.set_num_threads(config.threads or max(1, cores // world))
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
+        torch.manual_seed(seed + rank)
+        self._dtype = _compute_dtype(config, self._device)
+        self._folder = hf_folder.resolve(model_path)
+        mesh = init_device_mesh(self._device.type, (world,))
+        self._policy = build_policy(self._folder, config, self._dtype, mesh, temperature)
+        self._parameters: Named = dict(self._policy.lm.named_parameters())
+        self._optimizer = build_adamw(self._parameters, config.optimizer)
+        self._reference: Reference | None = None
+        self._updates = 0
+
+    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """See TrainerRank. An array a sequence, float32 [T], 0 at its first token."""
+        with torch.no_grad():
+            result = [self._sequence_log_probs(micro_batch) for micro_batch in micro_batches]
+        # A forward pass leaves the root's weights gathered; a later change of the shards must not miss them.
+        free_gathered(self._policy)
+        return result
+
+    def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """See TrainerRank. The first call loads the reference."""
+        if self._reference is None:
+            self._reference = Reference(self._folder, self._parameters, self._dtype)
+        with self._reference.in_place_of(self._parameters):
+            return self.log_probs(micro_batches)
+
+    def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+        """See TrainerRank. Adds train/grad_norm (before clipping) and train/lr (of this update).
+
+        Raises ValueError without micro-batches, FloatingPointError for a gradient norm that is not finite.
+        """
+        if not micro_batches:
+            raise ValueError("an update needs at least one micro-batch on every rank")
+        lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        tally = Tally()
+        self._optimizer.zero_grad()
+        for micro_batch in micro_batches:
+            output = self._loss(micro_batch, loss, totals)
+            output.loss.backward()  # type: ignore[no-untyped-call]
+            tally.add(output)
+        norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._updates += 1
+        return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+
+    def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+        """See TrainerRank."""
+        tally = Tally()
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                tally.add(self._loss(micro_batch, loss, totals))
+        free_gathered(self._policy)
+        return tally.join()
+
+    def layout(self, dtype: str | None = None) -> hf_folder.Layout:
+        """See TrainerRank."""
+        return [
+            (part, tuple(view.shape), str(view.dtype).removeprefix("torch."))
+            for name, p in self._parameters.items()
+            for part, view in hf_folder.unfuse(name, torch.empty(p.shape, dtype=_dtype(dtype, p), device="meta"))
+        ]
+
+    def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See TrainerRank. A tensor may be the weights' own memory: read it before asking for the next."""
+        for name, p in self._parameters.items():
+            whole = p.detach().to(_dtype(dtype, p))
+            yield from hf_folder.unfuse(name, whole.full_tensor() if isinstance(whole, DTensor) else whole)
+
+    def save(self, folder: Path) -> None:
+        """See TrainerRank. Rank 0's folder must be everybody's: shards are written side by side."""
+        checkpoint.save(folder, self._parameters, self._optimizer, self._updates)
+
+    def load(self, folder: Path) -> None:
+        """See TrainerRank."""
+        self._updates = checkpoint.load(folder, self._parameters, self._optimizer)
+
+    def export_folder(self, folder: Path) -> None:
+        """See TrainerRank. In the compute dtype, as the generator serves it; configuration and tokenizer files
+        are the model's own."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        tensors = self.export(dtype)
+        if self._rank == 0:
+            hf_folder.write_folder(self._folder, folder, self.layout(dtype), tensors)
+        else:
+            for _ in tensors:
+                pass
+        dist.barrier()
+
+    def memory(self) -> dict[str, float]:
+        """See TrainerRank."""
+        cuda = self._device.type == "cuda"
+        return {
+            "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
+            "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
+            "host_rss": float(psutil.Process().memory_info().rss),
+        }
+
+    def info(self) -> dict[str, Any]:
+        """See TrainerRank. flops_per_token: 6 a weight that a token meets (forward and backward, the embedding
+        look-up and the attention scores not counted; Kaplan et al., arXiv 2001.08361, section 2.1)."""
+        return {
+            "parameters": sum(p.numel() for p in self._parameters.values()),
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "device": str(self._device),
+            "flops_per_token": 6 * self._active_weights(),
+        }
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    def _active_weights(self) -> int:
+        config = self._policy.lm.config
+        total = 0
+        for name, p in self._parameters.items():
+            if ".experts." in name:
+                total += p.numel() * config.num_experts_per_tok // config.num_experts
+            elif "embed_tokens" not in name or config.tie_word_embeddings:
+                total += p.numel()
+        return total
+
+    def _loss(self, micro_batch: MicroBatch, loss: Loss, totals: Totals) -> LossOutput:
+        """The loss of one micro-batch; of an empty one, 0 with a gradient, so that the collectives still run."""
+        packed = pack(micro_batch, self._device)
+        rows = packed.mask.nonzero()[:, 0]
+        log_probs, entropy = self._policy(packed, rows)
+        if not micro_batch:
+            return LossOutput(loss=log_probs.sum() + entropy.sum())
+        nothing = torch.zeros(len(packed.tokens), device=self._device)
+        return loss(
+            TokenBatch(
+                log_probs=nothing.index_copy(0, rows, log_probs),
+                entropy=nothing.index_copy(0, rows, entropy),
+                mask=packed.mask,
+                fields=packed.fields,
+                sequence=packed.sequence,
+                num_sequences=len(packed.lengths),
+            ),
+            totals,
+        )
+
+    def _sequence_log_probs(self, micro_batch: MicroBatch) -> list[NDArray[np.float32]]:
+        packed: Packed = pack(micro_batch, self._device)
+        rows = packed.positions.nonzero()[:, 0]
+        log_probs, _ = self._policy(packed, rows)
+        whole = torch.zeros(len(packed.tokens), device=self._device).index_copy_(0, rows, log_probs)
+        return np.split(whole.cpu().numpy(), np.cumsum(packed.lengths)[:-1]) if micro_batch else []
+
+
+def _compute_dtype(config: TrainerSection, device: torch.device) -> torch.dtype:
+    if config.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+
+
+def _dtype(name: str | None, like: Tensor) -> torch.dtype:
+    chosen: torch.dtype = like.dtype if name is None else getattr(torch, name)
+    return chosen

@@ -1,0 +1,63 @@
+"""One micro-batch as flat tensors: its sequences end to end, no padding, with where each begins."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.training.interface import MicroBatch
+from rlctl.training.sequences import Sequence
+
+_NOTHING = Sequence(tokens=np.zeros(1, np.int32), mask=np.zeros(1, np.bool_))
+
+
+@dataclass(frozen=True)
+class Packed:
+    """T tokens of S sequences, on the device.
+
+    tokens, positions, sequence: int64 [T]. mask: bool [T], false at each sequence's first token. fields: name ->
+    float32 [T]. cu_seqlens: int32 [S + 1]. max_len: longest sequence. lengths: on the host.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    sequence: Tensor
+    mask: Tensor
+    fields: dict[str, Tensor]
+    cu_seqlens: Tensor
+    max_len: int
+    lengths: tuple[int, ...]
+
+
+def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
+    """Pack the sequences in their order. An empty micro-batch becomes one masked token, for the collectives' sake.
+
+    Raises ValueError for an empty sequence, or if sequences differ in the names of their fields.
+    """
+    micro_batch = micro_batch or [_NOTHING]
+    lengths = np.array([len(s) for s in micro_batch])
+    if lengths.min() < 1:
+        raise ValueError(f"sequence {int(lengths.argmin())} of the micro-batch has no tokens")
+    names = list(micro_batch[0].fields)
+    if any(s.fields.keys() != set(names) for s in micro_batch):
+        raise ValueError(f"sequences of a micro-batch differ in their fields: {sorted(names)} expected")
+    starts = np.concatenate([[0], lengths.cumsum()])
+    positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+    tokens = np.concatenate([s.tokens for s in micro_batch]).astype(np.int64)
+    mask = np.concatenate([s.mask for s in micro_batch]).astype(bool) & (positions > 0)
+    fields = {name: np.concatenate([s.fields[name] for s in micro_batch]) for name in names}
+
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return Packed(
+        tokens=put(tokens),
+        positions=put(positions),
+        sequence=put(np.repeat(np.arange(len(lengths)), lengths)),
+        mask=put(mask),
+        fields={name: put(values.astype(np.float32)) for name, values in fields.items()},
+        cu_seqlens=put(starts.astype(np.int32)),
+        max_len=int(lengths.max()),
+        lengths=tuple(lengths.tolist()),
+    )
