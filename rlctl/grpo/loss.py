@@ -32,10 +32,11 @@ class GrpoLoss:
     - kl: w r k, the estimator k of KL(pi || ref) weighted from mu's tokens to pi's, gradient through r too
       (DeepSeek-V3.2, arXiv 2512.02556). With x = log(ref / pi): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x
       (Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html; k3 in GRPO: arXiv 2402.03300).
-      Gradient, as a factor of w r grad log pi: k1 gives 1 - x and k3 gives -x, both in expectation exactly
-      grad KL(pi || ref), k3 with the smaller variance; k2 gives x^2 / 2 - x, the gradient of E_pi[k2], which is
-      KL's only while pi is near ref. Without the weight k1 would have gradient 0 in expectation and k3 that of
-      KL(ref || pi) (arXiv 2506.09477).
+      Gradient, as a factor of w r grad log pi: k1 gives 1 - x and k3 gives -x, both in expectation, as long as
+      no w is truncated, exactly grad KL(pi || ref) of a token given those before it, k3 with the smaller
+      variance; k2 gives x^2 / 2 - x, the gradient of E_pi[k2], KL's only while pi is near ref. Without the
+      weight k1 would have gradient 0 in expectation and k3 that of KL(ref || pi) (arXiv 2506.09477). A token's
+      effect on the KL of later ones is left out, as in all of these.
     - entropy: of the policy at that token (arXiv 1602.01783).
 
     `reduction` token: sum over masked tokens / totals.tokens (DAPO). sequence: each sequence's mean over its
