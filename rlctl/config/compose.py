@@ -11,18 +11,20 @@ from rlctl.config.shipped import CONFIGS, find, recipe_names
 from rlctl.config.tree import Node, Origin, leaves, merge, plain, read_file, read_value, show_path
 
 
-def compose(recipe: str, overrides: list[str]) -> Node:
-    """The merged, interpolated tree of `recipe` (a path, or a shipped recipe's name).
+def compose(recipe: Path, overrides: list[str]) -> Node:
+    """The merged, interpolated tree of the file `recipe`.
 
-    Raises ConfigError: recipe or parent not found, unreadable YAML, a malformed override or interpolation.
+    Raises ConfigError: a parent not found, unreadable YAML, a malformed override or interpolation.
     """
-    root = _complete_rewards(_inherit(find_recipe(recipe), ()))
+    root = _complete_rewards(_inherit(recipe, ()))
     return _interpolate(_apply(root, overrides))
 
 
 def find_recipe(recipe: str) -> Path:
-    """The file a person means by `recipe`: a path, or the name of a shipped one."""
+    """The file a person means by `recipe`: a path, a run's directory, or the name of a shipped one."""
     path = Path(recipe).expanduser()
+    if (path / "config.yaml").is_file():
+        path /= "config.yaml"
     found = find(str(path), Path.cwd())
     if found is None:
         hint = did_you_mean(path.stem, recipe_names()) or "; see `rlctl recipes list`"

@@ -35,15 +35,25 @@ def load(kind: str | None, recipe: str | None, overrides: list[str], *, resume: 
 
     resume: the run's directory may exist. Raises ConfigError with every problem at once.
     """
-    recipe = recipe or TINY[kind or "grpo"]
-    file = find_recipe(recipe)
-    root = compose(recipe, overrides)
-    config, problems = _typed(root, kind, file)
-    origins = {key: node.origin for key, node in leaves(root)}
-    problems += check(config, origins, resume=resume)
+    file = find_recipe(recipe or TINY[kind or "grpo"])
+    root, config, problems = _checked(kind, file, overrides, resume)
     if problems:
         raise ConfigError(problems)
+    origins = {key: node.origin for key, node in leaves(root)}
     return Composed(config, file, origins, notes(config, origins))
+
+
+def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[Node, list[Problem]]:
+    """The composed tree, to be shown, and what is wrong with it. Raises ConfigError if it cannot be composed."""
+    root, _, problems = _checked(kind, find_recipe(recipe), overrides, resume=True)
+    return root, problems
+
+
+def _checked(kind: str | None, file: Path, overrides: list[str], resume: bool) -> tuple[Node, RunConfig, list[Problem]]:
+    root = compose(file, overrides)
+    config, problems = _typed(root, kind, file)
+    origins = {key: node.origin for key, node in leaves(root)}
+    return root, config, problems + check(config, origins, resume=resume)
 
 
 def _typed(root: Node, kind: str | None, file: Path) -> tuple[RunConfig, list[Problem]]:

@@ -1,4 +1,5 @@
-"""Where a path in a config leads: beside the YAML file that names it, then in the current directory, then a hub.
+"""Where a path in a config leads: beside the YAML file that names it, then in the current directory, then among
+the shipped recipes (so that a copied recipe still finds its model), then a hub.
 
 A path that exists becomes absolute, so that a resolved config runs from anywhere. `organisation/name` that is no
 file stays as it is, a hub name, unless `organisation` is a folder here: then it is a mistyped path.
@@ -8,6 +9,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from rlctl.config.shipped import RECIPES
 from rlctl.config.tree import Origin
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -17,7 +19,9 @@ _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
 def resolve(text: str, kind: str, origin: Origin) -> str:
     """The absolute path, or the hub name, that `text` means. Raises FileNotFoundError with one line for the user."""
     given = Path(text).expanduser()
-    folders = [Path.cwd()] if origin.file is None else [origin.file.parent, Path.cwd()]
+    folders = [Path.cwd(), RECIPES]
+    if origin.file is not None:
+        folders.insert(0, origin.file.parent)
     for folder in folders:
         if (folder / given).exists():
             return str((folder / given).resolve())

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.shipped import CONFIGS, is_shipped
 
 MISSING = "???"
 
@@ -69,8 +70,10 @@ class Node:
 
 
 def show_path(path: Path) -> str:
-    """As a person would type it: relative below the current directory, else absolute."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+    """As a person would type it: relative below the current directory, `configs/base.yaml` if shipped, or absolute."""
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return str(path.relative_to(CONFIGS.parent)) if is_shipped(path) else str(path)
 
 
 def read_file(path: Path) -> Node:

@@ -1,0 +1,35 @@
+"""What stands behind a command: at most one recipe, and any number of key=value overrides."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.config.errors import ConfigError, Problem
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE | KEY=VALUE",
+        help="A recipe's name or file, then overrides such as trainer.optimizer.lr=1e-5 or rewards.0.weight=2.",
+        show_default=False,
+    ),
+]
+
+
+def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
+    """(recipe or None, overrides). Raises ConfigError when there are two recipes."""
+    recipe: str | None = None
+    overrides: list[str] = []
+    problems: list[Problem] = []
+    for number, text in enumerate(arguments or [], start=1):
+        if "=" in text and not Path(text).is_file():
+            overrides.append(text)
+        elif recipe is None:
+            recipe = text
+        else:
+            what = f"a second recipe after {recipe}; an override is key=value"
+            problems.append(Problem(f"argument {number}", text, what))
+    if problems:
+        raise ConfigError(problems)
+    return recipe, overrides

@@ -1,0 +1,74 @@
+"""`rlctl config`: what a run's config is, where each value comes from, and what is wrong with it."""
+
+from typing import Annotated
+
+import typer
+
+from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.output import console, examples, note
+from rlctl.config.errors import ConfigError
+
+app = typer.Typer(help="The config of a run: show, check, compare.", no_args_is_help=True)
+
+DEFAULT = "grpo-tiny"
+
+
+@app.command(
+    epilog=examples(
+        "rlctl config show", "rlctl config show my.yaml run.seed=1 --origin", "rlctl config show sft-tiny --doc"
+    )
+)
+def show(
+    arguments: Arguments = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Where each value was written.")] = False,
+    doc: Annotated[bool, typer.Option("--doc", help="What each key means.")] = False,
+) -> None:
+    """The whole config as it would run, defaults included; as YAML."""
+    from rich.text import Text
+
+    from rlctl.cli.config_view import lines
+    from rlctl.config.load import draft
+
+    recipe, overrides = split(arguments)
+    root, problems = draft(None, recipe or DEFAULT, overrides)
+    shown = lines(root)
+    width = min(48, max((len(text) for text, *_ in shown), default=0))
+    for text, where, meaning in shown:
+        remarks = [each for each, wanted in ((where, origin), (meaning, doc)) if wanted and each]
+        comment = f"{' ' * max(2, width - len(text) + 2)}# {'; '.join(remarks)}" if remarks else ""
+        console().print(Text.assemble(text, (comment, "dim")))
+    if problems:
+        raise ConfigError(problems)
+
+
+@app.command(epilog=examples("rlctl config check my.yaml", "rlctl config check my.yaml grpo.num_prompts_per_step=96"))
+def check(arguments: Arguments = None) -> None:
+    """Everything that is wrong with a config, at once, without starting anything."""
+    from rlctl.config.load import load
+    from rlctl.config.tree import show_path
+
+    recipe, overrides = split(arguments)
+    composed = load(None, recipe or DEFAULT, overrides)
+    note(composed.notes)
+    typer.echo(f"{show_path(composed.recipe)}: no problems; run it: rlctl train {composed.config.kind} {recipe or ''}")
+
+
+@app.command(
+    epilog=examples("rlctl config diff grpo-tiny my.yaml", "rlctl config diff runs/first runs/second run.seed=2")
+)
+def diff(
+    a: Annotated[str, typer.Argument(help="A recipe or a run's directory.", show_default=False)],
+    b: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of the second.", show_default=False)
+    ] = None,
+) -> None:
+    """The values in which two configs differ."""
+    from rlctl.cli.config_view import difference
+    from rlctl.config.compose import compose, find_recipe
+
+    table = difference(a, compose(find_recipe(a), []), b, compose(find_recipe(b), overrides or []))
+    if table is None:
+        typer.echo("no difference")
+    else:
+        console().print(table, soft_wrap=False)

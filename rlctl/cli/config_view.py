@@ -1,0 +1,94 @@
+"""A config tree as lines of YAML with remarks, and two of them as a table of differences."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from rlctl.config import paths
+from rlctl.config.schema import KINDS
+from rlctl.config.tree import Node, dump, leaves, plain
+from rlctl.config.typed import schema_keys
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+_NO_FIELD: Mapping[str, Any] = {}
+_ABSENT = object()
+
+
+def lines(root: Node) -> list[tuple[str, str, str]]:
+    """(line of YAML, where its value was written, what its key means); the lines together are the config."""
+    meanings = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
+    return [
+        (text, str(node.origin) if node else "", meanings.get(_generic(key), _NO_FIELD).get("doc", "") if node else "")
+        for text, node, key in _render(root, "", "")
+    ]
+
+
+def difference(name_a: str, a: Node, name_b: str, b: Node) -> "Table | None":
+    """The leaves whose values differ, or None."""
+    from rich.table import Table
+
+    left, right = _values(a), _values(b)
+    keys = [key for key in {**left, **right} if left.get(key, _ABSENT) != right.get(key, _ABSENT)]
+    if not keys:
+        return None
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, style in (("key", "cyan"), (name_a, "red"), (name_b, "green")):
+        table.add_column(title, style=style, overflow="fold")
+    for key in keys:
+        table.add_row(key, *(_yaml(side[key]) if key in side else "–" for side in (left, right)))
+    return table
+
+
+def _render(node: Node, key: str, indent: str) -> list[tuple[str, Node | None, str]]:
+    """(line, node of a value that ends on it, dotted key) for the children of a mapping."""
+    assert isinstance(node.value, dict)
+    rendered: list[tuple[str, Node | None, str]] = []
+    for name, child in node.value.items():
+        full = f"{key}.{name}" if key else name
+        if isinstance(child.value, dict) and child.value:
+            rendered += [(f"{indent}{name}:", None, full), *_render(child, full, indent + "  ")]
+        elif isinstance(child.value, list) and any(isinstance(entry.value, dict) for entry in child.value):
+            rendered.append((f"{indent}{name}:", None, full))
+            for index, entry in enumerate(child.value):
+                rendered += _entry(entry, f"{full}.{index}", indent)
+        else:
+            rendered.append((f"{indent}{name}: {_inline(child)}", child, full))
+    return rendered
+
+
+def _entry(entry: Node, key: str, indent: str) -> list[tuple[str, Node | None, str]]:
+    if not isinstance(entry.value, dict) or not entry.value:
+        return [(f"{indent}- {_inline(entry)}", entry, key)]
+    (first, node, name), *rest = _render(entry, key, indent + "  ")
+    return [(f"{indent}- {first.lstrip()}", node, name), *rest]
+
+
+def _inline(node: Node) -> str:
+    """A value on one line of YAML."""
+    if isinstance(node.value, list):
+        return f"[{', '.join(_inline(entry) for entry in node.value)}]"
+    return _yaml(plain(node))
+
+
+def _yaml(value: object) -> str:
+    return dump({"key": value}).removeprefix("key: ").rstrip("\n")
+
+
+def _values(root: Node) -> dict[str, object]:
+    """Dotted key -> value, with paths resolved as a run would, so that a run equals its recipe."""
+    looked_up = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
+    values: dict[str, object] = {}
+    for key, node in leaves(root):
+        kind = looked_up.get(_generic(key), _NO_FIELD).get("path")
+        values[key] = plain(node)
+        if kind and isinstance(node.value, str):
+            with suppress(FileNotFoundError):
+                values[key] = paths.resolve(node.value, kind, node.origin)
+    return values
+
+
+def _generic(key: str) -> str:
+    return ".".join("N" if part.isdecimal() else part for part in key.split("."))

@@ -1,0 +1,67 @@
+"""`rlctl`: the commands a user types. Nothing slow is imported before a command needs it.
+
+Exit codes: 0 done, 2 bad input, 1 failed, 130 interrupted.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from rlctl.cli import config, doctor, recipes, runs, train
+from rlctl.cli.output import BAD_INPUT, examples, report
+from rlctl.config.errors import ConfigError
+
+
+class _Commands(TyperGroup):
+    """Listed in the order in which a newcomer needs them."""
+
+    def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
+        first = ["train", "runs", "config", "recipes", "doctor"]
+        return sorted(self.commands, key=lambda name: first.index(name) if name in first else len(first))
+
+
+app = typer.Typer(
+    name="rlctl",
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples(
+        "rlctl train grpo                        the tiny run, on two CPU cores",
+        "rlctl train grpo my.yaml run.seed=1     your recipe, one value changed",
+        "rlctl train grpo my.yaml --dry-run      what it would do and need",
+        "rlctl doctor                            is this machine ready?",
+    ),
+)
+app.add_typer(train.app, name="train")
+app.add_typer(config.app, name="config")
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(runs.app, name="runs")
+app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"rlctl {version('rlctl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+) -> None:
+    """Train language models with GRPO and SFT on Ray, from one command."""
+
+
+def main() -> None:
+    """The entry point. Bad input is one line each and exit code 2, never a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        report(error.problems)
+        sys.exit(BAD_INPUT)

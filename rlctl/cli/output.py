@@ -1,0 +1,43 @@
+"""How the command line speaks: results on stdout, one line a problem on stderr, colour only on a terminal."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rlctl.config.errors import Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command: its examples, as they are typed."""
+    shown = "\n".join(f"  {line}" for line in lines).replace("[", r"\[")
+    return f"[bold]Examples[/bold]\n{shown}"
+
+
+def console(*, stderr: bool = False) -> "Console":
+    """A console that never breaks a line of its own accord; rich honours NO_COLOR and pipes."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True, highlight=False, emoji=False)
+
+
+def report(problems: Iterable[Problem]) -> None:
+    """Every problem on a line of its own, then how many there were."""
+    from rich.text import Text
+
+    listed, out = list(problems), console(stderr=True)
+    for problem in listed:
+        out.print(Text.assemble(("error: ", "bold red"), str(problem)))
+    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+    out.print(Text(f"{count}; nothing was started", style="dim"))
+
+
+def note(lines: Iterable[str]) -> None:
+    """What is worth knowing but stops nothing, on stderr."""
+    from rich.text import Text
+
+    for line in lines:
+        console(stderr=True).print(Text.assemble(("note: ", "yellow"), line))

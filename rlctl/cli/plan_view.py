@@ -1,0 +1,109 @@
+"""The plan of a run as tables that fit 80 columns."""
+
+from typing import TYPE_CHECKING
+
+from rlctl.config.memory import Memory
+from rlctl.config.plan import Batch, Plan, Schedule
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+
+def format_plan(plan: Plan) -> "Group":
+    """Placement, batch, memory, schedule, one under the other."""
+    from rich.console import Group
+    from rich.text import Text
+
+    tables = [_rows("where", _where(plan)), _rows("one step", _step(plan)), _rows("whole run", _run(plan.schedule))]
+    if plan.memory:
+        tables.insert(2, _memory(plan.memory))
+    notes = [Text.assemble(("note: ", "yellow"), note) for note in plan.notes]
+    return Group(*tables, *notes)
+
+
+def _rows(title: str, rows: list[tuple[str, str]]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    table.add_column(style="cyan", width=18, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, text)
+    return table
+
+
+def _where(plan: Plan) -> list[tuple[str, str]]:
+    size = f", {plan.parameters:,} parameters" if plan.parameters else ", sizes unknown: not on this machine"
+    rows = [("model", plan.model + size)]
+    if plan.placement is None:
+        return [*rows, ("devices", f"[red]{plan.misplaced}[/red]")]
+    if plan.placement.device == "cpu":
+        ranks, engines = len(plan.placement.trainers), len(plan.placement.engines)
+        share = f"{_count(ranks, 'trainer rank')}" + (
+            f" and {_count(engines, 'engine')} share the cores" * bool(engines)
+        )
+        return [*rows, ("CPU", share)]
+    rows += [(f"rank {i}", f"GPU {devices[0]}") for i, devices in enumerate(plan.placement.trainers)]
+    shared = ", shared with the trainer" if plan.placement.shared else ""
+    for i, devices in enumerate(plan.placement.engines):
+        rows.append((f"engine {i}", f"GPU {', '.join(map(str, devices))}{shared}"))
+    return rows
+
+
+def _step(plan: Plan) -> list[tuple[str, str]]:
+    batch = plan.batch
+    rows = [("batch", _arithmetic(plan.kind, batch))]
+    if batch.longest and batch.tokens:
+        rows.append(("tokens", f"at most {batch.longest:,} a sequence, {batch.tokens:,} a step"))
+        rows.append(("micro-batches", f"at most {batch.micro_batches} of {batch.full_sequences} full sequences a rank"))
+    if plan.refit is not None:
+        rows.append(("refit", f"{size(plan.refit)} to each engine"))
+    return rows
+
+
+def _arithmetic(kind: str, batch: Batch) -> str:
+    if kind == "sft":
+        return f"{batch.prompts} samples, {batch.per_rank} a rank"
+    shared = f" = {batch.per_update} an update x {_count(batch.updates, 'update')}, {batch.per_rank} a rank"
+    return f"{batch.prompts} prompts x {batch.group} = {batch.rollouts} rollouts{shared}"
+
+
+def _memory(memory: Memory) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, title="memory a device", title_justify="left", title_style="bold", show_header=False)
+    table.pad_edge = False
+    table.add_column(style="cyan", width=26, no_wrap=True)
+    table.add_column(justify="right")
+    for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
+        for name, count in items.items():
+            table.add_row(name if name.startswith("engines: ") else part + name, size(count))
+    limit = f" of {size(memory.capacity)}" if memory.capacity else ""
+    table.add_row("peak", f"{size(memory.peak)}{limit}", style="bold")
+    if memory.kv_sequences is not None:
+        table.add_row("full sequences cached", f"{memory.kv_sequences:,}")
+    return table
+
+
+def _run(schedule: Schedule) -> list[tuple[str, str]]:
+    saved = f"{_count(schedule.checkpoints, 'checkpoint')}, {schedule.kept} kept"
+    if schedule.checkpoint_bytes:
+        saved += f", {size(schedule.checkpoint_bytes)} each"
+    return [
+        ("steps", f"{schedule.steps:,}, {_count(schedule.updates, 'update')}"),
+        ("stops", f"{_count(schedule.validations, 'validation')}; {saved}"),
+    ]
+
+
+def size(count: int) -> str:
+    """Bytes in the unit that fits: 512 KiB, 12.3 MiB, 1.50 GiB."""
+    for unit, width in (("GiB", 30), ("MiB", 20)):
+        if count >= 1 << width:
+            value = count / (1 << width)
+            return f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
+    return f"{count / 1024:.0f} KiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,66 @@
+"""`rlctl recipes`: the complete runs that come with rlctl, to look at, to run and to start one's own from."""
+
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlctl.cli.output import console, examples
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.shipped import RECIPES, recipe_names
+
+app = typer.Typer(help="Shipped recipes: list, show, copy.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="A name that `rlctl recipes list` shows.", show_default=False)]
+
+
+@app.command("list", epilog=examples("rlctl recipes list"))
+def list_() -> None:
+    """Every recipe with what it reaches."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("recipe", no_wrap=True, style="cyan")
+    table.add_column("what it is")
+    for name in recipe_names():
+        table.add_row(name, _summary(RECIPES / f"{name}.yaml"))
+    console().print(table, soft_wrap=False)
+
+
+@app.command(epilog=examples("rlctl recipes show grpo-tiny", "rlctl config show grpo-tiny --origin"))
+def show(name: Name) -> None:
+    """A recipe as it is written; `rlctl config show NAME` adds the defaults."""
+    typer.echo(_find(name).read_text(encoding="utf-8"), nl=False)
+
+
+@app.command(epilog=examples("rlctl recipes copy grpo-tiny", "rlctl recipes copy grpo-tiny experiments/sums.yaml"))
+def copy(
+    name: Name,
+    to: Annotated[Path | None, typer.Argument(help="File or folder; NAME.yaml here if left out.")] = None,
+) -> None:
+    """A copy to change."""
+    source = _find(name)
+    target = to or Path(source.name)
+    target = target / source.name if target.is_dir() else target
+    if target.exists():
+        raise ConfigError([Problem(str(target), "", "exists; name another file")])
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    kind = "sft" if name.startswith("sft") else "grpo"
+    typer.echo(f"{target}\nrun it: rlctl train {kind} {target}")
+
+
+def _find(name: str) -> Path:
+    path = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        hint = did_you_mean(name, recipe_names()) or "; see `rlctl recipes list`"
+        raise ConfigError([Problem(name, "", f"no such recipe{hint}")])
+    return path
+
+
+def _summary(path: Path) -> str:
+    """The comment that opens a recipe."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    count = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return " ".join(line.lstrip("# ") for line in lines[:count])

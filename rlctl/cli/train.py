@@ -1,0 +1,120 @@
+"""`rlctl train`: loads the config, shows the plan or hands the run over; what a run does stands elsewhere."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from rlctl.config.load import Composed
+    from rlctl.config.plan import Plan
+
+app = typer.Typer(help="Train a model: GRPO, SFT.", no_args_is_help=True)
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write the resolved config, start nothing.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN_DIR", help="Continue this run with its own config; overrides still apply."),
+]
+Probe = Annotated[bool, typer.Option("--probe", help="Compare trainer and generator after one refit, then stop.")]
+
+
+@app.command(
+    epilog=examples(
+        "rlctl train grpo",
+        "rlctl train grpo my.yaml grpo.num_steps=20 trainer.optimizer.lr=1e-5",
+        "rlctl train grpo my.yaml 'rewards=[{name: exact}, {name: my_rewards:brevity, weight: 0.1}]'",
+        "rlctl train grpo my.yaml --dry-run",
+        "rlctl train grpo --resume runs/grpo--tiny--1",
+    )
+)
+def grpo(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None, probe: Probe = False) -> None:
+    """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
+    composed = _load("grpo", arguments, resume)
+    _start(composed, dry_run)
+    from rlctl.grpo.run import run_grpo
+
+    raise typer.Exit(run_grpo(composed, resume=resume, probe_only=probe))
+
+
+@app.command(
+    epilog=examples(
+        "rlctl train sft",
+        "rlctl train sft my.yaml data.train.path=chats.jsonl sft.batch_size=32",
+        "rlctl train sft --resume runs/sft--tiny--1",
+    )
+)
+def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+    """Supervised fine-tuning on chats or on prompts with answers."""
+    composed = _load("sft", arguments, resume)
+    _start(composed, dry_run)
+    from rlctl.sft.run import run_sft
+
+    raise typer.Exit(run_sft(composed, resume=resume))
+
+
+def _load(kind: str, arguments: list[str] | None, resume: Path | None) -> "Composed":
+    from rlctl.config.load import load
+
+    recipe, overrides = split(arguments)
+    if resume is None:
+        return load(kind, recipe, overrides)
+    if recipe is not None:
+        raise ConfigError([Problem(f"--resume {resume}", "", f"a run keeps its own config: leave out {recipe}")])
+    if not (resume / "config.yaml").is_file():
+        names = [path.parent.name for path in resume.parent.glob("*/config.yaml")]
+        hint = did_you_mean(resume.name, names) or "; see `rlctl runs list`"
+        raise ConfigError([Problem(f"--resume {resume}", "", f"no run there: it has no config.yaml{hint}")])
+    return load(kind, str(resume / "config.yaml"), overrides, resume=True)
+
+
+def _start(composed: "Composed", dry_run: bool) -> None:
+    """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
+    from rlctl.cli.plan_view import format_plan
+
+    plan = _plan(composed)
+    if dry_run:
+        path = _write(composed)
+        note(composed.notes)
+        console().print(format_plan(plan))
+        typer.echo(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}")
+        raise typer.Exit(OK)
+    if plan.misplaced:
+        key = "trainer.num_ranks"
+        report([Problem(str(composed.origins.get(key, "")), key, plan.misplaced)])
+        raise typer.Exit(BAD_INPUT)
+    note(composed.notes)
+    needed = ["torch", "transformers", "ray"] + ["vllm"] * (plan.kind == "grpo")
+    if absent := [name for name in needed if find_spec(name) is None]:
+        extra = "gpu" if plan.placement and plan.placement.device == "cuda" else "cpu"
+        console(stderr=True).print(
+            f"{', '.join(absent)} not installed: pip install 'rlctl\\[{extra}]'; see rlctl doctor"
+        )
+        raise typer.Exit(FAILED)
+
+
+def _plan(composed: "Composed") -> "Plan":
+    from rlctl.config.architecture import config_file, read_architecture
+    from rlctl.config.plan import make_plan
+    from rlctl.environment.machine import read_machine
+
+    config = composed.config
+    machine = read_machine(Path(config.run.dir).absolute())
+    file = config_file(config.model.path)
+    sizes = read_architecture(file) if file else None
+    memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
+    return make_plan(config, sizes, len(machine.gpus), memory)
+
+
+def _write(composed: "Composed") -> Path:
+    """The resolved config, beside the run directories; the same recipe's is written over."""
+    run = composed.config.run
+    path = Path(run.dir) / f"{run.name or composed.recipe.stem}.dry-run.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(composed.to_yaml(), encoding="utf-8")
+    return path
