@@ -1,0 +1,106 @@
+"""What the trainer's tests share: a loss, sequences, a trainer in this process, and plain loops to compare with."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlctl.config.schema import OptimizerSection, TrainerSection
+from rlctl.training.fsdp.trainer import FsdpTrainer
+from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
+from rlctl.training.plan import plan_micro_batches
+from rlctl.training.sequences import Sequence
+
+TEMPERATURE = 0.8
+# A large epsilon makes AdamW smooth in the gradient, so that equal gradients give equal weights.
+OPTIMIZER = OptimizerSection(
+    name="adamw", lr=1e-2, betas=[0.9, 0.99], eps=1e-2, weight_decay=0.1, max_grad_norm=1.0,
+    schedule="linear", warmup_steps=1, min_lr_ratio=0.0,
+)  # fmt: skip
+CONFIG = TrainerSection(
+    backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
+    logprob_chunk_tokens=10, threads=1, optimizer=OPTIMIZER,
+)  # fmt: skip
+TOTAL_UPDATES = 10
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """-sum(advantage * log p) / tokens - 0.1 * sum(entropy) / tokens."""
+
+    entropy: float = 0.1
+
+    def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:
+        terms = batch.fields["advantage"] * batch.log_probs + self.entropy * batch.entropy
+        loss = -terms[batch.mask].sum() / totals.tokens
+        highest = torch.where(batch.mask, batch.entropy, 0).max().detach()
+        return LossOutput(loss, {"train/loss": loss.detach()}, {"train/max_entropy": highest})
+
+
+def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[Sequence]:
+    """Of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in rng.integers(2, 21, count):
+        fields = {"advantage": rng.normal(size=length).astype(np.float32)}
+        mask = np.arange(length) >= rng.integers(1, length)
+        made.append(Sequence(rng.integers(1, vocab, length).astype(np.int32), mask, fields))
+    return made
+
+
+def totals(data: list[Sequence]) -> Totals:
+    return Totals(tokens=int(sum(s.mask.sum() for s in data)), sequences=len(data))
+
+
+def share(data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
+    plan = plan_micro_batches([len(s) for s in data], world, max_tokens)
+    return [[data[i] for i in batch] for batch in plan[rank]]
+
+
+@contextmanager
+def trainer(model: Path, folder: Path, rank: int = 0, world: int = 1, **options: Any) -> Iterator[FsdpTrainer]:
+    """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's."""
+    meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
+    one = FsdpTrainer(
+        replace(CONFIG, **options), str(model), rank, world, f"file://{meeting}", "cpu", TEMPERATURE,
+        TOTAL_UPDATES, 0,
+    )  # fmt: skip
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def weights(one: FsdpTrainer) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in one.export()}
+
+
+def plain_log_probs(lm: Any, sequence: Sequence) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy [T - 1] of tokens 1.. of one sequence, from transformers' own logits."""
+    tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
+    log_p = (lm(tokens[None], use_cache=False).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
+    return log_p.gather(1, tokens[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def plain_loss(lm: Any, data: list[Sequence]) -> Tensor:
+    """WeightedLoss, one sequence at a time."""
+    loss = torch.zeros(())
+    for sequence in data:
+        log_probs, entropy = plain_log_probs(lm, sequence)
+        advantage = torch.from_numpy(sequence.fields["advantage"][1:])
+        mask = torch.from_numpy(sequence.mask[1:])
+        loss = loss - (advantage * log_probs + 0.1 * entropy)[mask].sum()
+    return loss / totals(data).tokens
+
+
+def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            torch.as_tensor(got[name]), torch.as_tensor(value), atol=atol, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,300 @@
+"""One FSDP rank against plain transformers and torch, for every architecture."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.training.interface import LossOutput, TokenBatch, Totals
+from rlctl.training.schedule import learning_rate
+from rlctl.training.sequences import Sequence
+from tests.system.training.scenario import (
+    OPTIMIZER,
+    TOTAL_UPDATES,
+    WeightedLoss,
+    assert_close,
+    plain_log_probs,
+    plain_loss,
+    sequences,
+    share,
+    totals,
+    trainer,
+    weights,
+)
+from tests.tiny_models import KINDS, PAD, Kind, make_model
+
+DATA = sequences()
+LOSS = WeightedLoss()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Path]:
+    return {kind: make_model(tmp_path_factory.mktemp("models") / kind, kind) for kind in KINDS}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_equal_transformers_one_sequence_at_a_time(
+    kind: Kind, models: dict[Kind, Path], tmp_path: Path
+) -> None:
+    lm = plain(models[kind])
+    with trainer(models[kind], tmp_path) as one, torch.no_grad():
+        [first, nothing, rest] = one.log_probs([DATA[:5], [], DATA[5:]])
+        assert nothing == []
+        for sequence, got in zip(DATA, first + rest):
+            expected = plain_log_probs(lm, sequence)[0]
+            assert got.dtype == np.float32 and len(got) == len(sequence) and got[0] == 0
+            np.testing.assert_allclose(got[1:], expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_updates_equal_a_plain_loop_with_adamw(kind: Kind, models: dict[Kind, Path], tmp_path: Path) -> None:
+    lm = plain(models[kind])
+    matrices = [p for p in lm.parameters() if p.ndim > 1]
+    others = [p for p in lm.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(OPTIMIZER.betas[0], OPTIMIZER.betas[1]),
+        eps=OPTIMIZER.eps,
+    )
+    with trainer(models[kind], tmp_path) as one:
+        for update in range(3):
+            lr = learning_rate(update, OPTIMIZER, TOTAL_UPDATES)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            loss = plain_loss(lm, DATA)
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(lm.parameters(), OPTIMIZER.max_grad_norm)
+            optimizer.step()
+            metrics = one.train(share(DATA, 64), LOSS, totals(DATA))
+            assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
+            assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+            assert metrics["train/lr"] == lr
+        lm.save_pretrained(tmp_path / "plain")
+        one.export_folder(tmp_path / "ours")
+    assert_close(plain(tmp_path / "ours").state_dict(), lm.state_dict(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_exported_folder_loads_bit_by_bit_and_layout_lists_it(
+    kind: Kind, models: dict[Kind, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    with trainer(models[kind], tmp_path) as one:
+        one.export_folder(tmp_path / "out")
+        exported = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in one.export()]
+        assert one.layout() == exported
+        halves = [(name, tuple(t.shape), "bfloat16") for name, t in one.export("bfloat16") if t.dtype.itemsize == 2]
+        assert one.layout("bfloat16") == halves
+    source, copy = plain(models[kind]), plain(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), copy.state_dict().values()))
+    tied = source.config.tie_word_embeddings
+    assert ("lm_head.weight" in {name for name, _, _ in exported}) == (not tied)
+    text = "1+2=3 ab"
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (models[kind], tmp_path / "out")]
+    assert tokenizers[0].encode(text) == tokenizers[1].encode(text)
+    assert copy.generation_config.eos_token_id == source.generation_config.eos_token_id
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied_heads_train_alike(kind: Kind, tied: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", kind, tied=tied)
+    lm = plain(model)
+    plain_loss(lm, DATA).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in lm.parameters() if p.grad is not None])
+    with trainer(model, tmp_path) as one:
+        metrics = one.train(share(DATA, 1000), LOSS, totals(DATA))
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_packing_order_and_empty_micro_batches_change_nothing(
+    kind: Kind, models: dict[Kind, Path], tmp_path: Path
+) -> None:
+    packings = [share(DATA, 20), share(DATA, 45), [DATA[::-1]], [[], DATA[:4], [], DATA[4:], []]]
+    results = []
+    for packing in packings:
+        with trainer(models[kind], tmp_path) as one:
+            metrics = one.train(packing, LOSS, totals(DATA))
+            results.append((metrics, weights(one)))
+    for metrics, after in results[1:]:
+        assert_close(metrics, results[0][0], atol=2e-5)
+        assert_close(after, results[0][1], atol=1e-6)
+
+
+def test_activation_checkpointing_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
+    results = []
+    for on in (False, True):
+        with trainer(models["qwen3"], tmp_path, activation_checkpointing=on) as one:
+            one.train(share(DATA, 64), LOSS, totals(DATA))
+            results.append(weights(one))
+    assert_close(results[0], results[1], atol=0)
+
+
+def test_the_same_run_twice_gives_the_same_bits(models: dict[Kind, Path], tmp_path: Path) -> None:
+    results = []
+    for _ in range(2):
+        with trainer(models["qwen3_moe"], tmp_path) as one:
+            metrics = [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)]
+            results.append((metrics, weights(one)))
+    assert results[0][0] == results[1][0]
+    assert_close(results[0][1], results[1][1], atol=0)
+
+
+def test_saved_and_loaded_training_continues_bit_by_bit(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen2"], tmp_path) as one:
+        for _ in range(2):
+            one.train(share(DATA, 64), LOSS, totals(DATA))
+        one.save(tmp_path / "state")
+        expected = [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)], weights(one)
+    assert not [file.name for file in (tmp_path / "state").iterdir() if file.suffix != ".safetensors"]
+    with trainer(models["qwen2"], tmp_path) as one:
+        one.train(share(DATA, 64), LOSS, totals(DATA))
+        one.load(tmp_path / "state")
+        assert [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)] == expected[0]
+        assert_close(weights(one), expected[1], atol=0)
+
+
+def test_loading_restores_the_random_state(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as one:
+        one.save(tmp_path / "state")
+        expected = torch.rand(3)
+        one.load(tmp_path / "state")
+        assert torch.equal(torch.rand(3), expected)
+
+
+def test_loading_from_an_empty_folder_says_so(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as one, pytest.raises(FileNotFoundError, match="holds no trainer state"):
+        one.load(tmp_path)
+
+
+def test_the_reference_stays_at_version_0_and_leaves_the_policy_alone(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as one:
+        at_start = one.log_probs([DATA])[0]
+        one.train(share(DATA, 64), LOSS, totals(DATA))
+        trained, before = one.log_probs([DATA])[0], weights(one)
+        reference = one.reference_log_probs([DATA])[0]
+        assert all(np.array_equal(a, b) for a, b in zip(reference, at_start))
+        assert_close(weights(one), before, atol=0)
+        again = one.log_probs([DATA])[0]
+        assert all(np.array_equal(a, b) for a, b in zip(again, trained))
+        assert not np.allclose(trained[0], at_start[0])
+
+
+def test_evaluating_gives_the_losses_metrics_and_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["llama"], tmp_path) as one:
+        before = weights(one)
+        seen = one.evaluate(share(DATA, 40), LOSS, totals(DATA))
+        assert_close(weights(one), before, atol=0)
+        trained = one.train(share(DATA, 40), LOSS, totals(DATA))
+        assert seen == {name: trained[name] for name in ("train/loss", "train/max_entropy")}
+
+
+def test_a_pad_token_inside_a_sequence_trains_like_any_other(tmp_path: Path) -> None:
+    """torch withholds the input gradient of an embedding's padding index, and pad is often the end token."""
+    model = make_model(tmp_path / "model", "llama")
+    data = [replace(DATA[0], tokens=np.where(np.arange(len(DATA[0])) % 2, DATA[0].tokens, PAD).astype(np.int32))]
+    lm = plain(model)
+    lm.model.embed_tokens.padding_idx = None
+    plain_loss(lm, data).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in lm.parameters() if p.grad is not None])
+    with trainer(model, tmp_path) as one:
+        metrics = one.train([data], LOSS, totals(data))
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@dataclass(frozen=True)
+class ExplodingLoss:
+    def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:
+        return LossOutput(batch.log_probs.sum() * float("inf"))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_update(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as one:
+        before = weights(one)
+        with pytest.raises(FloatingPointError, match=r"gradient norm is nan \(first in model\.embed_tokens"):
+            one.train([DATA], ExplodingLoss(), totals(DATA))
+        assert_close(weights(one), before, atol=0)
+        one.train([DATA], LOSS, totals(DATA))
+
+
+def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_path: Path) -> None:
+    silent = [Sequence(s.tokens, np.zeros_like(s.mask), s.fields) for s in DATA[:3]]
+    with trainer(models["qwen3"], tmp_path) as one:
+        with_silent = one.train([silent, DATA], LOSS, totals(DATA))
+    with trainer(models["qwen3"], tmp_path) as one:
+        assert one.train([DATA], LOSS, totals(DATA)) == pytest.approx(with_silent, abs=1e-6)
+
+
+def test_decay_reaches_matrices_only(models: dict[Kind, Path], tmp_path: Path) -> None:
+    """Without a gradient AdamW only decays: by lr * weight_decay."""
+    quiet = [replace(s, fields={"advantage": np.zeros_like(s.fields["advantage"])}) for s in DATA]
+    with trainer(models["qwen2"], tmp_path) as one:
+        before = weights(one)
+        one.train([quiet], WeightedLoss(entropy=0.0), totals(DATA))
+        for name, after in weights(one).items():
+            shrunk = before[name] * (1 - OPTIMIZER.lr * OPTIMIZER.weight_decay) if after.ndim > 1 else before[name]
+            torch.testing.assert_close(after, shrunk, atol=1e-7, rtol=0)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match="is a gpt2 model; rlctl trains llama, qwen2, qwen3, qwen3_moe"), \
+            trainer(tmp_path, tmp_path):  # fmt: skip
+        pass
+    torch.distributed.destroy_process_group()
+
+
+def test_info_counts_the_weights_a_token_meets(models: dict[Kind, Path], tmp_path: Path) -> None:
+    counted = {}
+    for kind in ("llama", "qwen3", "qwen3_moe"):
+        with trainer(models[kind], tmp_path) as one:
+            counted[kind] = one.info(), {name: t.numel() for name, t in one.export()}
+            assert one.memory()["host_rss"] > 1e8
+    for info, sizes in counted.values():
+        assert info["parameters"] == sum(sizes.values())
+        assert (info["dtype"], info["device"]) == ("float32", "cpu")
+    embedding = 64 * 128
+    for kind, idle in (("llama", embedding), ("qwen3", 0)):
+        assert counted[kind][0]["flops_per_token"] == 6 * (sum(counted[kind][1].values()) - idle)
+    info, sizes = counted["qwen3_moe"]
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert info["flops_per_token"] == 6 * (sum(sizes.values()) - embedding - experts // 2)
+
+
+def test_an_update_without_micro_batches_is_refused(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as one, pytest.raises(ValueError, match="at least one micro-batch"):
+        one.train([], LOSS, Totals(1, 1))
+
+
+def test_bfloat16_computes_close_to_float32_and_keeps_float32_masters(models: dict[Kind, Path], tmp_path: Path) -> None:
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        with trainer(models["qwen3"], tmp_path, dtype=dtype) as one:
+            values = np.concatenate(list(itertools.chain(*one.log_probs([DATA]))))
+            metrics = one.train([DATA], LOSS, totals(DATA))
+            assert {kind for _, _, kind in one.layout()} == {"float32"}
+            results.append((values, metrics))
+    assert np.abs(results[0][0] - results[1][0]).mean() < 0.1
+    assert results[0][1]["train/grad_norm"] == pytest.approx(results[1][1]["train/grad_norm"], rel=0.1)

@@ -1,0 +1,82 @@
+"""Chunked log-probs equal the naive ones in float64, and never hold more logits than a chunk."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlctl.training.logprobs import chunked_log_probs
+
+
+def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = (hidden @ weight.T / temperature).log_softmax(-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def example(rows: int = 23, hidden: int = 16, vocab: int = 50) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(rows, hidden), torch.randn(vocab, hidden), torch.randint(0, vocab, (rows,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 7, 23, 100])
+@pytest.mark.parametrize("use", ["log_probs", "entropy", "both"])
+def test_values_and_gradients_equal_the_naive_ones(temperature: float, chunk: int, use: str) -> None:
+    hidden, weight, targets = example()
+    weights = {"log_probs": (1.0, 0.0), "entropy": (0.0, 1.0), "both": (1.0, -0.7)}[use]
+    factor = torch.randn(len(hidden), dtype=torch.float64)
+
+    def run(h: Tensor, w: Tensor, pair: tuple[Tensor, Tensor]) -> list[Tensor]:
+        terms = [c * (value * factor).sum() for c, value in zip(weights, pair) if c]
+        return [*pair, *torch.autograd.grad(sum(terms), (h, w))]
+
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    expected = run(*exact, naive(*exact, targets, temperature))
+    single = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    got = run(*single, chunked_log_probs(*single, targets, temperature, chunk))
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-5)
+
+
+def test_the_chunk_size_does_not_change_the_values() -> None:
+    hidden, weight, targets = example()
+    whole = chunked_log_probs(hidden, weight, targets, 1.0, 100)
+    for a, b in zip(chunked_log_probs(hidden, weight, targets, 1.0, 5), whole):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_an_impossible_token_and_a_certain_one_have_finite_gradients() -> None:
+    hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
+    weight = torch.tensor([[1000.0], [0.0]], requires_grad=True)
+    log_probs, entropy = chunked_log_probs(hidden, weight, torch.tensor([0, 1]), 1.0, 2)
+    (log_probs + entropy).sum().backward()
+    assert log_probs.tolist() == [0.0, -1000.0] and entropy.tolist() == [0.0, 0.0]
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_no_rows_give_zero_gradients_not_missing_ones() -> None:
+    hidden, weight, _ = example()
+    hidden.requires_grad_(), weight.requires_grad_()
+    log_probs, entropy = chunked_log_probs(hidden[:0], weight, torch.empty(0, dtype=torch.long), 1.0, 4)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
+    rows, width, vocab, chunk = 256, 4, 500, 16
+    hidden, weight, targets = example(rows, width, vocab)
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor):
+                self.numel = max(self.numel, out.numel())
+            return out
+
+    hidden.requires_grad_(), weight.requires_grad_()
+    with Largest() as largest:
+        log_probs, entropy = chunked_log_probs(hidden, weight, targets, 1.0, chunk)
+        (log_probs.sum() + entropy.sum()).backward()
+    assert largest.numel == chunk * vocab

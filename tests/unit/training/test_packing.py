@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+import torch
+
+from rlctl.training.packing import pack
+from rlctl.training.sequences import Sequence
+
+CPU = torch.device("cpu")
+
+
+def sequence(*tokens: int, **fields: list[float]) -> Sequence:
+    values = {name: np.array(value, np.float32) for name, value in fields.items()}
+    return Sequence(np.array(tokens, np.int32), np.ones(len(tokens), bool), values)
+
+
+def test_sequences_lie_end_to_end_and_positions_start_again() -> None:
+    packed = pack([sequence(5, 6, 7, adv=[1, 2, 3]), sequence(8, 9, adv=[4, 5])], CPU)
+    assert packed.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert packed.positions.tolist() == [0, 1, 2, 0, 1]
+    assert packed.sequence.tolist() == [0, 0, 0, 1, 1]
+    assert packed.cu_seqlens.tolist() == [0, 3, 5] and packed.cu_seqlens.dtype == torch.int32
+    assert packed.fields["adv"].tolist() == [1, 2, 3, 4, 5]
+    assert packed.max_len == 3 and packed.lengths == (3, 2)
+
+
+def test_a_first_token_is_masked_whatever_its_sequence_says() -> None:
+    assert pack([sequence(5, 6), sequence(7)], CPU).mask.tolist() == [False, True, False]
+
+
+def test_an_empty_micro_batch_is_one_masked_token() -> None:
+    packed = pack([], CPU)
+    assert packed.lengths == (1,) and packed.mask.tolist() == [False]
+
+
+def test_an_empty_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="sequence 1 of the micro-batch has no tokens"):
+        pack([sequence(5, 6), sequence()], CPU)
+
+
+def test_sequences_with_different_fields_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in their fields"):
+        pack([sequence(5, adv=[1]), sequence(6)], CPU)
