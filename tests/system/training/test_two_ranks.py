@@ -1,0 +1,96 @@
+"""Two gloo ranks train as one does, and hand their state on to one. Two processes, started once."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from tests.system.training.scenario import WeightedLoss, assert_close, sequences, share, totals, trainer, weights
+from tests.tiny_models import Kind, make_model
+
+KINDS: tuple[Kind, ...] = ("qwen3", "qwen3_moe")
+# A third of the tokens stand in one sequence, so that the ranks' numbers of micro-batches differ.
+DATA = sequences(7)
+LOSS = WeightedLoss()
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    """One rank of both models; each rank writes what it saw."""
+    for kind in KINDS:
+        with trainer(folder / kind, folder / f"{kind}-group", rank, 2) as one:
+            mine = share(DATA, 24, rank, 2)
+            seen: dict[str, Any] = {"sizes": [len(batch) for batch in mine]}
+            seen["log_probs"] = [torch.from_numpy(x) for batch in one.log_probs(mine) for x in batch]
+            seen["trained"] = [one.train(mine, LOSS, totals(DATA)) for _ in range(2)]
+            seen["weights"] = weights(one)
+            seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
+            one.save(folder / kind / "state")
+            one.export_folder(folder / kind / "exported")
+            reference = one.reference_log_probs(mine)
+            seen["reference"] = [torch.from_numpy(x) for batch in reference for x in batch]
+            # Everything is on rank 0: rank 1 sees no sequence, yet takes part and learns the metrics' names.
+            seen["lopsided"] = one.evaluate([DATA] if rank == 0 else [[]], LOSS, totals(DATA))
+            seen["next"] = one.train([[]] if rank == 0 else [DATA], LOSS, totals(DATA))
+            torch.save(seen, folder / kind / f"rank-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("two-ranks")
+    for kind in KINDS:
+        make_model(folder / kind, kind)
+        (folder / f"{kind}-group").mkdir()
+    mp.spawn(two_ranks, (folder,), nprocs=2)
+    return folder
+
+
+def seen(run: Path, kind: Kind, rank: int) -> dict[str, Any]:
+    return torch.load(run / kind / f"rank-{rank}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
+    ranks = [seen(run, kind, 0), seen(run, kind, 1)]
+    assert ranks[0]["trained"] == ranks[1]["trained"]
+    with trainer(run / kind, tmp_path) as one:
+        whole = share(DATA, 64)
+        for metrics in ranks[0]["trained"]:
+            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=2e-5)
+        for rank in ranks:
+            assert_close(rank["weights"], weights(one), atol=1e-6)
+        assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS, totals(DATA)), atol=2e-6)
+        assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_and_reference_are_the_single_ranks(kind: Kind, run: Path, tmp_path: Path) -> None:
+    with trainer(run / kind, tmp_path) as one:
+        for rank in (0, 1):
+            mine = share(DATA, 24, rank, 2)
+            expected = [x for batch in one.log_probs(mine) for x in batch]
+            result = seen(run, kind, rank)
+            assert [len(batch) for batch in mine] == result["sizes"]
+            for name in ("log_probs", "reference"):
+                for got, want in zip(result[name], expected, strict=True):
+                    np.testing.assert_allclose(got.numpy(), want, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_of_two_ranks_continues_on_one(kind: Kind, run: Path, tmp_path: Path) -> None:
+    with trainer(run / kind, tmp_path) as one:
+        one.load(run / kind / "state")
+        result = seen(run, kind, 1)
+        assert_close(weights(one), result["weights"], atol=0)
+        assert_close(one.train([DATA], LOSS, totals(DATA)), result["next"], atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_layout_and_the_exported_folder_hold_full_tensors(kind: Kind, run: Path) -> None:
+    from safetensors.torch import load_file
+
+    result = seen(run, kind, 0)
+    assert result["listed"]
+    assert_close(load_file(run / kind / "exported" / "model.safetensors"), result["weights"], atol=0)
