@@ -37,7 +37,7 @@ def grpo(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = 
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     composed = _load("grpo", arguments, resume)
     _start(composed, dry_run)
-    from rlctl.grpo.run import run_grpo
+    from rlctl.cluster.launch import run_grpo
 
     raise typer.Exit(run_grpo(composed, resume=resume, probe_only=probe))
 
@@ -53,7 +53,7 @@ def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = N
     """Supervised fine-tuning on chats or on prompts with answers."""
     composed = _load("sft", arguments, resume)
     _start(composed, dry_run)
-    from rlctl.sft.run import run_sft
+    from rlctl.cluster.launch_sft import run_sft
 
     raise typer.Exit(run_sft(composed, resume=resume))
 

@@ -12,18 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Read at `import ray`, hence set before it.
-_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_DEDUP_LOGS": "0",
-    # Workers at the driver's own priority: at Ray's default nice 15 they starve beside it on few cores.
-    "RAY_worker_niceness": "0",
-    # Workers choose their devices by the run's placement, not by Ray's.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Memory of other programs on the machine is not ours to answer for.
-    "RAY_memory_monitor_refresh_ms": "0",
-}
 _OBJECT_STORE_BYTES = 1 << 30
 
 
@@ -31,9 +19,9 @@ _OBJECT_STORE_BYTES = 1 << 30
 def local_ray(logs: Path) -> Iterator[None]:
     """A Ray of our own for the time of the block."""
     folder = Path(tempfile.mkdtemp(prefix="rlctl-"))
-    os.environ.update(_ENVIRONMENT)
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
-    import ray
+    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
+    import ray  # isort: skip
 
     _log_to_file(logging.getLogger("ray"), logs / "ray.log")
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES

@@ -51,7 +51,7 @@ def start_trainers(
             rank=rank,
             world=ranks,
             init_method=init_method,
-            device=placement.device,
+            device="cpu" if placement.device == "cpu" else "cuda:0",
             temperature=temperature,
             total_updates=total_updates,
             seed=config.run.seed,

@@ -32,13 +32,13 @@ class RefitWorker:
         """Receive one version and load it. Returns seconds and the received tensors' checksums, if asked for."""
         begin = time.perf_counter()
         sums: list[int] = []
-        model = self.model_runner.get_model()
         with torch.no_grad():
             received = _summed(self._rl_receiver.receive(header), sums if header.checksums else None)
             self.model_runner.reload_weights(weights_iterator=received)
-            _refresh_cpu_embeddings(model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+        else:
+            _repack_for_cpu(self.model_runner.get_model())
         return {"seconds": time.perf_counter() - begin, "checksums": sums}
 
     def rl_memory(self) -> dict[str, float]:
@@ -58,11 +58,18 @@ def _summed(tensors: Iterator[tuple[str, Tensor]], sums: list[int] | None) -> It
         yield name, tensor
 
 
-def _refresh_cpu_embeddings(model: torch.nn.Module) -> None:
-    # On CPU each embedding that also serves as a head keeps a repacked copy of its weight, which reload_weights
-    # leaves stale when embeddings are tied: the head would go on with the old weights, without an error.
+def _repack_for_cpu(model: torch.nn.Module) -> None:
+    """Bring the CPU kernels' own copies of weights up to date.
+
+    On CPU, heads and experts compute with repacked copies that `reload_weights` leaves behind (seen in vLLM 0.32):
+    with tied embeddings the head would go on with the old weights, and experts would read unpacked memory as
+    packed. Neither is an error there, only wrong samples.
+    """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in model.modules():
+        method = getattr(module, "quant_method", None)
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
+        elif getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)

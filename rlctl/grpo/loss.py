@@ -63,7 +63,8 @@ class GrpoLoss:
 
         Sums, under `reduction`: loss/policy, loss/kl (when kl_coef > 0), loss/entropy. Sums, means over tokens:
         ratio/mean; ratio/clipped_low and ratio/clipped_high, shares of tokens whose gradient the lower or upper
-        bound cuts off (dual_clip is an upper one); for recompute importance/mean, of q / mu before truncation (1
+        bound cuts off (dual_clip is an upper one); for behaviour mismatch/token_mult_prob_error and mismatch/kl, as in
+        mismatch.py; for recompute importance/mean, of q / mu before truncation (1
         in expectation), and importance/truncated, the share above the cap. Maxima: ratio/max, 0 without a token.
         KeyError: a field is missing. ValueError: totals that count nothing.
         """
@@ -95,6 +96,8 @@ class GrpoLoss:
             moves = advantage != 0
             low, high = (ratio < bounded) & moves, (ratio > bounded) & moves
         metrics = {"ratio/mean": ratio.detach(), "ratio/clipped_low": low, "ratio/clipped_high": high}
+        if self.proximal == "behaviour":
+            metrics |= _mismatch(log_prob.detach() - old, batch.mask)
         return terms, metrics | importance
 
     def _bounded(self, ratio: Tensor, advantage: Tensor) -> Tensor:
@@ -123,6 +126,13 @@ class GrpoLoss:
 
 def _field(batch: TokenBatch, name: str) -> Tensor:
     return batch.fields[name].detach().where(batch.mask, 0)
+
+
+def _mismatch(gap: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    # In the first update of a step the policy is the one that sampled, so the ratio measures the gap between the
+    # two engines at no further pass. Names and formulas are those of mismatch.py.
+    gap = gap.where(mask, 0)
+    return {"mismatch/token_mult_prob_error": gap.abs().exp(), "mismatch/kl": torch.expm1(gap) - gap}
 
 
 def _exp(x: Tensor) -> Tensor:

@@ -114,6 +114,9 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
             if loss.kl_coef:
                 add("loss/kl", w * r * k[loss.kl_estimator] * share)
             add("ratio/mean", r / totals.tokens)
+            if loss.proximal == "behaviour":
+                add("mismatch/token_mult_prob_error", max(r, 1 / r) / totals.tokens)
+                add("mismatch/kl", (r - 1 - math.log(r)) / totals.tokens)
             add("ratio/clipped_low", (a < 0 and r < 1 - loss.clip_low) / totals.tokens)
             above = (a > 0 and r > 1 + loss.clip_high) or (a < 0 and r > (loss.dual_clip or math.inf))
             add("ratio/clipped_high", above / totals.tokens)

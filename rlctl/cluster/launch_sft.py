@@ -1,0 +1,76 @@
+"""Brings an SFT run to life on this machine: data, Ray and trainer ranks come up together, then the loop."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+from rlctl.cluster.launch import announce, ray_for
+from rlctl.cluster.model_files import ModelFiles
+from rlctl.cluster.placement import Placement, count_gpus, place
+from rlctl.cluster.session import Session, run_session
+from rlctl.config.load import Composed
+from rlctl.config.schema import SftConfig
+from rlctl.data.prompts import Sample
+
+Samples = tuple[list[Sample], list[Sample]]
+
+
+def run_sft(composed: Composed, resume: Path | None = None) -> int:
+    """`rlctl train sft`: returns the exit code."""
+    return run_session(composed, resume, _sft)
+
+
+def _sft(session: Session) -> None:
+    config = session.composed.config
+    assert isinstance(config, SftConfig)
+    files = ModelFiles.find(config.model.path)
+    placement = place(count_gpus(), config.trainer.num_ranks, engines=0, tensor_parallel_size=1, colocated=True)
+    announce(session, config, config.sft.num_steps, placement)
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        loading = threads.submit(_load, config, files, session)
+        stack.enter_context(ray_for(session))
+        _assembled(stack, session, config, files, placement, loading)
+
+
+def _assembled(
+    stack: ExitStack,
+    session: Session,
+    config: SftConfig,
+    files: ModelFiles,
+    placement: Placement,
+    loading: "Future[Samples]",
+) -> None:
+    from rlctl.cluster.processes import start_trainers
+    from rlctl.data.cursor import Cursor, SampleSource
+    from rlctl.sft.loop import SftLoop, SftParts
+    from rlctl.training.client import TrainerClient
+
+    group = start_trainers(session, config, files, placement, config.sft.num_steps, temperature=1.0)
+    stack.callback(group.kill)
+    train, validation = loading.result()
+    with session.starting("trainer"):
+        group.built().wait(config.run.deadline_s)
+    source = SampleSource(train, Cursor(len(train), config.run.seed, config.data.shuffle))
+    if session.checkpoint:
+        group.call("load", str(session.checkpoint.trainer))
+        source.cursor.load_state_dict(session.checkpoint.state["cursor"])
+    trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
+    parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices)
+    SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
+
+
+def _load(config: SftConfig, files: ModelFiles, session: Session) -> Samples:
+    from rlctl.data.chat import load_tokenizer
+    from rlctl.data.load import load_samples
+
+    length = config.model.max_length or files.max_length
+    with session.starting("data"):
+        tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
+        train, report = load_samples(config.data, config.data.train, tokenizer, config.sft.mask, length)
+        session.events.emit("data", what=f"train: {report}")
+        validation: list[Sample] = []
+        if config.data.validation.path and config.validation.every:
+            validation, report = load_samples(config.data, config.data.validation, tokenizer, config.sft.mask, length)
+            session.events.emit("data", what=f"validation: {report}")
+    return train, validation[: config.validation.max_prompts]

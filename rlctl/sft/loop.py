@@ -1,0 +1,86 @@
+"""The SFT loop: draw samples, one update on them, now and then the held-out loss."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.config.schema import SftConfig
+from rlctl.data.cursor import SampleSource
+from rlctl.data.prompts import Sample
+from rlctl.sft.loss import NllLoss
+from rlctl.telemetry import throughput
+from rlctl.telemetry.recorder import StepRecorder
+from rlctl.training.client import TrainerClient
+from rlctl.training.keeper import Keeper
+from rlctl.training.sequences import Sequence
+
+
+@dataclass(frozen=True)
+class SftParts:
+    """What a run is assembled from. devices: those that train."""
+
+    trainer: TrainerClient
+    source: SampleSource
+    validation: list[Sample]
+    keeper: Keeper
+    devices: int
+
+
+class SftLoop:
+    """Runs steps until `num_steps` or until `stop()` is true between two steps."""
+
+    def __init__(self, config: SftConfig, parts: SftParts, stop: Callable[[], bool]) -> None:
+        self._config, self._parts, self._stop = config, parts, stop
+        self.done = 0
+
+    def run(self, start: int) -> None:
+        """From the step after `start` on. Validates and saves as the config says, and saves when it ends."""
+        self.done = start
+        keeper = self._parts.keeper
+        if start == 0 and self._config.validation.at_start and self._config.validation.every:
+            self.validate()
+        while self.done < self._config.sft.num_steps and not self._stop():
+            self.step()
+            last = self.done == self._config.sft.num_steps or self._stop()
+            if keeper.validation_due(self.done, last):
+                self.validate()
+            if keeper.checkpoint_due(self.done, last):
+                self.save()
+
+    def step(self) -> None:
+        """One step: a batch of samples, one update."""
+        number = self.done + 1
+        record = StepRecorder(self._parts.keeper.events, number)
+        with record.phase("data"):
+            batch = _sequences(self._parts.source.draw(self._config.sft.batch_size))
+        with record.phase("train"):
+            metrics = self._parts.trainer.train(batch, NllLoss())
+        self.done = number
+        tokens, times = sum(len(sequence) for sequence in batch), record.finish()
+        speed = {
+            "tokens/trained": float(tokens),
+            "throughput/effective": throughput.effective(tokens, 0, times, self._parts.devices),
+            "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
+            "idle/trainer": throughput.idle_share(times, ("train",)),
+        }
+        self._parts.keeper.step(number, {"version": number, **metrics, **speed, **times})
+
+    def validate(self) -> None:
+        """Held-out loss: the mean over all trained-on tokens of the set."""
+        if self._parts.validation:
+            with self._parts.keeper.validation(self.done) as metrics:
+                losses = self._parts.trainer.evaluate(_sequences(self._parts.validation), NllLoss())
+                metrics["validation/loss"] = losses["loss/nll"]
+                metrics["validation/prompts"] = float(len(self._parts.validation))
+
+    def save(self) -> None:
+        """A checkpoint of the step just done."""
+        state = {"version": self.done, "cursor": self._parts.source.cursor.state_dict()}
+        self._parts.keeper.save(self.done, state, self._write_trainer)
+
+    def _write_trainer(self, folder: Path, export: Path | None) -> None:
+        self._parts.trainer.group.call("save", str(folder), str(export) if export else None)
+
+
+def _sequences(samples: list[Sample]) -> list[Sequence]:
+    return [Sequence(sample.tokens, sample.mask) for sample in samples]
