@@ -7,13 +7,14 @@ that runs this is killed from outside when it takes too long.
 import logging
 from typing import Any
 
+from math_verify import parse, verify
+
 from rlctl.rewards.base import RewardError, require_answer
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
 
 
 def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
     answer = require_answer(answer)
     # A bare answer such as x^2+1 is no LaTeX to the parser until something says so.
     marked = answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"

@@ -50,8 +50,8 @@ class Scorer:
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out: a small batch keeps to the worker that is already running.
         self._idle: LifoQueue[Worker] = LifoQueue()
-        self._workers = [Worker(sections, self._log) for _ in range(size)]
-        for worker in self._workers:
+        self.workers = [Worker(sections, self._log) for _ in range(size)]
+        for worker in self.workers:
             self._idle.put(worker)
 
     def score(self, items: list[Item]) -> list[Score]:
@@ -62,7 +62,7 @@ class Scorer:
     def try_on_sample(self, item: Item) -> Score:
         """Score one item before the run starts. Raises RewardError, a line for each reward that is no use."""
         if any(section.name not in INLINE for section in self._sections):
-            self._workers[0].start()
+            self.workers[0].start()
         outcomes = [self._outcomes(reward, [item])[0] for reward in range(len(self._sections))]
         lines = [f"{name}: {reason}" for name, (_, reason) in zip(self.names, outcomes, strict=True) if reason]
         if lines:
@@ -71,7 +71,7 @@ class Scorer:
 
     def close(self) -> None:
         self._threads.shutdown()
-        for worker in self._workers:
+        for worker in self.workers:
             worker.stop()
         if self._log is not None:
             self._log.close()
@@ -95,8 +95,6 @@ class Scorer:
         worker = self._idle.get()
         try:
             return worker.score(reward, items)
-        except RewardError as error:
-            return [(None, str(error))] * len(items)
         finally:
             self._idle.put(worker)
 

@@ -16,6 +16,7 @@ from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import Item, Outcome, RewardError, RewardFunction, attempt, load_function
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
+ENDING_TIMEOUT_S = 5.0
 
 
 class Worker:
@@ -27,14 +28,11 @@ class Worker:
         self._connection: Connection | None = None
 
     def score(self, reward: int, items: list[Item]) -> list[Outcome]:
-        """The outcome of each item; an item that hangs or kills the process costs itself alone.
-
-        Raises RewardError if the functions cannot be loaded.
-        """
+        """The outcome of each item; an item that hangs or kills the process costs itself alone."""
         outcomes: list[Outcome] = []
         while len(outcomes) < len(items):
-            connection = self._started()
             try:
+                connection = self._started()
                 connection.send((reward, items[len(outcomes) :]))
                 while len(outcomes) < len(items):
                     if not connection.poll(self._sections[reward].timeout_s):
@@ -44,11 +42,17 @@ class Worker:
                     outcomes.append(connection.recv())
             except (EOFError, ConnectionError):
                 outcomes.append((None, f"ended its process: {self._ending()}"))
+            except RewardError as error:
+                outcomes += [(None, f"could not be loaded: {error}")] * (len(items) - len(outcomes))
         return outcomes
 
     def start(self) -> None:
         """Load the functions now. Raises RewardError, a line for each that cannot be loaded."""
         self._started()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
 
     def stop(self) -> None:
         if self._process is not None:
@@ -66,7 +70,7 @@ class Worker:
             [sys.executable, "-m", "rlctl.rewards.worker", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self._log or sys.stderr,
+            stdout=self._log or 2,
             stderr=self._log,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -83,13 +87,18 @@ class Worker:
 
     def _ending(self) -> str:
         assert self._process is not None
-        code = self._process.wait()
-        self.stop()
+        try:
+            code = self._process.wait(ENDING_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
+        finally:
+            self.stop()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def main(connection: Connection) -> None:
     """The child: load, then score until the parent hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the parent finish its step
     sections: list[RewardSection] = connection.recv()
     functions: list[RewardFunction] = []
     problems: list[str] = []

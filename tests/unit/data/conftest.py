@@ -1,0 +1,40 @@
+"""A character tokenizer with ChatML's two special tokens, and chat templates that behave and misbehave."""
+
+from typing import Any
+
+import pytest
+
+from rlctl.config.schema import DatasetSection
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3's: only the last turn carries the empty thinking block.
+THINKING = CHATML.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}"
+)
+UNSTABLE = "{{ messages | length }} messages\n" + CHATML
+UNMARKED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<unk>", "<eos>", *map(chr, range(32, 127)), "\n"]
+    base = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    base.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    base.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<eos>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+@pytest.fixture
+def section() -> DatasetSection:
+    return DatasetSection("some.jsonl", "train", "prompt", "answer", "messages", None)

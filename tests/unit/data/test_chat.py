@@ -1,0 +1,104 @@
+from itertools import groupby
+from typing import Literal
+
+import pytest
+
+from rlctl.data.chat import Chat, load_tokenizer, make_chat
+from rlctl.data.datasets import DataError
+from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, UNSTABLE
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def trained(chat: Chat, messages: list[dict[str, str]], train: Literal["all", "last"]) -> list[str]:
+    """The stretches of text that are trained on."""
+    tokens, mask = chat.chat_tokens(messages, train)
+    assert len(tokens) == len(mask)
+    stretches = groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1]))
+    return [chat.tokenizer.decode([token for token, _ in pairs]) for on, pairs in stretches if on]
+
+
+def test_every_assistant_turn_is_trained_with_its_end_token_and_nothing_else(tokenizer):
+    assert trained(Chat(tokenizer, CHATML, None), CHAT, "all") == ["yes<|im_end|>", "no<|im_end|>"]
+
+
+def test_last_trains_the_last_assistant_turn_alone(tokenizer):
+    assert trained(Chat(tokenizer, CHATML, None), CHAT, "last") == ["no<|im_end|>"]
+
+
+def test_what_stands_before_a_trained_turn_is_what_generation_starts_from(tokenizer):
+    chat = Chat(tokenizer, CHATML, None)
+    tokens, mask = chat.chat_tokens(CHAT, "last")
+    assert tokens[: mask.argmax()] == chat.prompt_tokens(chat.prompt_text(CHAT[:3]))
+
+
+def test_messages_after_the_last_assistant_turn_are_left_out(tokenizer):
+    chat = Chat(tokenizer, CHATML, None)
+    assert chat.chat_tokens(CHAT[:3], "all")[0] == chat.chat_tokens(CHAT[:2], "all")[0]
+
+
+def test_a_thinking_block_on_the_last_turn_alone_does_not_disturb_the_mask(tokenizer):
+    assert trained(Chat(tokenizer, THINKING, None), CHAT, "all") == ["yes<|im_end|>", "<think></think>no<|im_end|>"]
+
+
+def test_a_template_that_rewrites_what_it_wrote_before_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"not prefix-stable at message 2.*data\.chat_template"):
+        Chat(tokenizer, UNSTABLE, None).chat_tokens(CHAT, "all")
+
+
+def test_a_template_without_an_end_token_gets_the_tokenizers_own_behind_the_last_turn(tokenizer):
+    assert trained(Chat(tokenizer, UNMARKED, None), CHAT, "all") == ["yes", "no<eos>"]
+
+
+def test_without_a_template_texts_are_joined_and_the_end_token_is_trained(tokenizer):
+    chat = Chat(tokenizer, None, None)
+    tokens, _ = chat.chat_tokens(CHAT[:2], "all")
+    assert tokenizer.decode(tokens) == "hiyes<eos>"
+    assert trained(chat, CHAT[:2], "all") == ["yes<eos>"]
+
+
+def test_white_space_that_belongs_to_a_plain_answer_is_trained(tokenizer):
+    answer = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes \n"}]
+    assert trained(Chat(tokenizer, None, None), answer, "all") == ["yes \n<eos>"]
+
+
+def test_the_system_prompt_comes_first_unless_the_chat_has_one_of_its_own(tokenizer):
+    chat = Chat(tokenizer, CHATML, "be brief")
+    assert chat.prompt_text(CHAT[:1]).startswith("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi")
+    own = [{"role": "system", "content": "be long"}, *CHAT[:1]]
+    assert "be brief" not in chat.prompt_text(own)
+
+
+def test_a_chat_without_an_assistant_is_refused(tokenizer):
+    with pytest.raises(DataError, match="no assistant message"):
+        Chat(tokenizer, CHATML, None).chat_tokens(CHAT[:1], "all")
+
+
+def test_auto_takes_the_tokenizers_template_and_none_leaves_it(tokenizer, tmp_path):
+    assert make_chat(tokenizer, "auto", None).template is None
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    assert make_chat(tokenizer, str(tmp_path / "chat.jinja"), None).template == CHATML
+    tokenizer.chat_template = CHATML
+    try:
+        assert make_chat(tokenizer, "auto", "be brief").template == CHATML
+        assert make_chat(tokenizer, "none", None).template is None
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_a_system_prompt_without_a_template_and_a_missing_template_are_errors(tokenizer):
+    with pytest.raises(DataError, match=r"data\.system_prompt needs a chat template"):
+        make_chat(tokenizer, "auto", "be brief")
+    with pytest.raises(DataError, match=r"nowhere\.jinja: no such file"):
+        make_chat(tokenizer, "nowhere.jinja", None)
+
+
+def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
+    with pytest.raises(DataError, match="no tokenizer") as error:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,106 @@
+from dataclasses import replace
+
+import pytest
+
+from rlctl.data.chat import Chat
+from rlctl.data.datasets import DataError, Row
+from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
+from tests.unit.data.conftest import CHATML
+
+
+def rows(*values: dict) -> list[Row]:
+    return [Row(number, f"some.jsonl:{number + 1}", value) for number, value in enumerate(values)]
+
+
+@pytest.fixture
+def plain(tokenizer) -> Chat:
+    return Chat(tokenizer, None, None)
+
+
+@pytest.fixture
+def chatml(tokenizer) -> Chat:
+    return Chat(tokenizer, CHATML, None)
+
+
+def test_a_prompt_keeps_text_tokens_answer_and_row(plain, section):
+    value = {"prompt": "1+1=", "answer": 2, "level": "easy"}
+    (prompt,), _ = tokenize_prompts(rows(value), section, plain, None)
+    assert (prompt.id, prompt.text, prompt.answer, prompt.row) == ("r0", "1+1=", "2", value)
+    assert plain.tokenizer.decode(prompt.tokens) == "1+1="
+
+
+def test_a_template_wraps_a_prompt_text_as_a_user_message(chatml, section):
+    (prompt,), _ = tokenize_prompts(rows({"prompt": "hi", "answer": "x"}), section, chatml, None)
+    assert prompt.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_chats_trailing_assistant_message_is_the_answer_unless_a_column_has_it(chatml, section):
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    prompts, _ = tokenize_prompts(rows({"messages": chat}, {"messages": chat, "answer": "no"}), section, chatml, None)
+    assert [prompt.answer for prompt in prompts] == ["yes", "no"]
+    assert all("yes" not in prompt.text for prompt in prompts)
+
+
+def test_long_prompts_are_cut_and_the_report_says_so(plain, section):
+    texts = ["a" * n for n in (3, 9, 4, 12)]
+    prompts, report = tokenize_prompts(rows(*({"prompt": text} for text in texts)), section, plain, 4)
+    assert [prompt.id for prompt in prompts] == ["r0", "r2"]
+    assert (report.rows, report.dropped, report.longest) == (4, 2, 12)
+    assert str(report) == "4 rows; 2 dropped (prompt too long); longest 12 tokens"
+
+
+def test_nothing_left_after_the_cut_is_an_error(plain, section):
+    with pytest.raises(DataError, match=r"every prompt is longer than data\.max_prompt_length=2"):
+        tokenize_prompts(rows({"prompt": "abc"}), section, plain, 2)
+    with pytest.raises(DataError, match="no sample is left"):
+        tokenize_samples(rows({"prompt": "abc", "answer": "d"}), section, plain, "all", None, 3)
+
+
+def test_a_response_is_trained_on_and_its_prompt_is_not(plain, section):
+    (sample,), _ = tokenize_samples(rows({"prompt": "1+1=", "answer": "2"}), section, plain, "all", None, 64)
+    assert plain.tokenizer.decode(sample.tokens) == "1+1=2<eos>"
+    assert sample.mask.tolist() == [False] * 4 + [True] * 2
+    assert (sample.tokens.dtype, sample.mask.dtype) == ("int32", "bool")
+
+
+def test_samples_are_truncated_at_max_length_and_those_without_a_trained_token_dropped(plain, section):
+    values = [{"prompt": "ab", "answer": "c"}, {"prompt": "ab", "answer": "cdef"}, {"prompt": "abcd", "answer": "e"}]
+    samples, report = tokenize_samples(rows(*values), section, plain, "all", None, 4)
+    assert [len(sample.tokens) for sample in samples] == [4, 4]
+    assert (report.dropped, report.truncated, report.longest) == (1, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ({"question": "x"}, "no column 'prompt' of text, nor 'messages' (the row has: 'question')"),
+        ({"prompt": 3}, "no column 'prompt' of text"),
+        ({"messages": "x"}, "'messages' must be a list of {role, content}"),
+        ({"messages": [{"role": "user"}]}, "'messages' must be a list of {role, content}"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing before the assistant's message"),
+        ({"prompt": ""}, "the prompt is empty"),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(plain, section, value, complaint):
+    with pytest.raises(DataError) as error:
+        tokenize_prompts(rows({"prompt": "fine"}, value), section, plain, None)
+    assert str(error.value).startswith(f"some.jsonl:2: {complaint}")
+
+
+def test_a_bad_sample_is_named_by_file_and_line(plain, section):
+    with pytest.raises(DataError, match=r"some\.jsonl:1: no column 'answer' to train on"):
+        tokenize_samples(rows({"prompt": "x"}), section, plain, "all", None, 64)
+    with pytest.raises(DataError, match=r"some\.jsonl:1: no assistant message"):
+        tokenize_samples(rows({"messages": [{"role": "user", "content": "x"}]}), section, plain, "all", None, 64)
+
+
+def test_what_a_template_raises_is_named_by_file_and_line(tokenizer, section):
+    strict = Chat(tokenizer, "{{ raise_exception('roles must alternate') }}", None)
+    with pytest.raises(DataError, match=r"some\.jsonl:1: roles must alternate"):
+        tokenize_prompts(rows({"prompt": "x"}), section, strict, None)
+
+
+def test_another_columns_names_are_followed(plain, section):
+    renamed = replace(section, prompt_key="question", answer_key="solution")
+    (prompt,), _ = tokenize_prompts(rows({"question": "x", "solution": "y"}), renamed, plain, None)
+    assert (prompt.text, prompt.answer) == ("x", "y")
