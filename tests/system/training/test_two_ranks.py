@@ -12,8 +12,8 @@ from tests.system.training.scenario import WeightedLoss, assert_close, sequences
 from tests.tiny_models import Kind, make_model
 
 KINDS: tuple[Kind, ...] = ("qwen3", "qwen3_moe")
-# A third of the tokens stand in one sequence, so that the ranks' numbers of micro-batches differ.
-DATA = sequences(7)
+# Dealt so that rank 0 has three micro-batches and an empty one, rank 1 four.
+DATA = sequences(7, seed=4)
 LOSS = WeightedLoss()
 
 
@@ -58,11 +58,11 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
     with trainer(run / kind, tmp_path) as one:
         whole = share(DATA, 64)
         for metrics in ranks[0]["trained"]:
-            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=2e-5)
+            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=1e-6)
         for rank in ranks:
             assert_close(rank["weights"], weights(one), atol=1e-6)
-        assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS, totals(DATA)), atol=2e-6)
-        assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=2e-5)
+        assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS, totals(DATA)), atol=1e-6)
+        assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,10 +72,10 @@ def test_log_probs_and_reference_are_the_single_ranks(kind: Kind, run: Path, tmp
             mine = share(DATA, 24, rank, 2)
             expected = [x for batch in one.log_probs(mine) for x in batch]
             result = seen(run, kind, rank)
-            assert [len(batch) for batch in mine] == result["sizes"]
+            assert [len(batch) for batch in mine] == result["sizes"] and (0 in result["sizes"]) == (rank == 0)
             for name in ("log_probs", "reference"):
                 for got, want in zip(result[name], expected, strict=True):
-                    np.testing.assert_allclose(got.numpy(), want, atol=2e-6)
+                    np.testing.assert_allclose(got.numpy(), want, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +84,7 @@ def test_state_of_two_ranks_continues_on_one(kind: Kind, run: Path, tmp_path: Pa
         one.load(run / kind / "state")
         result = seen(run, kind, 1)
         assert_close(weights(one), result["weights"], atol=0)
-        assert_close(one.train([DATA], LOSS, totals(DATA)), result["next"], atol=2e-5)
+        assert_close(one.train([DATA], LOSS, totals(DATA)), result["next"], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
