@@ -21,11 +21,11 @@ from rlctl.telemetry.panels.startup import startup
 from rlctl.telemetry.panels.timing import phase_times, timing
 from rlctl.telemetry.run_dir import RunDir
 from rlctl.telemetry.state import RunReader, RunState
-from rlctl.telemetry.summary import print_summary
+from rlctl.telemetry.summary import say_goodbye
 
 POLLS_PER_SECOND = 4
 # Without news the screen is still drawn anew this often, for its clocks.
-IDLE_REDRAW_S = 1.0
+IDLE_REDRAW_S = 0.5
 WIDE = 116
 SPEED_HEIGHT = 5
 LEAST_LOG = 3
@@ -102,9 +102,7 @@ class LiveDashboard:
         self._stop.set()
         self._thread.join(timeout=5)
         self._reader.poll()
-        if self._failure is not None:
-            self._console.print(f"[yellow]the dashboard stopped: {self._failure!r}[/]")
-        print_summary(self._reader.state, self._console)
+        say_goodbye(self._reader.state, self._console, self._failure)
 
     def wait(self) -> None:
         """Blocks until the run has ended or died: for a viewer that is not the run itself."""
@@ -123,7 +121,10 @@ class LiveDashboard:
             ) as live:
                 drawn, size = 0.0, self._console.size
                 while not self._stop.wait(1 / POLLS_PER_SECOND):
-                    fresh = self._reader.poll() or self._console.size != size
+                    fresh = self._reader.poll()
+                    if self._console.size != size:
+                        self._console.clear()
+                        fresh = True
                     if fresh or time.monotonic() - drawn >= IDLE_REDRAW_S:
                         drawn, size = time.monotonic(), self._console.size
                         live.update(render(self._reader.state, *size), refresh=True)

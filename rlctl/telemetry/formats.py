@@ -41,7 +41,7 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.2f}s"
     if seconds < 59.95:
         return f"{seconds:.1f}s"
-    return span(seconds)
+    return span(round(seconds))
 
 
 def span(seconds: float | None) -> str:
@@ -56,6 +56,11 @@ def span(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def ticking(seconds: float) -> str:
+    """A time that runs on the screen: tenths at first, then whole seconds."""
+    return f"{max(0.0, seconds):.1f}s" if seconds < 10 else span(seconds)
 
 
 def gib(value: float | None) -> str:

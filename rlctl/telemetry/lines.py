@@ -10,11 +10,11 @@ from typing import TextIO
 from rich.console import Console
 
 from rlctl.telemetry.describe import describe
-from rlctl.telemetry.formats import NONE, duration, error_factor, number
+from rlctl.telemetry.formats import duration, error_factor, number
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.telemetry.run_dir import RunDir
 from rlctl.telemetry.state import SILENT, read_state
-from rlctl.telemetry.summary import print_summary
+from rlctl.telemetry.summary import say_goodbye
 
 HEADER_EVERY = 30
 POLL_S = 0.25
@@ -66,7 +66,7 @@ class LineFormat:
             self._printed += 1
             yield self._row(
                 str(record["step"]),
-                duration(record.get("time/step")),
+                duration(record["time/step"]) if "time/step" in record else "-",
                 [_cell(name, record.get(name)) for _, _, name in self._columns],
             )
 
@@ -84,6 +84,7 @@ class LineView:
         self._metrics = Tail(run.metrics)
         self._format = LineFormat(every)
         self._out = out or sys.stdout
+        self._failure: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="lines", daemon=True)
         # What earlier attempts wrote was shown by them.
@@ -99,8 +100,8 @@ class LineView:
     ) -> None:
         self._stop.set()
         self._thread.join(timeout=5)
-        self._print_new()
-        print_summary(read_state(self._run.path), Console(file=self._out, width=200))
+        self._try_print()
+        say_goodbye(read_state(self._run.path), Console(file=self._out, width=200), self._failure)
 
     def wait(self) -> None:
         """Blocks until the run has ended or died: for a viewer that is not the run itself."""
@@ -109,7 +110,15 @@ class LineView:
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):
-            self._print_new()
+            self._try_print()
+
+    def _try_print(self) -> None:
+        """Prints what is new until that fails, for example because the reader of a pipe is gone."""
+        if self._failure is None:
+            try:
+                self._print_new()
+            except Exception as failure:
+                self._failure = failure
 
     def _print_new(self) -> None:
         events, metrics = self._events.read(), self._metrics.read()
@@ -132,5 +141,5 @@ def _held_out(record: Record) -> list[tuple[str, float]]:
 
 def _cell(name: str, value: float | None) -> str:
     if value is None:
-        return NONE.replace("–", "-")
+        return "-"
     return error_factor(value) if name.startswith("mismatch/") else number(value)

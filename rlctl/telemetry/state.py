@@ -48,7 +48,7 @@ class RunState:
     @property
     def step(self) -> int:
         """Steps done."""
-        return int(self.last.get("step", self.start.get("start_step", 0)))
+        return int(self.last["step"] if self.steps else self.start.get("start_step", 0))
 
     @property
     def last(self) -> Record:
@@ -135,7 +135,7 @@ class RunReader:
         for event in _sound(events):
             self.state.apply_event(event)
         for record in _sound(metrics, "step"):
-            self.state.apply_metrics(record)
+            self.state.apply_metrics(_numbers(record))
         for record in [*events[-1:], *metrics[-1:]]:
             self._newest = max(self._newest, float(record.get("time", 0.0)))
         if not self.state.checkpoint_metric:
@@ -176,6 +176,10 @@ def best_checkpoint(state: RunState) -> tuple[int, float] | None:
 
 def _sound(records: Iterable[Record], *needed: str) -> Iterable[Record]:
     return (record for record in records if all(isinstance(record.get(key), (int, float)) for key in ("time", *needed)))
+
+
+def _numbers(record: Record) -> Record:
+    return {name: value for name, value in record.items() if name == "kind" or isinstance(value, (int, float))}
 
 
 def _checkpoint_metric(config: Path) -> str:

@@ -1,6 +1,8 @@
 """The end of a run: what it reached, what it cost, and the commands to type next."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 from rich.console import Console
 from rich.table import Table
@@ -16,6 +18,18 @@ def print_summary(state: RunState, console: Console) -> None:
     """The summary table and the Next steps block; commands are printed whole, however long."""
     console.print(summary_table(state))
     print_next_steps(state, console)
+
+
+def say_goodbye(state: RunState, console: Console, failure: Exception | None = None) -> None:
+    """`print_summary` for the end of a view, whose own failure comes first. Never raises: no run fails because
+    its last words found no reader."""
+    try:
+        if failure is not None:
+            console.print(Text(f"the view stopped early: {failure!r}", style="yellow"))
+        print_summary(state, console)
+    except (Exception, SystemExit) as error:  # rich leaves the program at a broken pipe
+        with suppress(OSError):
+            print(f"the summary could not be printed: {error!r}", file=sys.stderr)
 
 
 def summary_table(state: RunState) -> Table:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-SPARKS = "▁▂▃▄▅▆▇█"
+# Never a full block: rows of sparklines stay apart.
+SPARKS = "▁▂▃▄▅▆▇"
 EIGHTHS = ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")
 # Bits of a braille cell's dots, by row (top first) and column.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -19,7 +20,7 @@ def spark(values: Sequence[float], width: int) -> str:
     low, high = min(cells), max(cells)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
         return SPARKS[3] * len(cells)
-    return "".join(SPARKS[min(7, int((value - low) / (high - low) * 8))] for value in cells)
+    return "".join(SPARKS[min(6, int((value - low) / (high - low) * 7))] for value in cells)
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:

@@ -1,7 +1,7 @@
 """The head of the dashboard: which run, how far, what it does at this moment."""
 
 from rlctl.telemetry.describe import one_line
-from rlctl.telemetry.formats import number, span
+from rlctl.telemetry.formats import number, span, ticking
 from rlctl.telemetry.panels.canvas import Row, box, row, spread
 from rlctl.telemetry.state import RunState
 
@@ -48,7 +48,7 @@ def _doing(state: RunState) -> Row:
         return row((f"{sign} ", style), "starting")
     name, step, since = state.phase
     at = f" of step {step}" if step else ""
-    return row((f"{sign} ", style), (name.replace("_", " "), "bold"), f"{at} {span(state.now - since)}")
+    return row((f"{sign} ", style), (name.replace("_", " "), "bold"), f"{at} {ticking(state.now - since)}")
 
 
 def _where(state: RunState) -> Row:

@@ -1,6 +1,6 @@
 """Before the first step: what is starting, since when, and what is done already."""
 
-from rlctl.telemetry.formats import duration, span
+from rlctl.telemetry.formats import duration, span, ticking
 from rlctl.telemetry.panels.canvas import Row, box, row
 from rlctl.telemetry.panels.draw import bar
 from rlctl.telemetry.state import RunState
@@ -26,6 +26,6 @@ def _line(state: RunState, what: str, since: float, seconds: float | None, scale
     return row(
         sign,
         (f"{what:<{label}.{label}}", "" if done else "bold"),
-        f"{duration(took) if done else span(took):>9}  ",
+        f"{duration(took) if done else ticking(took):>9}  ",
         (bar(min(1.0, took / scale) if scale > 0 else 0.0, room), "green" if done else "yellow"),
     )

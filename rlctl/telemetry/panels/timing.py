@@ -1,6 +1,6 @@
 """Where a step's time goes: a bar a phase, the last step in full and the mean of recent steps behind it."""
 
-from rlctl.telemetry.formats import duration
+from rlctl.telemetry.formats import NONE, duration
 from rlctl.telemetry.panels.canvas import Row, box, row
 from rlctl.telemetry.panels.draw import bar
 from rlctl.telemetry.state import RunState
@@ -66,7 +66,7 @@ def _line(name: str, last: float, mean: float, scale: float, width: int) -> Row:
     label = name.replace("idle_", "idle ").replace("_", " ")
     return row(
         (f"{label:<11.11}", "bright_black"),
-        (f"{duration(last):>7}", "bold"),
+        (f"{duration(last) if last else NONE:>7}", "bold"),
         f"{duration(mean):>7}  ",
         (solid, colour),
         ("░" * (behind - len(solid)), colour),

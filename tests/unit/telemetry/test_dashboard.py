@@ -1,0 +1,155 @@
+"""The screen at every size and in every state of a run."""
+
+import io
+import os
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from rlctl.telemetry.dashboard import LiveDashboard, render
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.picture import write_svg
+from rlctl.telemetry.state import read_state
+
+from .synthetic import step_metrics, write_run
+
+
+def screen(path: Path, width: int, height: int, **options: object) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width, height=height, **options)  # type: ignore[arg-type]
+    console.print(render(read_state(path), width, height))
+    return out.getvalue().rstrip("\n").split("\n")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40), (100, 30), (116, 24), (200, 60), (60, 15), (30, 8), (20, 4)])
+@pytest.mark.parametrize("steps", [0, 1, 20])
+def test_no_line_is_wider_and_no_screen_higher_than_the_terminal(
+    size: tuple[int, int], steps: int, tmp_path: Path
+) -> None:
+    lines = screen(write_run(tmp_path, steps=steps, ended=None).path, *size)
+    assert {cell_len(line) for line in lines} == {size[0]}
+    assert len(lines) <= size[1]
+
+
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_the_usual_terminals_are_filled(size: tuple[int, int], tmp_path: Path) -> None:
+    assert len(screen(write_run(tmp_path).path, *size)) == size[1]
+
+
+def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:
+    text = "\n".join(screen(write_run(tmp_path, steps=12, ended=None).path, 80, 24))
+    for needed in (
+        "rlctl grpo · grpo--tiny--1",
+        "step 12/20",
+        "60%",
+        "eta",
+        "generation of step 12",
+        "weights v12",
+        "reward        0.816",
+        "accuracy      81.6%",
+        "held-out      60.0%",
+        "mismatch    1.00030",
+        "truncated      2.1%",
+        "Step time  last 2.50s · mean 2.50s",
+        "generation   1.50s  1.50s",
+        "tokens/s/device",
+        "effective     1,195",
+        "trainer    60.0%",
+        "trainer 0.4 · engine 1.1",
+        "checkpoint of step 10",
+    ):
+        assert needed in text, needed
+
+
+def test_140_columns_add_the_curve_and_the_memory(tmp_path: Path) -> None:
+    text = "\n".join(screen(write_run(tmp_path).path, 140, 40))
+    assert "Accuracy ──" in text and "step 1 to 20" in text
+    assert "1.00 ┤" in text and "━ held-out" in text
+    assert "trainer rank  0.40 GiB" in text
+    assert "validation of step 20: accuracy 0.800" in text
+    assert "✔ done" in text
+
+
+def test_before_the_first_step_it_shows_what_starts_and_for_how_long(tmp_path: Path) -> None:
+    state = read_state(write_run(tmp_path, steps=0, ended=None).path)
+    state.now = state.startup["engine 0"][0] + 12.3
+    out = io.StringIO()
+    Console(file=out, width=80, height=24).print(render(state, 80, 24))
+    text = out.getvalue()
+    assert "✔ ray         2.00s" in text
+    assert "● engine 0      12s" in text
+
+
+def test_a_mismatch_above_the_limit_is_marked_also_without_colour(tmp_path: Path) -> None:
+    sound = write_run(tmp_path, "sound").path
+    bad = write_run(
+        tmp_path, "bad", metrics=lambda step: {**step_metrics(step), "mismatch/token_mult_prob_error": 1.021}
+    ).path
+    assert "1.02100 ▲" in "\n".join(screen(bad, 80, 24))
+    assert "▲" not in "\n".join(screen(sound, 80, 24))
+
+
+def test_an_sft_run_shows_its_loss(tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path, algorithm="sft", metrics=lambda step: {"loss/nll": 2.0 / step, "time/step": 1.0, "time/train": 1.0}
+    ).path
+    text = "\n".join(screen(path, 140, 40))
+    assert "rlctl sft" in text and "Loss ──" in text and "reward" not in text
+
+
+def test_a_failure_is_told_in_the_head(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ended=None)
+    EventLog(run.events).emit("run_ended", status="failed", reason="engine 0 died\ntwice")
+    assert "✘ failed: engine 0 died twice" in "\n".join(screen(run.path, 80, 24))
+
+
+def test_no_color_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_run(tmp_path).path
+    options = {"force_terminal": True, "color_system": "truecolor"}
+    assert "\x1b[32m" in "\n".join(screen(path, 80, 24, **options))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[32m" not in "\n".join(screen(path, 80, 24, **options))
+
+
+def test_a_frame_of_a_long_run_is_cheap(tmp_path: Path) -> None:
+    state = read_state(write_run(tmp_path, steps=2000).path)
+    console = Console(file=io.StringIO(), width=140, height=40, force_terminal=True)
+    begin = time.process_time()
+    for _ in range(5):
+        console.print(render(state, 140, 40))
+    assert (time.process_time() - begin) / 5 < 0.05
+
+
+def test_the_live_view_leaves_the_screen_as_it_was_and_ends_with_the_summary(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=12, ended=None)
+    out = io.StringIO()
+    with LiveDashboard(run, Console(file=out, width=80, height=24, force_terminal=True)):
+        time.sleep(0.6)
+        EventLog(run.events).emit("run_ended", status="done", next=["rlctl runs list"])
+    text = out.getvalue()
+    entered, left = text.index("\x1b[?1049h"), text.index("\x1b[?1049l")
+    assert entered < text.index("step 12/20") < left < text.index("Next steps")
+    assert "12 of 20" in text[left:]
+
+
+def test_a_view_that_fails_says_so_at_the_end_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path, steps=3, ended=None)
+    out = io.StringIO()
+    monkeypatch.setattr("rlctl.telemetry.dashboard.header", lambda state, width: 1 / 0)
+    with LiveDashboard(run, Console(file=out, width=80, height=24, force_terminal=True)):
+        time.sleep(0.5)
+        EventLog(run.events).emit("run_ended", status="done")
+    assert "the view stopped early: ZeroDivisionError" in out.getvalue()
+    assert "3 of 20" in out.getvalue()
+
+
+def test_the_svg_stands_alone(tmp_path: Path) -> None:
+    write_svg(read_state(write_run(tmp_path).path), tmp_path / "a.svg", 140, 40)
+    text = (tmp_path / "a.svg").read_text()
+    assert text.startswith("<svg") and "Throughput" in text
+    assert "url(http" not in text and os.path.getsize(tmp_path / "a.svg") < 200_000

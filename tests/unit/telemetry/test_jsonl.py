@@ -1,0 +1,73 @@
+"""A record is a whole line or nothing, for writers that die and readers that come too early."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from rlctl.telemetry.jsonl import JsonlWriter, Tail, read_records
+
+
+def test_a_record_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    JsonlWriter(path).write({"a": 1})
+    assert read_records(path) == [{"a": 1}]
+
+
+def test_an_unfinished_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": ')
+    tail = Tail(path)
+    assert tail.read() == [{"a": 1}]
+    with path.open("a") as file:
+        file.write("2}\n")
+    assert tail.read() == [{"a": 2}]
+    assert tail.read() == []
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": \n[1]\n\xff\xfe\n{"a": 2}\n')
+    assert read_records(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_line_torn_by_a_kill_does_not_swallow_the_next_record(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2, "b')
+    JsonlWriter(path).write({"a": 3})
+    assert read_records(path) == [{"a": 1}, {"a": 3}]
+
+
+def test_a_replaced_file_is_read_from_its_beginning(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n')
+    tail = Tail(path)
+    tail.read()
+    new = tmp_path / "new"
+    new.write_text('{"a": 1}\n{"a": 7}\n{"a": 8}\n')
+    new.replace(path)
+    assert tail.read() == [{"a": 1}, {"a": 7}, {"a": 8}]
+
+
+def test_a_missing_file_holds_no_records(tmp_path: Path) -> None:
+    assert read_records(tmp_path / "none.jsonl") == []
+
+
+def test_a_full_disk_is_one_warning_and_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    writer = JsonlWriter(Path("/dev/full"))
+    for _ in range(3):
+        writer.write({"a": 1})
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+def test_records_of_many_threads_do_not_mix(tmp_path: Path) -> None:
+    writer = JsonlWriter(tmp_path / "a.jsonl")
+    threads = [
+        threading.Thread(target=lambda n=n: [writer.write({"n": n, "text": "x" * 500}) for _ in range(50)])
+        for n in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read_records(tmp_path / "a.jsonl")) == 200

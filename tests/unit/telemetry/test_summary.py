@@ -1,0 +1,46 @@
+"""The end of a run in a table, and what to type next."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.state import read_state
+from rlctl.telemetry.summary import print_summary
+
+from .synthetic import write_run
+
+
+def summary(path: Path, width: int = 80) -> str:
+    out = io.StringIO()
+    print_summary(read_state(path), Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_it_tells_what_was_reached_and_what_it_cost(tmp_path: Path) -> None:
+    text = " ".join(summary(write_run(tmp_path).path).split())
+    for needed in (
+        "grpo--tiny--1 done",
+        "20 of 20 in 50s",
+        "held-out accuracy 50.0% → 80.0% (step 5 → 20)",
+        "best checkpoint runs/grpo--tiny--1/checkpoints/step_20 (validation/accuracy 0.800)",
+        "effective 1,200 · training 6,000 · generation 2,500 tokens/s/device",
+        "2.50s: generation 60% · train 32% · other 8%",
+        "idle trainer 60.0% · generator 40.0%",
+        "trainer 0.40 GiB · engine 1.10 GiB",
+    ):
+        assert needed in text, needed
+
+
+def test_commands_are_never_wrapped_and_keep_their_brackets(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ended=None)
+    command = "rlctl train grpo --resume runs/a data.stop=[1,2] " + "x" * 100
+    EventLog(run.events).emit("run_ended", status="interrupted", reason="Ctrl-C", next=[command])
+    text = summary(run.path, width=60)
+    assert f"  {command}\n" in text
+    assert "interrupted: Ctrl-C" in text
+
+
+def test_a_run_that_never_took_a_step_has_a_summary_too(tmp_path: Path) -> None:
+    assert "0 of 20" in summary(write_run(tmp_path, steps=0, ended="failed").path)

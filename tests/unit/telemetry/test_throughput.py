@@ -1,0 +1,64 @@
+"""Each throughput on synthetic timers, so that its denominator is what its docstring says."""
+
+import pytest
+
+from rlctl.telemetry.throughput import (
+    effective,
+    flops_per_token,
+    generation_only,
+    idle_share,
+    mfu,
+    split,
+    training_only,
+)
+
+TIMES = {
+    "time/generation": 4.0,
+    "time/train": 2.0,
+    "time/refit": 1.0,
+    "time/other": 1.0,
+    "time/validation": 10.0,
+    "time/checkpoint": 2.0,
+    "time/step": 20.0,
+}
+
+
+def test_effective_counts_prompts_and_all_devices_but_neither_validation_nor_checkpoint() -> None:
+    assert effective(1000, 3000, TIMES, devices=5) == 4000 / 8.0 / 5
+
+
+def test_training_only_divides_by_the_time_of_training_and_the_trainers_devices() -> None:
+    assert training_only(4000, TIMES, devices=2) == 4000 / 2.0 / 2
+
+
+def test_generation_only_divides_by_the_time_of_generation_and_the_generators_devices() -> None:
+    assert generation_only(3000, TIMES, devices=3) == 3000 / 4.0 / 3
+
+
+def test_no_time_is_no_throughput() -> None:
+    assert training_only(100, {"time/step": 1.0}, devices=1) == 0.0
+    assert effective(1, 1, {"time/step": 0.0}, devices=1) == 0.0
+
+
+def test_flops_a_token_are_those_of_palm_appendix_b() -> None:
+    assert flops_per_token(parameters=8_000, layers=2, hidden=16, length=10) == 6 * 8_000 + 12 * 2 * 16 * 10
+
+
+def test_mfu_is_the_share_of_the_devices_peak() -> None:
+    assert mfu(1000.0, 989.4e12 / 2000, "NVIDIA H200") == pytest.approx(0.5)
+    assert mfu(1000.0, 312e9, "NVIDIA A100-SXM4-80GB") == pytest.approx(1.0)
+
+
+def test_there_is_no_mfu_without_a_known_peak() -> None:
+    assert mfu(1000.0, 1e9, "cpu") is None
+
+
+def test_idle_is_what_a_side_did_not_work_in_of_the_productive_time() -> None:
+    assert idle_share(TIMES, ("train", "refit")) == pytest.approx(1 - 3 / 8)
+    assert idle_share(TIMES, ("generation",)) == pytest.approx(0.5)
+    assert idle_share({"time/step": 0.0}, ("train",)) == 0.0
+
+
+def test_the_split_of_several_steps_is_of_their_whole_wall_time() -> None:
+    steps = [{"time/a": 1.0, "time/b": 3.0, "time/step": 4.0}, {"time/a": 5.0, "time/b": 1.0, "time/step": 6.0}]
+    assert split(steps) == [("a", 0.6), ("b", 0.4)]
