@@ -60,7 +60,7 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, 
         equal = [x.view(-1, max_len, *x.shape[1:]) for x in (q, k, v)]
         return _sdpa(equal[0], equal[1], equal[2], scale).flatten(0, 1)
     out = torch.empty_like(q)
-    low, high = 0, max_len
+    high = max_len
     while high > 0:
         low = high // 2
         chosen = ((lengths > low) & (lengths <= high)).nonzero()[:, 0]

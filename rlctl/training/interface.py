@@ -30,8 +30,8 @@ class Totals:
 class TokenBatch:
     """What a loss sees of one packed micro-batch of T tokens and S sequences (all tensors on the device).
 
-    log_probs: float32 [T], with gradient, of the tempered policy; 0 at each sequence's first token.
-    entropy: float32 [T], with gradient. mask: bool [T]. fields: name -> float32 [T].
+    log_probs: float32 [T], with gradient, of the tempered policy. entropy: float32 [T], with gradient. Both are 0
+    where the mask is false: nothing is computed there. mask: bool [T]. fields: name -> float32 [T].
     sequence: int64 [T], index of the token's sequence within the micro-batch. num_sequences: S.
     """
 

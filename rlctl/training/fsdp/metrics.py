@@ -6,9 +6,6 @@ from torch import Tensor
 
 from rlctl.training.interface import LossOutput
 
-Sums = dict[str, float]
-Maxima = dict[str, float]
-
 
 class Tally:
     """Sums and maxima of the micro-batches' LossOutputs; `join` makes them equal on every rank."""
@@ -28,7 +25,7 @@ class Tally:
     def join(self) -> dict[str, float]:
         """Over all ranks: sums added, maxima's maximum. A rank without sequences may know fewer names."""
         own = _read(self._sums), _read(self._maxima)
-        ranks: list[tuple[Sums, Maxima]] = [own] * dist.get_world_size()
+        ranks: list[tuple[dict[str, float], dict[str, float]]] = [own] * dist.get_world_size()
         if len(ranks) > 1:
             dist.all_gather_object(ranks, own)
         joined: dict[str, float] = {}
