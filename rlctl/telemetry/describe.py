@@ -31,7 +31,11 @@ def one_line(text: object) -> str:
 
 
 def _fields(event: Record) -> str:
-    shown = (f"{key} {value}" for key, value in event.items() if key not in ("kind", "time"))
+    shown = (
+        f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in event.items()
+        if key not in ("kind", "time")
+    )
     return " ".join([str(event["kind"]).replace("_", " "), *shown])
 
 
@@ -54,6 +58,7 @@ def _started(event: Record) -> str:
 _WORDS: dict[str, Callable[[Record], str]] = {
     "run_started": _started,
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
+    "data": lambda event: f"data: {event.get('what')}",
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
     "warning": lambda event: f"warning: {event.get('what')}",
     "error": lambda event: f"error: {event.get('what')}",

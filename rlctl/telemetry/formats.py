@@ -4,13 +4,13 @@ NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """About four significant digits: 12,345  123.4  1.234  0.0123  1.2e-05."""
+    """About four significant digits, counts as they are: 12,345  200  123.4  1.234  0.012  1.2e-05."""
     if value is None:
         return NONE
     size = abs(value)
     if size == 0:
         return "0"
-    if size >= 1000:
+    if size >= 1000 or (size >= 2 and float(value).is_integer()):
         return f"{value:,.0f}"
     if size >= 100:
         return f"{value:.1f}"

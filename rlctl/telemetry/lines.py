@@ -2,7 +2,6 @@
 
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TextIO
@@ -76,9 +75,12 @@ class LineFormat:
 
 
 class LineView:
-    """Prints a run's lines while the `with` block runs; at the end, the summary."""
+    """Prints a run's lines while the `with` block runs; at the end, the summary.
 
-    def __init__(self, run: RunDir, every: int, out: TextIO | None = None) -> None:
+    every: only each so-many-th step. since: unix seconds; what was written before, by earlier attempts, is not shown.
+    """
+
+    def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
         self._run = run
         self._events = Tail(run.events)
         self._metrics = Tail(run.metrics)
@@ -87,9 +89,7 @@ class LineView:
         self._failure: Exception | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="lines", daemon=True)
-        # What earlier attempts wrote was shown by them.
-        self._events.read()
-        self._metrics.read()
+        self._since = since
 
     def __enter__(self) -> "LineView":
         self._thread.start()
@@ -102,11 +102,6 @@ class LineView:
         self._thread.join(timeout=5)
         self._try_print()
         say_goodbye(read_state(self._run.path), Console(file=self._out, width=200), self._failure)
-
-    def wait(self) -> None:
-        """Blocks until the run has ended or died: for a viewer that is not the run itself."""
-        while read_state(self._run.path).status in ("new", "running"):
-            time.sleep(1.0)
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -123,7 +118,8 @@ class LineView:
     def _print_new(self) -> None:
         events, metrics = self._events.read(), self._metrics.read()
         pairs = [(event, self._format.event) for event in events] + [(each, self._format.metrics) for each in metrics]
-        for record, lines in sorted(pairs, key=lambda pair: float(pair[0].get("time", 0.0))):
+        recent = [pair for pair in pairs if float(pair[0].get("time", 0.0)) >= self._since]
+        for record, lines in sorted(recent, key=lambda pair: float(pair[0]["time"])):
             for line in lines(record):
                 print(line.encode("ascii", "replace").decode(), file=self._out, flush=True)
 

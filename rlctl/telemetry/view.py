@@ -9,8 +9,12 @@ from rich.console import Console
 
 from rlctl.telemetry.dashboard import LiveDashboard
 from rlctl.telemetry.lines import LineView
+from rlctl.telemetry.process import identity
 from rlctl.telemetry.run_dir import RunDir
 from rlctl.telemetry.terminal import terminal_alone
+
+# The start time of a process is known to a second.
+CLOCK_SLACK_S = 2.0
 
 
 @contextmanager
@@ -27,5 +31,5 @@ def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -
         ):
             yield
     else:
-        with LineView(run, every):
+        with LineView(run, every, identity()["create_time"] - CLOCK_SLACK_S):
             yield

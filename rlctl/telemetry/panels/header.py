@@ -1,7 +1,7 @@
 """The head of the dashboard: which run, how far, what it does at this moment."""
 
 from rlctl.telemetry.describe import one_line
-from rlctl.telemetry.formats import number, span, ticking
+from rlctl.telemetry.formats import span, ticking
 from rlctl.telemetry.panels.canvas import Row, box, row, spread
 from rlctl.telemetry.state import RunState
 
@@ -55,5 +55,5 @@ def _where(state: RunState) -> Row:
     devices = state.start.get("devices") or {}
     parts = [f"{side} {devices[side]}" for side in ("trainer", "generator") if devices.get(side)]
     if (version := state.latest("version")) is not None:
-        parts.insert(0, f"weights v{number(version).removesuffix('.000')}")
+        parts.insert(0, f"weights v{version:.0f}")
     return row((" · ".join(parts), "bright_black"))

@@ -10,6 +10,8 @@ from rlctl.telemetry.formats import duration, error_factor, number, percent, spa
     [
         (12345.6, "12,346"),
         (123.44, "123.4"),
+        (200.0, "200"),
+        (1.0, "1.000"),
         (1.2344, "1.234"),
         (-0.0234, "-0.023"),
         (0.0034, "0.0034"),

@@ -60,10 +60,10 @@ def test_what_is_no_news_is_not_printed() -> None:
 
 def test_the_view_prints_what_is_written_while_it_runs_and_then_the_summary(tmp_path: Path) -> None:
     run = RunDir.create("a", tmp_path)
+    EventLog(run.events, now=lambda: 99.0).emit("warning", what="of an earlier attempt")
     events = EventLog(run.events)
-    events.emit("warning", what="of an earlier attempt")
     out = io.StringIO()
-    with LineView(run, 1, out):
+    with LineView(run, 1, 100.0, out):
         events.emit("run_started", algorithm="grpo", model="tiny", num_steps=2)
         metrics = MetricsLog(run.metrics, events)
         metrics.write("step", 1, step_metrics(1))
@@ -83,5 +83,5 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
             raise BrokenPipeError
 
     run = RunDir.create("a", tmp_path)
-    with LineView(run, 1, Closed()):
+    with LineView(run, 1, 0.0, Closed()):
         EventLog(run.events).emit("warning", what="unheard")
