@@ -10,7 +10,7 @@ class History:
 
     def __init__(self) -> None:
         self._records: dict[int, Record] = {}
-        self._courses: dict[str, list[tuple[int, float]]] = {}
+        self._courses: dict[str, tuple[list[int], list[float]]] = {}
 
     def __len__(self) -> int:
         return len(self._records)
@@ -42,7 +42,12 @@ class History:
 
     def course(self, name: str) -> Sequence[tuple[int, float]]:
         """(step, value) wherever the metric was recorded, in order."""
-        return self._courses.get(name, ())
+        steps, values = self._courses.get(name, ((), ()))
+        return list(zip(steps, values))
+
+    def values(self, name: str) -> Sequence[float]:
+        """The values of `course`, without a copy."""
+        return self._courses.get(name, ((), ()))[1]
 
     def _rebuild(self, records: dict[int, Record]) -> None:
         self._records, self._courses = {}, {}
@@ -53,4 +58,6 @@ class History:
         self._records[step] = record
         for name, value in record.items():
             if isinstance(value, (int, float)):
-                self._courses.setdefault(name, []).append((step, value))
+                steps, values = self._courses.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)

@@ -72,17 +72,18 @@ class RunState:
         """(step, value) wherever a step, or for validation/* a validation, recorded the metric."""
         return (self.validations if name.startswith("validation/") else self.steps).course(name)
 
-    def values(self, name: str) -> list[float]:
-        return [value for _, value in self.series(name)]
+    def values(self, name: str) -> Sequence[float]:
+        """The values of `series`."""
+        return (self.validations if name.startswith("validation/") else self.steps).values(name)
 
     def latest(self, name: str) -> float | None:
-        series = self.series(name)
-        return series[-1][1] if series else None
+        values = self.values(name)
+        return values[-1] if values else None
 
     def mean(self, name: str, count: int | None = None) -> float | None:
         """Mean over the last `count` records of the metric, or all."""
-        series = self.series(name)[-count:] if count else self.series(name)
-        return sum(value for _, value in series) / len(series) if series else None
+        values = self.values(name)[-count:] if count else self.values(name)
+        return sum(values) / len(values) if values else None
 
     def apply_event(self, event: Record) -> None:
         kind = event.get("kind")

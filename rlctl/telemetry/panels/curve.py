@@ -29,8 +29,8 @@ def curve(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def _span(state: RunState) -> str:
-    steps = [*state.steps.steps, *state.validations.steps]
-    return f"step {min(steps)} to {max(steps)}" if steps else ""
+    ends = [steps[end] for steps in (state.steps.steps, state.validations.steps) if steps for end in (0, -1)]
+    return f"step {min(ends)} to {max(ends)}" if ends else ""
 
 
 def _label(index: int, height: int, bounds: tuple[float, float]) -> str:
