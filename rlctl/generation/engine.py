@@ -16,6 +16,7 @@ from rlctl.generation.spec import EngineSpec
 from rlctl.refit.plan import Header, Plan, TransportSpec
 
 _IDLE_POLL_S = 0.05
+_CPU_BATCH_TOKENS = 8192
 
 
 class Engine:
@@ -132,8 +133,15 @@ def _build(spec: EngineSpec) -> Any:
 
     extra: dict[str, Any] = {}
     if spec.device == "cpu":
-        # block_size: prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
-        extra = {"kv_cache_memory_bytes": spec.kv_cache_mib << 20, "block_size": 32}
+        extra = {
+            "kv_cache_memory_bytes": spec.kv_cache_mib << 20,
+            # Prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
+            "block_size": 32,
+            # A seeded request whose prompt is prefilled in chunks rewinds its generator by an offset, which CPU
+            # generators do not have: vLLM 0.32 then fails in the step.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(spec.max_model_len, _CPU_BATCH_TOKENS),
+        }
     else:
         extra = {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
     return LLMEngine.from_engine_args(

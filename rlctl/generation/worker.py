@@ -28,13 +28,13 @@ class RefitWorker:
         """Join the transport; `first_rank` is the rank of this engine's first worker in it."""
         self._rl_receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
 
+    @torch.no_grad()
     def rl_refit(self, header: Header) -> dict[str, Any]:
         """Receive one version and load it. Returns seconds and the received tensors' checksums, if asked for."""
         begin = time.perf_counter()
         sums: list[int] = []
-        with torch.no_grad():
-            received = _summed(self._rl_receiver.receive(header), sums if header.checksums else None)
-            self.model_runner.reload_weights(weights_iterator=received)
+        received = _summed(self._rl_receiver.receive(header), sums if header.checksums else None)
+        self.model_runner.reload_weights(weights_iterator=received)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         else:
