@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,9 @@ def _assembled(
     from rlctl.refit.refit import Refit
     from rlctl.rewards.base import Item
     from rlctl.rewards.scorer import Scorer
+    from rlctl.telemetry.throughput import flops_per_token
     from rlctl.training.client import TrainerClient
+    from rlctl.training.vitals import Vitals
 
     events, generation = session.events, config.generation
     updates = config.grpo.num_steps * config.grpo.updates_per_step
@@ -92,9 +95,18 @@ def _assembled(
         refit.open(pool.ends())
     stack.callback(group.call, "close")
     decode = _decoder(prompts.tokenizer)
-    devices = Devices(placement.trainer_devices, placement.generator_devices, placement.all_devices)
     trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
-    parts = Parts(trainer, pool, refit, source, prompts.validation, scorer, decode, session.keeper, devices)
+    facts = trainer.info()
+    devices = Devices(
+        placement.trainer_devices,
+        placement.generator_devices,
+        placement.all_devices,
+        facts["device_name"],
+        partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden),
+    )
+    memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
+    vitals = Vitals(placement.device, memories)
+    parts = Parts(trainer, pool, refit, source, prompts.validation, scorer, decode, session.keeper, devices, vitals)
     if config.run.probe or probe_only:
         with session.starting("probe"):
             gap = probe(config, parts, prompts.validation or prompts.train, session.start, spec.dtype)

@@ -10,7 +10,10 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """folder: a Hugging Face folder on this machine. max_length: tokens. stop_token_ids: end-of-text tokens."""
+    """folder: a Hugging Face folder on this machine. max_length: tokens. stop_token_ids: end-of-text tokens.
+
+    hidden: attention heads times their size.
+    """
 
     folder: str
     max_length: int
@@ -29,7 +32,7 @@ class ModelFiles:
             int(config["max_position_embeddings"]),
             stops,
             int(config["num_hidden_layers"]),
-            int(config["hidden_size"]),
+            int(config["num_attention_heads"]) * int(config.get("head_dim") or _head_dim(config)),
         )
 
 
@@ -38,6 +41,10 @@ def _ids(config: dict[str, Any]) -> tuple[int, ...]:
     if stops is None:
         return ()
     return tuple(stops) if isinstance(stops, list) else (int(stops),)
+
+
+def _head_dim(config: dict[str, Any]) -> int:
+    return int(config["hidden_size"]) // int(config["num_attention_heads"])
 
 
 def _read(path: Path) -> dict[str, Any]:

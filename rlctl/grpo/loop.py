@@ -25,17 +25,24 @@ from rlctl.refit.refit import Refit
 from rlctl.rewards.base import Item
 from rlctl.rewards.scorer import Scorer
 from rlctl.telemetry.recorder import StepRecorder
+from rlctl.telemetry.throughput import mfu
 from rlctl.training.client import TrainerClient
 from rlctl.training.keeper import Keeper
+from rlctl.training.vitals import Vitals
 
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices that train, that generate, and distinct ones in all: the denominators of the throughputs."""
+    """Devices that train, that generate, and distinct ones in all: the denominators of the throughputs.
+
+    name: of the trainer's device, for its peak; flops: of training, (sequence length) -> FLOPs a token.
+    """
 
     trainer: int
     generator: int
     all: int
+    name: str
+    flops: Callable[[float], float]
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Parts:
     decode: Callable[[list[list[int]]], list[str]]
     keeper: Keeper
     devices: Devices
+    vitals: Vitals
 
 
 class GrpoLoop:
@@ -167,9 +175,13 @@ class GrpoLoop:
     def _record(self, record: StepRecorder, groups: list[Group], batch: Batch, metrics: dict[str, float]) -> None:
         keeper, devices = self._parts.keeper, self._parts.devices
         keeper.rollouts(self.done, asdict(batch.fates), lambda: _shown(groups, self._parts.decode))
+        vitals = self._parts.vitals.read()
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.generator, devices.all)
-        keeper.step(self.done, {"version": self.done, **metrics, **speed, **times})
+        length = metrics["tokens/trained"] / max(1, len(batch.sequences))
+        share = mfu(speed["throughput/training"], devices.flops(length), devices.name)
+        measured = speed | ({} if share is None else {"throughput/mfu": share})
+        keeper.step(self.done, {"version": self.done, **metrics, **measured, **vitals, **times})
 
 
 def _shown(groups: list[Group], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:

@@ -98,4 +98,7 @@ class TrainerRank(Protocol):
         """Bytes now and at peak: device_allocated, device_peak, host_rss."""
 
     def info(self) -> dict[str, Any]:
-        """parameters, dtype, device, flops_per_token."""
+        """parameters, active_parameters, dtype, device, device_name.
+
+        active_parameters: weights that a token is multiplied with, the embedding look-up left out.
+        """

@@ -50,7 +50,9 @@ def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64, 
 
     options = SHAPES[shape]
     torch.manual_seed(0)
-    config = Qwen3Config(**options, max_position_embeddings=max_length, eos_token_id=1, pad_token_id=0, bos_token_id=None)
+    config = Qwen3Config(
+        **options, max_position_embeddings=max_length, eos_token_id=1, pad_token_id=0, bos_token_id=None
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -58,7 +60,9 @@ def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64, 
     _tokenizer(int(options["vocab_size"])).save_pretrained(folder / "model")
     rng = random.Random(0)
     for name, count in (("train", prompts), ("validation", 64)):
-        rows = (" ".join(f"w{rng.randrange(2, options['vocab_size'])}" for _ in range(prompt_tokens)) for _ in range(count))
+        rows = (
+            " ".join(f"w{rng.randrange(2, options['vocab_size'])}" for _ in range(prompt_tokens)) for _ in range(count)
+        )
         text = "".join(json.dumps({"prompt": row, "answer": ""}) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
     (folder / "reward.py").write_text(REWARD)

@@ -160,13 +160,13 @@ class FsdpTrainer:
         }
 
     def info(self) -> dict[str, Any]:
-        """See TrainerRank. flops_per_token: 6 a weight that a token meets (forward and backward, the embedding
-        look-up and the attention scores not counted; Kaplan et al., arXiv 2001.08361, section 2.1)."""
+        """See TrainerRank."""
         return {
             "parameters": sum(p.numel() for p in self._parameters.values()),
             "dtype": str(self._dtype).removeprefix("torch."),
             "device": str(self._device),
-            "flops_per_token": 6 * self._active_weights(),
+            "device_name": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            "active_parameters": self._active_weights(),
         }
 
     def close(self) -> None:
