@@ -37,7 +37,7 @@ class GeneratorPool:
         self._spec, self._devices, self._logs = spec, devices, logs
         self._deadline_s, self._restarts_left, self._emit = deadline_s, max_restarts, emit
         self.version = -1
-        self._asleep = False
+        self.asleep = False
         self.engines = [self._start(index) for index in range(len(devices))]
 
     def built(self) -> list[Pending]:
@@ -50,19 +50,19 @@ class GeneratorPool:
 
     def refit(self, refit: Refit, version: int, checksums: bool) -> None:
         """Bring every engine to `version`; engines that slept are awake afterwards."""
-        if self._asleep:
+        if self.asleep:
             self.call("wake", ["weights"])
         refit.run(self.ends(), version, checksums)
-        if self._asleep:
+        if self.asleep:
             self.call("wake", ["kv_cache"])
-        self._asleep = False
+        self.asleep = False
         self.version = version
 
     def rest(self) -> None:
         """Engines on the trainer's devices give their memory up until the next refit; others do nothing."""
         if self._spec.sleeps:
             self.call("sleep")
-            self._asleep = True
+            self.asleep = True
 
     def generate(self, requests: list[SampleRequest], refit: Refit) -> list[list[Completion]]:
         """Completions of every request, in order; engines that die meanwhile are replaced through `refit`."""

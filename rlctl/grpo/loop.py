@@ -104,6 +104,8 @@ class GrpoLoop:
         with record.phase("train"):
             updates = [self._parts.trainer.train(share, self._loss) for share in batch.shares(config.updates_per_step)]
         with record.phase("refit"):
+            if self._parts.pool.asleep:
+                self._parts.trainer.group.call("rest")
             self._parts.pool.refit(self._parts.refit, number, self._config.refit.checksum)
         self.done = number
         metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured

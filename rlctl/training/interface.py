@@ -94,6 +94,9 @@ class TrainerRank(Protocol):
     def export_folder(self, folder: Path) -> None:
         """A Hugging Face folder (config.json, tokenizer, model.safetensors) that transformers and vLLM load."""
 
+    def rest(self) -> None:
+        """Give device memory that is cached but not in use to whoever shares the device."""
+
     def memory(self) -> dict[str, float]:
         """Bytes now and at peak: device_allocated, device_peak, host_rss."""
 

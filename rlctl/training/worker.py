@@ -124,6 +124,10 @@ class TrainerWorker:
         """What `save` wrote, by any number of ranks."""
         self._trainer.load(Path(folder))
 
+    def rest(self) -> None:
+        """See `TrainerRank.rest`."""
+        self._trainer.rest()
+
     def memory(self) -> dict[str, float]:
         """See `TrainerRank.memory`."""
         return self._trainer.memory()

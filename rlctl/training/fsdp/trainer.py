@@ -150,6 +150,11 @@ class FsdpTrainer:
                 pass
         dist.barrier()
 
+    def rest(self) -> None:
+        """See TrainerRank."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def memory(self) -> dict[str, float]:
         """See TrainerRank."""
         cuda = self._device.type == "cuda"
