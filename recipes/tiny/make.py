@@ -1,11 +1,12 @@
-"""Makes the tiny recipe's material: the sums to train and validate on, and a model that has learnt nothing yet.
+"""Makes the tiny recipe's material: sums to learn, and a model that has learnt nothing yet.
 
-    python recipes/tiny/make.py data recipes/tiny-data        # train.jsonl, validation.jsonl: disjoint
+    python recipes/tiny/make.py data recipes/tiny-data        # train, validation and sft .jsonl
     python recipes/tiny/make.py init runs/tiny-init --seed 0  # Hugging Face folder with random weights
 
-Both write the same bytes every time. The model is a Qwen3 of a few hundred thousand parameters over a tokenizer
-of single characters; what is committed in `recipes/tiny/model` is that folder after the warm start
-(`rlctl train sft recipes/sft-tiny.yaml`).
+Both write the same bytes every time. The model is a Qwen3 of 0.45 million parameters over a tokenizer of single
+characters. `sft.jsonl` is its poor teacher: three answers in five are printed backwards (12+7=91). A warm start on
+it gives a model that can add but is right a third of the time, which is where GRPO begins: it soon learns which
+way round to write, then what is left of adding. `recipes/tiny/model` is the model after that warm start.
 """
 
 import argparse
@@ -16,22 +17,33 @@ from typing import Any
 
 OPERANDS = range(50)
 VALIDATION_ROWS = 200
+SFT_COPIES = 2
+BACKWARDS = 0.6
 SPECIAL = ["<pad>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789+-*= "
 MAX_LENGTH = 64
 
+Row = dict[str, str]
 
-def rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Train and validation rows: every sum of two `OPERANDS`, split at random once and for all."""
+
+def parts() -> dict[str, list[Row]]:
+    """train and validation split every sum of two `OPERANDS`; sft has those of train, `BACKWARDS` of them wrong."""
+    draw = random.Random(0)
     sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in OPERANDS for b in OPERANDS]
-    random.Random(0).shuffle(sums)
-    return sums[VALIDATION_ROWS:], sums[:VALIDATION_ROWS]
+    draw.shuffle(sums)
+    train, validation = sums[VALIDATION_ROWS:], sums[:VALIDATION_ROWS]
+    taught = [
+        {**row, "answer": row["answer"][::-1] if draw.random() < BACKWARDS else row["answer"]}
+        for row in train
+        for _ in range(SFT_COPIES)
+    ]
+    return {"train": train, "validation": validation, "sft": taught}
 
 
 def write_data(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in zip(("train", "validation"), rows(), strict=True):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    for name, rows in parts().items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def tokenizer() -> Any:
