@@ -43,7 +43,8 @@ class Engine:
 
     def refit_receive(self, header: Header) -> dict[str, Any]:
         """Load one version between two steps; a failure leaves the engine poisoned: it samples no more."""
-        return self._on_thread(lambda: self._refit(header))
+        answer: dict[str, Any] = self._on_thread(lambda: self._refit(header))
+        return answer
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer: weights to the host, key-value cache dropped."""

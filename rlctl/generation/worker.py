@@ -71,5 +71,5 @@ def _repack_for_cpu(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
-        elif getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -43,11 +43,20 @@ def _took(event: Record) -> str:
     return f" ({duration(event['seconds'])})" if isinstance(event.get("seconds"), (int, float)) else ""
 
 
+def _reason(event: Record) -> str:
+    return f": {event['reason']}" if event.get("reason") else ""
+
+
 def _held_out(record: Record) -> str:
     shown = ("accuracy", "pass_at_k", "loss")
     return ", ".join(
         f"{name} {number(record[f'validation/{name}'])}" for name in shown if f"validation/{name}" in record
     )
+
+
+def _probed(event: Record) -> str:
+    error, tokens = event.get("token_mult_prob_error", 0.0), event.get("tokens")
+    return f"probe: trainer and generator agree, token_mult_prob_error {error:.6f} over {tokens} tokens"
 
 
 def _started(event: Record) -> str:
@@ -58,11 +67,12 @@ def _started(event: Record) -> str:
 _WORDS: dict[str, Callable[[Record], str]] = {
     "run_started": _started,
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
+    "probe": _probed,
     "data": lambda event: f"data: {event.get('what')}",
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
     "warning": lambda event: f"warning: {event.get('what')}",
     "error": lambda event: f"error: {event.get('what')}",
     "validation": lambda event: f"validation of step {event.get('step')}: {_held_out(event)}",
-    "engine_lost": lambda event: f"engine {event.get('engine')} lost",
+    "engine_lost": lambda event: f"engine {event.get('engine')} lost" + _reason(event),
     "engine_restarted": lambda event: f"engine {event.get('engine')} restarted{_took(event)}",
 }

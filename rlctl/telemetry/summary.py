@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -32,16 +32,17 @@ def say_goodbye(state: RunState, console: Console, failure: Exception | None = N
             print(f"the summary could not be printed: {error!r}", file=sys.stderr)
 
 
-def summary_table(state: RunState) -> Table:
+def summary_table(state: RunState) -> Group:
+    """How it ended, in a line of its own, then the table."""
     style = ENDS.get(state.status, "bold red" if state.status == "died" else "cyan")
     reason = one_line(state.end.get("reason") or "")
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title_justify="left")
-    table.title = Text.assemble((f"{state.name} ", "bold"), (state.status, style), f": {reason}" if reason else "")
+    title = Text.assemble((f"{state.name} ", "bold"), (state.status, style), f": {reason}" if reason else "")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bright_black", no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in _lines(state):
         table.add_row(label, value)
-    return table
+    return Group(title, table)
 
 
 def print_next_steps(state: RunState, console: Console) -> None:

@@ -93,7 +93,8 @@ class TrainerWorker:
         """Log-probs float32 [N] in the order of the share's tokens."""
         compute = self._trainer.reference_log_probs if reference else self._trainer.log_probs
         batches = compute(share.micro_batches())
-        return _join([row for batch in batches for row in batch], np.dtype(np.float32))
+        joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
+        return joined
 
     def refit_plan(self, dtype: str) -> Plan:
         """The plan of everything that goes to the generator in `dtype`."""
