@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rlctl.refit.checksum import checksum, dtype_name
 from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec, check_entry
@@ -24,8 +25,8 @@ class BroadcastGroup:
         where = (spec.host, spec.port, spec.world)
         self.rank, self.device = rank, device
         try:
-            self._store = dist.TCPStore(*where, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
-            self._group: Any = self._make(dist.PrefixStore("rlctl-refit", self._store), rank, spec.world, timeout)
+            self._store = TCPStore(*where, is_master=rank == 0, timeout=timeout, wait_for_workers=False)
+            self._group: Any = self._make(PrefixStore("rlctl-refit", self._store), rank, spec.world, timeout)
         except Exception as error:
             place = f"{spec.host}:{spec.port}"
             raise RefitError(f"refit rank {rank} of {spec.world} could not join at {place}: {error}") from error

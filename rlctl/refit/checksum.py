@@ -13,7 +13,7 @@ def checksum(tensor: Tensor) -> int:
     bits = tensor.contiguous().flatten().view(_VIEW[tensor.element_size()])
     weights = torch.arange(1, min(_CHUNK, max(1, bits.numel())) + 1, dtype=torch.int64, device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for chunk in bits.split(_CHUNK):
+    for chunk in torch.split(bits, _CHUNK):
         total = total * 1_000_003 + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return int(total)
 
