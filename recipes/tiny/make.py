@@ -1,12 +1,13 @@
-"""Makes the tiny recipe's material: sums to learn, and a model that has learnt nothing yet.
+"""Makes the tiny recipe's material: sums to learn, and the shape of a model with its tokenizer.
 
-    python recipes/tiny/make.py data recipes/tiny-data        # train, validation and sft .jsonl
-    python recipes/tiny/make.py init runs/tiny-init --seed 0  # Hugging Face folder with random weights
+    python recipes/tiny/make.py data recipes/tiny-data     # train, validation and sft .jsonl
+    python recipes/tiny/make.py shape recipes/tiny/model   # config.json and tokenizer, no weights
 
 Both write the same bytes every time. The model is a Qwen3 of 0.45 million parameters over a tokenizer of single
 characters. `sft.jsonl` is its poor teacher: three answers in five are printed backwards (12+7=91). A warm start on
 it gives a model that can add but is right a third of the time, which is where GRPO begins: it soon learns which
-way round to write, then what is left of adding. `recipes/tiny/model` is the model after that warm start.
+way round to write, then what is left of adding. `recipes/tiny/model/model.safetensors` is what that warm start
+(`rlctl train sft sft-tiny`) exported.
 """
 
 import argparse
@@ -81,30 +82,26 @@ def model_config(tokens: Any) -> Any:
         pad_token_id=tokens.pad_token_id,
         eos_token_id=tokens.eos_token_id,
         bos_token_id=None,
-        dtype="float32",
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
     )
 
 
-def write_init(folder: Path, seed: int) -> None:
-    import torch
-    from transformers import Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
+def write_shape(folder: Path) -> None:
     tokens = tokenizer()
-    Qwen3ForCausalLM(model_config(tokens)).save_pretrained(folder)
+    model_config(tokens).save_pretrained(folder)
     tokens.save_pretrained(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["data", "init"])
+    parser.add_argument("what", choices=["data", "shape"])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.what == "data":
         write_data(arguments.folder)
     else:
-        write_init(arguments.folder, arguments.seed)
+        write_shape(arguments.folder)
 
 
 if __name__ == "__main__":

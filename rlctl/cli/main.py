@@ -65,3 +65,7 @@ def main() -> None:
     except ConfigError as error:
         report(error.problems)
         sys.exit(BAD_INPUT)
+
+
+if __name__ == "__main__":
+    main()

@@ -34,7 +34,7 @@ def run_grpo(composed: Composed, resume: Path | None = None, probe_only: bool = 
 def _grpo(session: Session, probe_only: bool) -> None:
     config = session.composed.config
     assert isinstance(config, GrpoConfig)
-    files = ModelFiles.find(config.model.path)
+    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     generation = config.generation
     shape = (generation.num_engines, generation.tensor_parallel_size, generation.colocated)
     placement = place(count_gpus(), config.trainer.num_ranks, *shape)

@@ -23,7 +23,7 @@ def run_sft(composed: Composed, resume: Path | None = None) -> int:
 def _sft(session: Session) -> None:
     config = session.composed.config
     assert isinstance(config, SftConfig)
-    files = ModelFiles.find(config.model.path)
+    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     placement = place(count_gpus(), config.trainer.num_ranks, engines=0, tensor_parallel_size=1, colocated=True)
     announce(session, config, config.sft.num_steps, placement)
     with ExitStack() as stack:

@@ -1,9 +1,13 @@
 """What the driver must know of a model before anything heavy starts: where its files are, and a few of its facts."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rlctl.config.schema import ModelSection
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -22,9 +26,14 @@ class ModelFiles:
     hidden: int
 
     @classmethod
-    def find(cls, path: str) -> "ModelFiles":
-        """Facts of a folder or hub name; a hub model is downloaded once into the Hugging Face cache."""
-        folder = path if Path(path).is_dir() else _download(path)
+    def find(cls, model: ModelSection, run_dir: Path, seed: int) -> "ModelFiles":
+        """Facts of a folder or hub name; a hub model is downloaded once into the Hugging Face cache.
+
+        With `random_init` the folder is made anew inside the run directory, once for all attempts.
+        """
+        folder = model.path if Path(model.path).is_dir() else _download(model.path)
+        if model.random_init:
+            folder = _random(folder, run_dir / "init", seed)
         config = _read(Path(folder) / "config.json")
         stops = _ids(_read(Path(folder) / "generation_config.json")) or _ids(config)
         return cls(
@@ -50,6 +59,16 @@ def _head_dim(config: dict[str, Any]) -> int:
 def _read(path: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return content
+
+
+def _random(shape: str, folder: Path, seed: int) -> str:
+    # In a process of its own: the driver stays free of torch.
+    if not (folder / "config.json").exists():
+        command = [sys.executable, "-m", "rlctl.training.random_init", shape, str(folder), str(seed)]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        if made.returncode:
+            raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")
+    return str(folder)
 
 
 def _download(name: str) -> str:

@@ -14,7 +14,7 @@ def spec(doc: str, **limits: Any) -> Any:
     """A field without a default. `limits`: ge, gt, le, lt for numbers (for lists: of each element).
 
     path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a hub
-    name), "template" (a file, or one of the field's literals).
+    name), "template" (a file, or one of the field's literals), "reward" (file.py:function, or no file at all).
     """
     return field(metadata={"doc": doc, **limits})
 
@@ -33,6 +33,7 @@ class RunSection:
 class ModelSection:
     path: str = spec("Hugging Face folder or hub name of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal LM", path="model")
     tokenizer: str | None = spec("folder or hub name of the tokenizer; null: the model's own", path="model")
+    random_init: bool = spec("start from random weights drawn by run.seed; the folder gives shape and tokenizer")
     max_length: int | None = spec(
         "longest sequence, prompt and answer; null: the model's max_position_embeddings", ge=2
     )
@@ -62,7 +63,7 @@ class DataSection:
 
 @dataclass
 class RewardSection:
-    name: str = spec("exact, regex, math_verify, or a function of yours as module:function")
+    name: str = spec("exact, regex, math_verify, or yours: module:function or file.py:function", path="reward")
     weight: float = spec("factor of this reward in the sum")
     pattern: str | None = spec("regex: the first group is compared with the answer; null elsewhere")
     timeout_s: float = spec("a reward that takes longer counts as failed for that rollout", gt=0)
@@ -171,6 +172,7 @@ class CheckpointSection:
     keep_best: int = spec("best checkpoints kept besides", ge=0)
     metric: str = spec("what best means: a metric name; the larger the better, or the smaller with a leading -")
     export: bool = spec("also write each checkpoint's weights as a Hugging Face folder")
+    export_dtype: Literal["auto", "float32", "bfloat16"] = spec("of that folder; auto: the trainer's compute dtype")
 
 
 @dataclass

@@ -6,7 +6,6 @@ The state that a resume needs is the step number and the data cursor.
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,10 +130,7 @@ class GrpoLoop:
     def save(self) -> None:
         """A checkpoint of the step just done."""
         state = {"version": self.done, "cursor": self._parts.source.cursor.state_dict()}
-        self._parts.keeper.save(self.done, state, self._write_trainer)
-
-    def _write_trainer(self, folder: Path, export: Path | None) -> None:
-        self._parts.trainer.group.call("save", str(folder), str(export) if export else None)
+        self._parts.keeper.save(self.done, state, self._parts.trainer.save)
 
     def _generate(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
         seeds = rollout_seeds(self._config.run.seed, TRAIN, step, len(prompts))

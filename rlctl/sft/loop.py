@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
@@ -76,10 +75,7 @@ class SftLoop:
     def save(self) -> None:
         """A checkpoint of the step just done."""
         state = {"version": self.done, "cursor": self._parts.source.cursor.state_dict()}
-        self._parts.keeper.save(self.done, state, self._write_trainer)
-
-    def _write_trainer(self, folder: Path, export: Path | None) -> None:
-        self._parts.trainer.group.call("save", str(folder), str(export) if export else None)
+        self._parts.keeper.save(self.done, state, self._parts.trainer.save)
 
 
 def _sequences(samples: list[Sample]) -> list[Sequence]:

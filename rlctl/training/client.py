@@ -1,6 +1,7 @@
 """The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
 
 from collections.abc import Sequence as Rows
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,10 @@ class TrainerClient:
                 answers[index] = columns[start : start + len(sequences[index])]
                 start += len(sequences[index])
         return answers
+
+    def save(self, folder: Path, export: Path | None, dtype: str | None) -> None:
+        """Training state into `folder`; a Hugging Face folder of `dtype` (None: the compute dtype) into `export`."""
+        self.group.call("save", str(folder), str(export) if export else None, dtype)
 
     def info(self) -> dict[str, Any]:
         """Rank 0's facts about the model."""

@@ -101,6 +101,7 @@ def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Te
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if last[file_of[name]] == name:
             save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            (folder / file_of[name]).chmod(0o644)  # safetensors makes it the owner's alone
             held = {}
     if len(last) > 1:
         total = sum(_nbytes(shape, dtype) for _, shape, dtype in layout)

@@ -91,7 +91,7 @@ class TrainerRank(Protocol):
     def load(self, folder: Path) -> None:
         """What `save` wrote."""
 
-    def export_folder(self, folder: Path) -> None:
+    def export_folder(self, folder: Path, dtype: str | None = None) -> None:
         """A Hugging Face folder (config.json, tokenizer, model.safetensors) that transformers and vLLM load."""
 
     def rest(self) -> None:

@@ -17,6 +17,10 @@ from rlctl.telemetry.run_dir import RunDir
 from rlctl.training.checkpoints import Checkpoint, Checkpoints
 
 
+# (the trainer's folder, that of the export if asked for, the export's dtype)
+WriteTrainer = Callable[[Path, Path | None, str | None], None]
+
+
 class Keeper:
     """Writes the files of one run."""
 
@@ -67,14 +71,17 @@ class Keeper:
         self._latest |= metrics
         self._metrics.write("validation", step, metrics)
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[Path, Path | None], None]) -> Checkpoint:
-        """A checkpoint. `write` gets the trainer's folder and, if asked for, that of the Hugging Face export."""
+    def save(
+        self, step: int, state: dict[str, Any], write: Callable[[Path, Path | None, str | None], None]
+    ) -> Checkpoint:
+        """A checkpoint whose trainer's part is what `write` does."""
+        dtype = None if self._checkpoint.export_dtype == "auto" else self._checkpoint.export_dtype
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
 
         def both(folder: Path) -> None:
             (folder / "trainer").mkdir()
-            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None)
+            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, dtype)
 
         checkpoint = self.checkpoints.save(step, {**state, "score": self._score()}, both)
         self.saved = step

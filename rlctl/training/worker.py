@@ -115,11 +115,11 @@ class TrainerWorker:
             raise RuntimeError("refit_open comes before refit_send")
         return self._sender.send(self._trainer.export(self._refit_dtype), header)
 
-    def save(self, folder: str, export: str | None) -> None:
-        """Training state into `folder`; if named, a Hugging Face folder into `export` too."""
+    def save(self, folder: str, export: str | None, dtype: str | None) -> None:
+        """Training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
         self._trainer.save(Path(folder))
         if export:
-            self._trainer.export_folder(Path(export))
+            self._trainer.export_folder(Path(export), dtype)
 
     def load(self, folder: str) -> None:
         """What `save` wrote, by any number of ranks."""

@@ -138,10 +138,9 @@ class FsdpTrainer:
         """See TrainerRank."""
         self._updates = checkpoint.load(folder, self._parameters, self._optimizer)
 
-    def export_folder(self, folder: Path) -> None:
-        """See TrainerRank. In the compute dtype, as the generator serves it; configuration and tokenizer files
-        are the model's own."""
-        dtype = str(self._dtype).removeprefix("torch.")
+    def export_folder(self, folder: Path, dtype: str | None = None) -> None:
+        """See TrainerRank. Configuration and tokenizer files are the model's own."""
+        dtype = dtype or str(self._dtype).removeprefix("torch.")
         tensors = self.export(dtype)
         if self._rank == 0:
             hf_folder.write_folder(self._folder, folder, self.layout(dtype), tensors)

@@ -1,0 +1,63 @@
+"""GRPO for real on GPUs: a random Qwen3-0.6B in bfloat16, weights by shared memory and by NCCL."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu.random_model import make, overrides
+
+pytestmark = pytest.mark.gpu
+REPO = Path(__file__).resolve().parents[2]
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("random"), "qwen3-0.6b")
+
+
+def run(recipe: str, folder: Path, model: Path, *extra: str) -> list[dict[str, Any]]:
+    """Three short steps; returns the records of metrics.jsonl."""
+    short = ["grpo.num_steps=3", "generation.max_new_tokens=64", "validation.every=0", "checkpoint.export=false"]
+    columns = [f"data.{part}.{key}={value}" for part in ("train", "validation") for key, value in COLUMNS.items()]
+    settings = [*overrides(model), *columns, *short, f"run.dir={folder}", "run.name=run", *extra]
+    command = [sys.executable, "-m", "rlctl.cli.main", "train", "grpo", str(REPO / "recipes" / recipe), *settings]
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=500, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+COLUMNS = {"prompt_key": "prompt", "split": "train"}
+
+
+def check(records: list[dict[str, Any]]) -> None:
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert record["mismatch/token_mult_prob_error"] < 1.02
+        parts = sum(value for name, value in record.items() if name.startswith("time/") and name != "time/step")
+        assert parts == pytest.approx(record["time/step"], rel=0.01)
+        assert record["throughput/mfu"] > 0
+
+
+@pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")
+def test_engine_and_trainer_share_one_device(model: Path, tmp_path: Path) -> None:
+    check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true"))
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+def test_two_trainer_ranks_and_two_engines_share_two_devices(model: Path, tmp_path: Path) -> None:
+    two = ("trainer.num_ranks=2", "generation.num_engines=2", "trainer.activation_checkpointing=false")
+    check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", *two))
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+def test_weights_go_by_nccl_between_devices(model: Path, tmp_path: Path) -> None:
+    check(run("grpo-qwen3-0.6b-2gpu.yaml", tmp_path, model, "generation.enforce_eager=true"))
