@@ -1,12 +1,12 @@
 """Makes the tiny recipe's material: sums to learn, and the shape of a model with its tokenizer.
 
     python recipes/tiny/make.py data recipes/tiny-data     # train, validation and sft .jsonl
-    python recipes/tiny/make.py shape recipes/tiny/model   # config.json and tokenizer, no weights
+    python recipes/tiny/make.py shape recipes/tiny/qwen3-tiny   # config.json and tokenizer, no weights
 
 Both write the same bytes every time. The model is a Qwen3 of 0.45 million parameters over a tokenizer of single
 characters. `sft.jsonl` is its poor teacher: three answers in five are printed backwards (12+7=91). A warm start on
 it gives a model that can add but is right a third of the time, which is where GRPO begins: it soon learns which
-way round to write, then what is left of adding. `recipes/tiny/model/model.safetensors` is what that warm start
+way round to write, then what is left of adding. `recipes/tiny/qwen3-tiny/model.safetensors` is what that warm start
 (`rlctl train sft sft-tiny`) exported.
 """
 

@@ -58,11 +58,15 @@ class GeneratorPool:
         self.asleep = False
         self.version = version
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether engines stand on the trainer's devices and take turns with it."""
+        return self._spec.sleeps
+
     def rest(self) -> None:
-        """Engines on the trainer's devices give their memory up until the next refit; others do nothing."""
-        if self._spec.sleeps:
-            self.call("sleep")
-            self.asleep = True
+        """Give the devices' memory to the trainer until the next refit."""
+        self.call("sleep")
+        self.asleep = True
 
     def generate(self, requests: list[SampleRequest], refit: Refit) -> list[list[Completion]]:
         """Completions of every request, in order; engines that die meanwhile are replaced through `refit`."""

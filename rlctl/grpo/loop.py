@@ -94,8 +94,9 @@ class GrpoLoop:
             groups = self._score(prompts, completions)
         with record.phase("advantage"):
             batch = make_batch(groups, config)
-        with record.phase("sleep"):
-            self._parts.pool.rest()
+        if self._parts.pool.sleeps:
+            with record.phase("sleep"):
+                self._parts.pool.rest()
         measured: dict[str, float] = {}
         if self._needs_log_probs and batch.sequences:
             with record.phase("log_probs"):

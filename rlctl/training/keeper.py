@@ -16,7 +16,6 @@ from rlctl.telemetry.jsonl import JsonlWriter
 from rlctl.telemetry.run_dir import RunDir
 from rlctl.training.checkpoints import Checkpoint, Checkpoints
 
-
 # (the trainer's folder, that of the export if asked for, the export's dtype)
 WriteTrainer = Callable[[Path, Path | None, str | None], None]
 

@@ -46,7 +46,7 @@ def test_the_teacher_is_right_less_than_half_the_time():
 def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
     make.write_shape(tmp_path)
     for path in tmp_path.iterdir():
-        written, committed = (json.loads(file.read_text()) for file in (path, RECIPES / "tiny" / "model" / path.name))
+        written, committed = (json.loads(file.read_text()) for file in (path, RECIPES / "tiny" / "qwen3-tiny" / path.name))
         for version in (written, committed):
             version.pop("transformers_version", None)
         assert written == committed
@@ -55,7 +55,7 @@ def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
 def test_the_committed_model_loads_as_any_other_and_is_small():
     from transformers import AutoModelForCausalLM
 
-    folder = RECIPES / "tiny" / "model"
+    folder = RECIPES / "tiny" / "qwen3-tiny"
     assert (folder / "model.safetensors").stat().st_size < 2**20
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert sum(p.numel() for p in model.parameters()) == 447_552
