@@ -22,6 +22,7 @@ from rlctl.config.check_inputs import check_dataset, check_reward, check_run_nam
 from rlctl.config.errors import Problem
 from rlctl.config.plan import longest_sequence
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.shipped import is_shipped
 from rlctl.config.tree import Origin
 
 Problems = Iterator[Problem]
@@ -34,11 +35,17 @@ class View:
     config: RunConfig
     origins: dict[str, Origin]
 
-    def problem(self, key: str, what: str) -> Problem:
-        """A problem at the place where `key` (a value, or a section's first value) was written."""
-        found = self.origins.get(key)
+    def problem(self, key: str, what: str, *others: str) -> Problem:
+        """A problem of `key`, or of `key` against `others`: where the one was written that came in last.
+
+        An override comes after the user's files, and those after what is shipped.
+        """
+        found = [self._origin(each) for each in (key, *others)]
+        return Problem(str(max(found, key=_lateness)), key, what)
+
+    def _origin(self, key: str) -> Origin:
         inside = (origin for name, origin in self.origins.items() if name.startswith(f"{key}."))
-        return Problem(str(found or next(inside, Origin())), key, what)
+        return self.origins.get(key) or next(inside, Origin())
 
     @cached_property
     def architecture(self) -> Architecture | None:
@@ -48,6 +55,11 @@ class View:
             return read_architecture(file) if file else None
         except ValueError:
             return None
+
+
+def _lateness(origin: Origin) -> tuple[int, int]:
+    users = origin.file is not None and not is_shipped(origin.file)
+    return origin.override, int(users)
 
 
 def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
@@ -109,53 +121,46 @@ def _lengths(view: View) -> Problems:
     limit = sizes.max_positions if sizes else None
     own = config.model.max_length
     if own is not None and limit is not None and own > limit:
-        yield view.problem(
-            "model.max_length", f"must be at most {limit}, the model's max_position_embeddings, not {own}"
-        )
+        what = f"must be at most {limit}, the model's max_position_embeddings, not {own}"
+        yield view.problem("model.max_length", what)
     longest = min((value for value in (own, limit) if value is not None), default=None)
-    prompt = config.data.max_prompt_length
     if longest is None:
         return
+    below, prompt = f"must be below the longest sequence, {longest}, not ", config.data.max_prompt_length
     if isinstance(config, SftConfig):
         if prompt is not None and prompt >= longest:
-            yield view.problem("data.max_prompt_length", f"must be below the longest sequence, {longest}, not {prompt}")
+            yield view.problem("data.max_prompt_length", below + str(prompt), "model.max_length")
         return
     answer = config.generation.max_new_tokens
     if answer >= longest:
-        yield view.problem("generation.max_new_tokens", f"must be below the longest sequence, {longest}, not {answer}")
+        yield view.problem("generation.max_new_tokens", below + str(answer), "model.max_length")
     elif prompt is not None and prompt + answer > longest:
         both = f"{prompt} + generation.max_new_tokens {answer} = {prompt + answer}"
         what = f"{both} is above the longest sequence, {longest}; try {longest - answer}"
-        yield view.problem("data.max_prompt_length", what)
+        yield view.problem("data.max_prompt_length", what, "generation.max_new_tokens", "model.max_length")
 
 
 def _micro_batch(view: View) -> Problems:
     tokens, longest = view.config.trainer.micro_batch_tokens, longest_sequence(view.config, view.architecture)
     if longest is not None and tokens < longest:
+        lower = ["model.max_length", *["data.max_prompt_length"] * isinstance(view.config, GrpoConfig)]
         what = f"must hold the longest sequence, {longest} tokens, not {tokens}; raise it, or lower "
-        lower = (
-            "model.max_length" if isinstance(view.config, SftConfig) else "data.max_prompt_length or model.max_length"
-        )
-        yield view.problem("trainer.micro_batch_tokens", what + lower)
+        yield view.problem("trainer.micro_batch_tokens", what + " or ".join(lower), *lower, "generation.max_new_tokens")
 
 
 def _optimizer(view: View) -> Problems:
-    optimizer = view.config.trainer.optimizer
-    if len(optimizer.betas) != 2:
-        yield view.problem("trainer.optimizer.betas", f"must be two numbers, not {len(optimizer.betas)}")
-    config = view.config
-    updates = (
-        config.grpo.num_steps * config.grpo.updates_per_step if isinstance(config, GrpoConfig) else config.sft.num_steps
-    )
-    if optimizer.warmup_steps >= updates:
-        what = f"must be below the updates of the run, {updates}, not {optimizer.warmup_steps}"
-        yield view.problem("trainer.optimizer.warmup_steps", what)
+    betas = view.config.trainer.optimizer.betas
+    if len(betas) != 2:
+        yield view.problem("trainer.optimizer.betas", f"must be two numbers, not {len(betas)}")
 
 
 def _chat(view: View) -> Problems:
     data = view.config.data
     if data.system_prompt is not None and data.chat_template == "none":
-        yield view.problem("data.system_prompt", "needs a chat template, but data.chat_template is none")
+        yield view.problem("data.system_prompt", _NO_TEMPLATE, "data.chat_template")
+
+
+_NO_TEMPLATE = "needs a chat template, but data.chat_template is none"
 
 
 def _validation(view: View) -> Problems:
@@ -163,7 +168,7 @@ def _validation(view: View) -> Problems:
     if validation.num_generations > 1 and validation.temperature == 0:
         count = validation.num_generations
         what = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
-        yield view.problem("validation.num_generations", what)
+        yield view.problem("validation.num_generations", what, "validation.temperature")
 
 
 def _data(view: View) -> Problems:
@@ -173,7 +178,7 @@ def _data(view: View) -> Problems:
     # A function of the user's may score without a reference answer; the built-in rewards cannot.
     answered = isinstance(config, SftConfig) or any(":" not in reward.name for reward in config.rewards)
     for name, dataset in (("train", data.train), ("validation", data.validation)):
-        for where, key, what in check_dataset(dataset, answered=answered, chat=isinstance(config, SftConfig)):
+        for where, key, what in check_dataset(dataset, answered=answered):
             full = f"data.{name}.{key}"
             yield Problem(where, full, what) if where else view.problem(full, what)
 
@@ -195,27 +200,28 @@ def _batch(view: View, config: GrpoConfig) -> Problems:
     if prompts % updates:
         near = max(updates, round(prompts / updates) * updates)
         what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
-        yield view.problem("grpo.num_prompts_per_step", what)
+        yield view.problem("grpo.num_prompts_per_step", what, "grpo.updates_per_step")
         return
     rollouts = prompts * config.grpo.num_generations_per_prompt // updates
     if rollouts < config.trainer.num_ranks:
         what = f"{config.trainer.num_ranks} ranks but only {rollouts} rollouts an update: at least one a rank is needed"
-        yield view.problem("trainer.num_ranks", what)
+        others = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.updates_per_step")
+        yield view.problem("trainer.num_ranks", what, *others)
 
 
 def _sft_batch(view: View, config: SftConfig) -> Problems:
     if config.sft.batch_size < config.trainer.num_ranks:
         what = f"must be at least the {config.trainer.num_ranks} ranks of the trainer, not {config.sft.batch_size}"
-        yield view.problem("sft.batch_size", what)
+        yield view.problem("sft.batch_size", what, "trainer.num_ranks")
 
 
 def _sampling(view: View, config: GrpoConfig) -> Problems:
     if config.grpo.loss.proximal == "behaviour":
         why = "with grpo.loss.proximal=behaviour the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
-            yield view.problem("generation.top_p", why.format("1"))
+            yield view.problem("generation.top_p", why.format("1"), "grpo.loss.proximal")
         if config.generation.top_k > 0:
-            yield view.problem("generation.top_k", why.format("0"))
+            yield view.problem("generation.top_k", why.format("0"), "grpo.loss.proximal")
 
 
 def _engines(view: View, config: GrpoConfig) -> Problems:

@@ -16,15 +16,15 @@ REWARDS = ("exact", "regex", "math_verify")
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def check_dataset(dataset: DatasetSection, *, answered: bool, chat: bool) -> Iterator[tuple[str, str, str]]:
+def check_dataset(dataset: DatasetSection, *, answered: bool) -> Iterator[tuple[str, str, str]]:
     """(where, key, what) for a file that cannot be used; `where` is empty when it is the config's own line.
 
-    answered: rows need an answer. chat: messages hold their own answer (SFT). Hub names are not looked at.
+    answered: rows need an answer, which a chat holds itself. Hub names and folders are not looked into.
     """
     path = Path(dataset.path) if dataset.path is not None else None
-    if path is None or not path.exists():
+    if path is None or not path.is_file():
         return
-    if path.is_dir() or path.suffix not in DATA_SUFFIXES:
+    if path.suffix not in DATA_SUFFIXES:
         yield "", "path", f"{show_path(path)} is no {' or '.join(DATA_SUFFIXES)} file"
         return
     try:
@@ -35,11 +35,12 @@ def check_dataset(dataset: DatasetSection, *, answered: bool, chat: bool) -> Ite
     if columns is None:
         return
     where = f"{show_path(path)}:{line}"
-    has_messages = dataset.messages_key in columns
-    if not has_messages and dataset.prompt_key not in columns:
+    if dataset.messages_key in columns:
+        return
+    if dataset.prompt_key not in columns:
         wanted = f"no column {dataset.prompt_key} or {dataset.messages_key}"
         yield where, "prompt_key", wanted + (did_you_mean(dataset.prompt_key, columns) or _listed(columns))
-    if answered and not (chat and has_messages) and dataset.answer_key not in columns:
+    if answered and dataset.answer_key not in columns:
         hint = did_you_mean(dataset.answer_key, columns) or _listed(columns)
         yield where, "answer_key", f"no column {dataset.answer_key}{hint}"
 
@@ -51,7 +52,7 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
     elif reward.pattern is not None:
         yield "pattern", f"only regex has a pattern, {reward.name} has none"
     if ":" in reward.name:
-        module, _, function = reward.name.partition(":")
+        module, _, function = reward.name.rpartition(":")
         if what := _missing_function(module, function):
             yield "name", what
     elif reward.name not in REWARDS:
@@ -122,15 +123,10 @@ def _parquet_columns(path: Path) -> list[str] | None:
 
 
 def _missing_function(module: str, function: str) -> str:
-    """What is wrong with `module:function`, judged by the source alone; empty when nothing is."""
-    relative = Path(*module.split("."))
-    folders = [Path.cwd(), *map(Path, sys.path)]
-    candidates = (
-        folder / each for folder in folders for each in (relative.with_suffix(".py"), relative / "__init__.py")
-    )
-    file = next((candidate for candidate in candidates if candidate.is_file()), None)
+    """What is wrong with `module:function` or `file.py:function`, judged by the source alone; empty if nothing."""
+    file = Path(module) if module.endswith(".py") else _module_file(module)
     if file is None:
-        return f"no module {module}: no {relative}.py in the current directory or on the Python path"
+        return f"no module {module} in the current directory or on the Python path"
     try:
         names = _defined_names(file)
     except (SyntaxError, ValueError) as error:
@@ -138,6 +134,13 @@ def _missing_function(module: str, function: str) -> str:
     if function in names:
         return ""
     return f"{show_path(file)} defines no {function or 'function'}{did_you_mean(function, names)}"
+
+
+def _module_file(module: str) -> Path | None:
+    relative = Path(*module.split("."))
+    folders = [Path.cwd(), *map(Path, sys.path)]
+    forms = (relative.with_suffix(".py"), relative / "__init__.py")
+    return next((folder / form for folder in folders for form in forms if (folder / form).is_file()), None)
 
 
 def _defined_names(file: Path) -> set[str]:

@@ -18,6 +18,9 @@ _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
 
 def resolve(text: str, kind: str, origin: Origin) -> str:
     """The absolute path, or the hub name, that `text` means. Raises FileNotFoundError with one line for the user."""
+    if kind == "reward":
+        file, _, function = text.rpartition(":")
+        return f"{resolve(file, 'template', origin)}:{function}" if file.endswith(".py") else text
     given = Path(text).expanduser()
     folders = [Path.cwd(), RECIPES]
     if origin.file is not None:

@@ -65,6 +65,7 @@ def make_plan(config: RunConfig, architecture: Architecture | None, gpus: int, d
     placement, misplaced = _placement(config, gpus)
     longest = longest_sequence(config, architecture)
     memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
+    schedule = _schedule(config, architecture, gpus)
     return Plan(
         kind=config.kind,
         model=config.model.path,
@@ -73,9 +74,9 @@ def make_plan(config: RunConfig, architecture: Architecture | None, gpus: int, d
         misplaced=misplaced,
         batch=_batch(config, longest),
         memory=memory,
-        schedule=_schedule(config, architecture, gpus),
+        schedule=schedule,
         refit=refit_bytes(config, architecture, gpus) if architecture and isinstance(config, GrpoConfig) else None,
-        notes=_notes(config, memory),
+        notes=_notes(config, schedule.updates, memory),
     )
 
 
@@ -126,11 +127,8 @@ def _batch(config: RunConfig, longest: int | None) -> Batch:
 
 
 def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -> Schedule:
-    steps, updates = (
-        (config.grpo.num_steps, config.grpo.num_steps * config.grpo.updates_per_step)
-        if isinstance(config, GrpoConfig)
-        else (config.sft.num_steps, config.sft.num_steps)
-    )
+    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+    updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
     validations = (config.validation.at_start + steps // every) if every and config.data.validation.path else 0
     # The last step is saved whether or not its turn has come.
@@ -146,7 +144,7 @@ def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -
     return Schedule(steps, updates, validations, checkpoints, kept, size)
 
 
-def _notes(config: RunConfig, memory: Memory | None) -> list[str]:
+def _notes(config: RunConfig, updates: int, memory: Memory | None) -> list[str]:
     notes = []
     validated = config.data.validation.path is not None and config.validation.every > 0
     metric = config.checkpoint.metric
@@ -154,6 +152,9 @@ def _notes(config: RunConfig, memory: Memory | None) -> list[str]:
         notes.append("nothing is validated: it needs data.validation.path and validation.every")
         if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
             notes.append(f"{metric} is never measured: no best checkpoint is kept")
+    warmup = config.trainer.optimizer.warmup_steps
+    if warmup >= updates:
+        notes.append(f"warm-up takes {warmup} updates, the run only {updates}: lr is never reached")
     if memory and memory.capacity and memory.peak > memory.capacity:
         notes.append("the forecast is above the device's memory: expect to run out of it")
     if memory and memory.kv_sequences == 0:

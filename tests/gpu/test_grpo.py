@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.gpu.random_model import make, overrides
 
 pytestmark = pytest.mark.gpu

@@ -72,8 +72,7 @@ class FolderSource:
         from safetensors import safe_open
 
         with safe_open(self._folder / "model.safetensors", "pt") as file:
-            for name in file.keys():
-                yield name, file.get_tensor(name)
+            yield from ((name, file.get_tensor(name)) for name in list(file.keys()))
 
 
 def start_engine(folder: Path, logs: Path, name: str) -> Worker:

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.system.engines import FolderSource, MakeSource, greedy, start_engine
-from tests.tiny_models import KINDS, Kind, make_model
 
 from rlctl.refit.plan import RefitError
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.engines import FolderSource, MakeSource, greedy, start_engine
+from tests.tiny_models import KINDS, Kind, make_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
 DEADLINE = 280.0

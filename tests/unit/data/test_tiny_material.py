@@ -46,7 +46,9 @@ def test_the_teacher_is_right_less_than_half_the_time():
 def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
     make.write_shape(tmp_path)
     for path in tmp_path.iterdir():
-        written, committed = (json.loads(file.read_text()) for file in (path, RECIPES / "tiny" / "qwen3-tiny" / path.name))
+        written, committed = (
+            json.loads(file.read_text()) for file in (path, RECIPES / "tiny" / "qwen3-tiny" / path.name)
+        )
         for version in (written, committed):
             version.pop("transformers_version", None)
         assert written == committed

@@ -1,0 +1,128 @@
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.compose import compose, find_recipe
+from rlctl.config.errors import ConfigError
+from rlctl.config.tree import Node, leaves, plain
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path.resolve()
+
+
+def origin_of(root: Node, key: str) -> str:
+    return str(dict(leaves(root))[key].origin)
+
+
+def lines(path: Path, overrides: list[str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(path, overrides or [])
+    return str(caught.value).splitlines()
+
+
+def test_a_file_wins_over_its_parents_and_the_right_parent_over_the_left(home: Path) -> None:
+    write(home / "a.yaml", "x: {p: 1, q: 1, r: 1}\n")
+    write(home / "b.yaml", "x: {q: 2, r: 2}\n")
+    path = write(home / "c.yaml", "defaults: [a, b.yaml]\nx:\n  r: 3\n")
+    assert plain(compose(path, [])) == {"x": {"p": 1, "q": 2, "r": 3}}
+
+
+def test_a_list_replaces_the_list_it_overrides(home: Path) -> None:
+    write(home / "a.yaml", "x: [1, 2, 3]\n")
+    assert plain(compose(write(home / "b.yaml", "defaults: a\nx: [4]\n"), [])) == {"x": [4]}
+
+
+def test_a_parent_beside_the_file_wins_over_a_shipped_one_of_the_same_name(home: Path) -> None:
+    write(home / "base.yaml", "mine: true\n")
+    assert plain(compose(write(home / "b.yaml", "defaults: base.yaml\n"), [])) == {"mine": True}
+
+
+def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) -> None:
+    root = compose(home / "grpo.recipe.yaml", ["run.seed=3", "trainer.optimizer.lr=1e-4"])
+    assert origin_of(root, "model.path") == "grpo.recipe.yaml:3"
+    assert origin_of(root, "generation.max_new_tokens") == "grpo.recipe.yaml:11"
+    assert origin_of(root, "rewards.0.name") == "grpo.recipe.yaml:9"
+    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:5"
+    assert origin_of(root, "run.dir") == "configs/base.yaml:4"
+    assert origin_of(root, "run.seed") == "override 1: run.seed=3"
+    assert origin_of(root, "trainer.optimizer.lr") == "override 2: trainer.optimizer.lr=1e-4"
+
+
+def test_overrides_are_yaml(home: Path) -> None:
+    path = write(home / "x.yaml", "a: 0\n")
+    for text, value in {
+        "a=1": 1,
+        "a=1e-6": 1e-6,
+        "a=null": None,
+        "a=": None,
+        "a=true": True,
+        "a=off": "off",
+        "a=[1, x]": [1, "x"],
+        "a={b: 1}": {"b": 1},
+        "a='1'": "1",
+        "a=b=c": "b=c",
+        "a=[0-9]+": "[0-9]+",
+        "a.b.c=1": {"b": {"c": 1}},
+    }.items():
+        assert plain(compose(path, [text])) == {"a": value}, text
+
+
+def test_an_override_reaches_into_a_list(home: Path) -> None:
+    overrides = ["rewards=[exact, {name: regex}]", "rewards.1.pattern=[0-9]", "rewards.0={name: math_verify}"]
+    rewards = plain(compose(home / "grpo.recipe.yaml", overrides))["rewards"]
+    assert rewards[0] == {"name": "math_verify", "weight": 1.0, "pattern": None, "timeout_s": 5.0}
+    assert rewards[1]["name"] == "regex"
+
+
+def test_a_section_given_whole_keeps_the_keys_it_leaves_out(home: Path) -> None:
+    path = write(home / "x.yaml", "a: {b: 1, c: 2}\n")
+    assert plain(compose(path, ["a={c: 3}"])) == {"a": {"b": 1, "c": 3}}
+
+
+def test_interpolation_copies_the_final_value_and_keeps_its_type(home: Path) -> None:
+    path = write(home / "x.yaml", "a: 1\nb: ${a}\nc: n-${a}\nd: ${e}\ne: [1, 2]\n")
+    assert plain(compose(path, ["a=7"])) == {"a": 7, "b": 7, "c": "n-7", "d": [1, 2], "e": [1, 2]}
+
+
+def test_interpolations_that_lead_nowhere_are_all_reported(home: Path) -> None:
+    path = write(home / "x.yaml", "a: ${nix}\nb: 1\nc: ${b.d.e}\n")
+    found = lines(path)
+    assert [line.split(": ")[0] for line in found] == ["x.yaml:1", "x.yaml:3"]
+    assert "Interpolation key 'nix' not found" in found[0]
+
+
+def test_malformed_overrides_are_all_reported(home: Path) -> None:
+    assert lines(home / "grpo.recipe.yaml", ["a", "+b=1", "rewards.3.weight=1"]) == [
+        "override 1: a: must be key=value, for example trainer.optimizer.lr=1e-6",
+        "override 2: +b=1: no prefix is needed: b=1",
+        "override 3: rewards.3.weight=1: no list entry 3; there are 0 to 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: 1\nb: 2\na: 3\n", "x.yaml:3: a: written twice; first in line 1"),
+        ("a: 1\nb: [1\n", "x.yaml:3: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("- a\n", "x.yaml:1: a config is a mapping of `key: value` lines"),
+        ("a: !!python/name:os.system x\n", "x.yaml:1: tag tag:yaml.org,2002:python/name:os.system is not allowed: "
+         "write plain values"),
+        ("defaults: grop.yaml\n", "x.yaml:1: defaults: no file grop.yaml; did you mean grpo?"),
+        ("a: 1\ndefaults:\n  - x\n", "x.yaml:3: defaults: x inherits from itself"),
+        ("defaults: 3\n", "x.yaml:1: defaults: must be a file name or a list of them"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_composed_is_one_line(home: Path, text: str, expected: str) -> None:
+    assert lines(write(home / "x.yaml", text)) == [expected]
+
+
+def test_a_recipe_is_a_path_a_shipped_name_or_a_run_directory(home: Path) -> None:
+    (home / "run").mkdir()
+    (home / "run/config.yaml").write_text("kind: grpo\n")
+    assert find_recipe("grpo.recipe").name == "grpo.recipe.yaml"
+    assert find_recipe("grpo-tiny").parent.name == "recipes"
+    assert find_recipe("run") == home / "run/config.yaml"
+    with pytest.raises(ConfigError, match=r"grpo-tny: no such recipe or file; did you mean grpo-tiny\?"):
+        find_recipe("grpo-tny")

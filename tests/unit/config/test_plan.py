@@ -1,0 +1,122 @@
+from pathlib import Path
+
+from rlctl.config.architecture import Architecture, read_architecture
+from rlctl.config.load import load
+from rlctl.config.memory import activation_bytes
+from rlctl.config.plan import Plan, make_plan
+
+GIB = 1 << 30
+ONE_LAYER = Architecture(
+    model_type="llama", hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10,
+    max_positions=64, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, experts=0,
+    experts_per_token=0, expert_intermediate=0, sparse_layers=0,
+)  # fmt: skip
+
+
+def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> Plan:
+    config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
+    return make_plan(config, read_architecture(home / "model/config.json"), gpus, memory)
+
+
+def parameters(home: Path) -> int:
+    return read_architecture(home / "model/config.json").parameters
+
+
+def test_the_arithmetic_of_a_step(home: Path) -> None:
+    step = plan(
+        home,
+        "grpo.num_prompts_per_step=6",
+        "grpo.num_generations_per_prompt=4",
+        "grpo.updates_per_step=2",
+        "trainer.num_ranks=5",
+        "trainer.micro_batch_tokens=300",
+    ).batch
+    assert (step.rollouts, step.per_update, step.per_rank) == (24, 12, 3)
+    assert (step.longest, step.tokens) == (128, 24 * 128)
+    assert (step.full_sequences, step.micro_batches) == (2, 2)
+
+
+def test_the_arithmetic_of_an_sft_step(home: Path) -> None:
+    step = plan(home, "sft.batch_size=10", "trainer.num_ranks=4", kind="sft").batch
+    assert (step.rollouts, step.per_rank, step.longest) == (10, 3, 256)
+
+
+def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
+    overrides = ["grpo.num_steps=25", "grpo.updates_per_step=4", "data.validation.path=train.jsonl"]
+    schedule = plan(home, *overrides, "checkpoint.every=10").schedule
+    assert (schedule.steps, schedule.updates) == (25, 100)
+    assert schedule.validations == 3  # at the start, after 10 and after 20
+    assert schedule.checkpoints == 3  # after 10, 20 and 25
+    assert schedule.kept == 3
+    assert schedule.checkpoint_bytes == parameters(home) * (12 + 4)
+    assert plan(home, "checkpoint.every=0").schedule.checkpoints == 1
+    assert plan(home, "validation.every=0").schedule.validations == 0
+
+
+def test_trainer_state_is_sharded_over_the_ranks_and_exact(home: Path) -> None:
+    memory = plan(home, "trainer.num_ranks=2", gpus=2).memory
+    assert memory
+    half = -(-parameters(home) // 2)
+    assert memory.trainer["weights, float32"] == memory.trainer["gradients"] == 4 * half
+    assert memory.trainer["AdamW moments"] == 8 * half
+
+
+def test_a_reference_is_counted_only_with_kl(home: Path) -> None:
+    without, with_kl = plan(home, gpus=1).memory, plan(home, "grpo.loss.kl_coef=0.1", gpus=1).memory
+    assert without and "reference" not in without.trainer
+    assert with_kl and with_kl.trainer["reference"] == 2 * parameters(home)
+
+
+def test_activations_of_one_layer_counted_by_hand() -> None:
+    # norms 4 x 8, queries and output 2 x 8, keys and values 2 x 4, MLP 4 x 16 = 120 numbers a token.
+    assert activation_bytes(ONE_LAYER, tokens=3, size=2, checkpointing=False) == 3 * 120 * 2
+    assert activation_bytes(ONE_LAYER, tokens=3, size=2, checkpointing=True) == 3 * (8 + 120) * 2
+
+
+def test_the_cache_of_an_engine_in_sequences(home: Path) -> None:
+    memory = plan(home, "generation.kv_cache_mib=1").memory
+    assert memory
+    bytes_per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head_dim, float32
+    assert memory.kv_sequences == (1 << 20) // (bytes_per_token * 128)
+    share = plan(home, gpus=1, memory=GIB).memory
+    assert share and share.engine["key-value cache"] == int(0.6 * GIB) - 2 * parameters(home)
+
+
+def test_on_one_cpu_everything_adds_up_and_a_shared_gpu_takes_turns(home: Path) -> None:
+    cpu = plan(home, "trainer.num_ranks=2", "generation.num_engines=2").memory
+    assert cpu and cpu.peak == sum(cpu.trainer.values())
+    assert cpu.trainer["engines: key-value cache"] == 2 * (256 << 20)
+    gpu = plan(home, gpus=1, memory=GIB).memory
+    assert gpu
+    resident = gpu.trainer["weights, float32"] + gpu.trainer["AdamW moments"]
+    assert gpu.peak == resident + sum(gpu.engine.values())
+
+
+def test_a_refit_moves_every_parameter_once_in_the_generators_dtype(home: Path) -> None:
+    assert plan(home).refit == 4 * parameters(home)
+    assert plan(home, gpus=1).refit == 2 * parameters(home)
+    assert plan(home, "generation.dtype=float32", gpus=1).refit == 4 * parameters(home)
+    assert plan(home, kind="sft").refit is None
+
+
+def test_too_few_devices_are_said_with_the_arithmetic(home: Path) -> None:
+    found = plan(home, "generation.colocated=false", "generation.num_engines=2", gpus=2)
+    assert found.placement is None
+    assert found.misplaced is not None and "3 GPUs needed" in found.misplaced
+
+
+def test_notes_say_what_will_disappoint(home: Path) -> None:
+    notes = plan(home, "trainer.optimizer.warmup_steps=200", "generation.kv_cache_mib=1", memory=1 << 20).notes
+    assert [note.split(":")[0] for note in notes] == [
+        "nothing is validated",
+        "validation/accuracy is never measured",
+        "warm-up takes 200 updates, the run only 100",
+        "the forecast is above the device's memory",
+    ]
+
+
+def test_a_model_that_is_not_here_has_a_plan_without_bytes(home: Path) -> None:
+    config = load("grpo", "grpo.recipe.yaml", ["model.path=acme/large"]).config
+    found = make_plan(config, None, 0, None)
+    assert (found.parameters, found.memory, found.refit) == (None, None, None)
+    assert found.batch.rollouts == 256
