@@ -10,6 +10,7 @@ from typing import Any
 
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
+from rlctl.cluster.reaper import Reaper
 from rlctl.cluster.session import Session, run_session
 from rlctl.config.load import Composed
 from rlctl.config.schema import GrpoConfig, RunConfig
@@ -42,12 +43,13 @@ def _grpo(session: Session, probe_only: bool) -> None:
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
         loading = threads.submit(_load, config, files, session)
-        stack.enter_context(ray_for(session))
-        _assembled(stack, session, config, files, placement, loading, probe_only)
+        reaper = stack.enter_context(ray_for(session))
+        _assembled(stack, reaper, session, config, files, placement, loading, probe_only)
 
 
 def _assembled(
     stack: ExitStack,
+    reaper: Reaper,
     session: Session,
     config: GrpoConfig,
     files: ModelFiles,
@@ -85,13 +87,14 @@ def _assembled(
     with session.starting("generator"):
         for pending in pool.built():
             pending.wait(config.run.deadline_s)
+    events.emit("processes", **{worker.name: worker.pid() for worker in (*group.workers, *pool.engines)})
     source = PromptSource(prompts.train, Cursor(len(prompts.train), config.run.seed, config.data.shuffle))
     if session.checkpoint:
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     with session.starting("refit"):
-        folder = stack.enter_context(shared_memory_folder(session))
-        refit = Refit(group, spec.dtype, refit_kind(config, placement), folder, config.refit.timeout_s)
+        folder = stack.enter_context(reaper.folder(f"rlctl-{session.run_dir.name}-", shared_memory()))
+        refit = Refit(group, spec.dtype, refit_kind(config, placement), str(folder), config.refit.timeout_s)
         refit.open(pool.ends())
     stack.callback(group.call, "close")
     decode = _decoder(prompts.tokenizer)
@@ -118,28 +121,19 @@ def _assembled(
 
 
 @contextmanager
-def ray_for(session: Session) -> Iterator[None]:
-    """A private Ray whose start-up is announced."""
+def ray_for(session: Session) -> Iterator[Reaper]:
+    """A private Ray whose start-up is announced; yields the reaper that watches over its folders."""
     from rlctl.cluster.local import local_ray
 
     with ExitStack() as stack:
         with session.starting("ray"):
-            stack.enter_context(local_ray(session.logs))
-        yield
+            reaper = stack.enter_context(local_ray(session.logs))
+        yield reaper
 
 
-@contextmanager
-def shared_memory_folder(session: Session) -> Iterator[str]:
-    """A folder for weights in transit, removed with whatever is left in it."""
-    import shutil
-    import tempfile
-
-    root = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    folder = tempfile.mkdtemp(prefix=f"rlctl-{session.run_dir.name}-", dir=root)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def shared_memory() -> str | None:
+    """Where weights in transit stand: in memory, where the system has a place for it."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def announce(session: Session, config: RunConfig, num_steps: int, placement: Placement) -> None:

@@ -51,6 +51,7 @@ def _assembled(
     train, validation = loading.result()
     with session.starting("trainer"):
         group.built().wait(config.run.deadline_s)
+    session.events.emit("processes", **{worker.name: worker.pid() for worker in group.workers})
     source = SampleSource(train, Cursor(len(train), config.run.seed, config.data.shuffle))
     if session.checkpoint:
         group.call("load", str(session.checkpoint.trainer))

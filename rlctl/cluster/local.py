@@ -7,18 +7,28 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from rlctl.cluster.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 1 << 30
 
 
 @contextmanager
-def local_ray(logs: Path) -> Iterator[None]:
-    """A Ray of our own for the time of the block."""
-    folder = Path(tempfile.mkdtemp(prefix="rlctl-"))
+def local_ray(logs: Path) -> Iterator[Reaper]:
+    """A Ray of our own for the time of the block; yields the reaper that watches over its folders."""
+    reaper = Reaper()
+    try:
+        with reaper.folder("rlctl-") as folder, _ray_in(folder, logs):
+            yield reaper
+    finally:
+        reaper.close()
+
+
+@contextmanager
+def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
@@ -37,7 +47,6 @@ def local_ray(logs: Path) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _token(folder: Path) -> Path:

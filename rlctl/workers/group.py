@@ -52,6 +52,11 @@ class Worker:
         """Start one call; its result is `Pending.wait(...)[0]`."""
         return Pending(method, [self], [self.handle.call.remote(method, args, kwargs)])
 
+    def pid(self) -> int:
+        """Of its process; answers while a method runs."""
+        number: int = ray.get(self.handle.pid.remote(), timeout=60)
+        return number
+
     def kill(self) -> None:
         """End the process at once."""
         ray.kill(self.handle)

@@ -1,0 +1,127 @@
+"""Real runs of the real program, to be hurt: started as a user starts them, watched through their files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+DEADLINE_S = 150.0
+# Small steps, but every part of the program: two engines would start slower and show no more.
+SETTINGS = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=4")
+
+
+class Run:
+    """One attempt of a run in `folder/runs/NAME`."""
+
+    def __init__(self, folder: Path, name: str, *settings: str, resume: bool = False, kind: str = "grpo") -> None:
+        self.path = folder / "runs" / name
+        command = [sys.executable, "-m", "rlctl.cli.main", "train", kind]
+        if resume:
+            command += ["--resume", str(self.path), *settings]
+        else:
+            command += [f"run.dir={folder / 'runs'}", f"run.name={name}", *SETTINGS, *settings]
+        self._before = len(self.events())
+        self.output = folder / f"{name}-{time.monotonic_ns()}.out"
+        with self.output.open("w") as output:
+            # A session of its own, as a terminal gives it: signals go to the whole group.
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, start_new_session=True)
+
+    def events(self) -> list[dict[str, Any]]:
+        return read(self.path / "events.jsonl")
+
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in read(self.path / "metrics.jsonl") if record["kind"] == "step"]
+
+    def wait_for(self, what: str, seen: Callable[[], bool]) -> None:
+        """Until `seen()`; a run that ends before it, or takes too long, fails the test with its output."""
+        end = time.monotonic() + DEADLINE_S
+        while not seen():
+            assert self.process.poll() is None, f"the run ended before {what}:\n{self.text()}"
+            assert time.monotonic() < end, f"no {what} within {DEADLINE_S} s:\n{self.text()}"
+            time.sleep(0.02)
+
+    def wait_for_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """The first event of this attempt with these fields."""
+        found: list[dict[str, Any]] = []
+
+        def seen() -> bool:
+            new = self.events()[self._before :]
+            found[:] = [e for e in new if e["kind"] == kind and fields.items() <= e.items()]
+            return bool(found)
+
+        self.wait_for(f"{kind} {fields}", seen)
+        return found[0]
+
+    def wait_for_step(self, number: int) -> None:
+        """Until this attempt works on step `number`."""
+        self.wait_for_event("phase", step=number)
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> list[psutil.Process]:
+        """kill -9 of the driver alone; returns the processes that it had started."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.kill()
+        self.process.wait()
+        return family
+
+    def end(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"the run did not end:\n{self.text()}") from None
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Whole records of a JSONL file."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def survivors(family: list[psutil.Process], within_s: float = 30.0) -> list[psutil.Process]:
+    """Processes that still live after `within_s`; zombies count as dead."""
+    end = time.monotonic() + within_s
+    alive = family
+    while alive and time.monotonic() < end:
+        alive = [process for process in alive if _lives(process)]
+        time.sleep(0.2)
+    return alive
+
+
+def in_transit(name: str) -> list[Path]:
+    """Folders with weights of a run that are left in shared memory."""
+    return list(Path("/dev/shm").glob(f"rlctl-{name}-*"))
+
+
+def fates(path: Path) -> dict[str, list[int]]:
+    """Prompt id -> steps it ended in."""
+    ended: dict[str, list[int]] = {}
+    for record in read(path / "rollouts.jsonl"):
+        if record["kind"] == "prompts":
+            others = [ids for states in (record["filtered"], record["dropped"]) for ids in states.values()]
+            for prompt in [*record["trained"], *(prompt for ids in others for prompt in ids)]:
+                ended.setdefault(prompt, []).append(record["step"])
+    return ended
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
