@@ -144,8 +144,9 @@ def _micro_batch(view: View) -> Problems:
     tokens, longest = view.config.trainer.micro_batch_tokens, longest_sequence(view.config, view.architecture)
     if longest is not None and tokens < longest:
         lower = ["model.max_length", *["data.max_prompt_length"] * isinstance(view.config, GrpoConfig)]
-        what = f"must hold the longest sequence, {longest} tokens, not {tokens}; raise it, or lower "
-        yield view.problem("trainer.micro_batch_tokens", what + " or ".join(lower), *lower, "generation.max_new_tokens")
+        advice = f"raise it, or lower {' or '.join(lower)}"
+        what = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"
+        yield view.problem("trainer.micro_batch_tokens", what, *lower, "generation.max_new_tokens")
 
 
 def _optimizer(view: View) -> Problems:

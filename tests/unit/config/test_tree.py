@@ -10,16 +10,32 @@ from rlctl.config.tree import dump, plain
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8"))
 tricky = st.sampled_from(
-    ["off", "1e5", "007", "1_000", "null", "~", "${a}", r"\${a}", r"\\${a}", "a: b", "[0-9]", "1:30"]
+    [
+        "off",
+        "1e5",
+        "007",
+        "1_000",
+        "null",
+        "~",
+        "${a}",
+        r"\${a}",
+        r"\\${a}",
+        "a: b",
+        "[0-9]",
+        "1:30",
+        "a\x85b",
+        "a\nb\n",
+    ]
 )
 keys = st.text("abcdefghij_", min_size=1).filter(lambda key: key not in ("defaults", "rewards"))
-trees = st.dictionaries(
-    keys, st.recursive(scalars | tricky, lambda inner: st.lists(inner) | st.dictionaries(keys, inner))
+values = st.recursive(
+    scalars | tricky, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3), max_leaves=6
 )
+trees = st.dictionaries(keys, values, max_size=4)
 
 
 @given(trees)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_what_is_dumped_is_read_back_unchanged(data: dict[str, Any]) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "x.yaml"
