@@ -107,6 +107,9 @@ def _model(view: View) -> Problems:
         read_architecture(file)
     except ValueError as error:
         yield view.problem("model.path", str(error))
+    if not view.config.model.random_init and not any(file.parent.glob("model*.safetensors")):
+        what = f"{file.parent} has no model.safetensors; model.random_init=true starts from random weights"
+        yield view.problem("model.path", what, "model.random_init")
     tokenizer = Path(view.config.model.tokenizer or file.parent)
     if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
         key = "model.path" if view.config.model.tokenizer is None else "model.tokenizer"

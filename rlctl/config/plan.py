@@ -136,10 +136,9 @@ def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -
     size = None
     if architecture:
         # Weights and AdamW's two moments in float32, and the exported weights.
-        exported = (
-            architecture.parameters * compute_bytes(config.trainer.dtype, gpus) if config.checkpoint.export else 0
-        )
-        size = 12 * architecture.parameters + exported
+        dtype = config.trainer.dtype if config.checkpoint.export_dtype == "auto" else config.checkpoint.export_dtype
+        exported = compute_bytes(dtype, gpus) * config.checkpoint.export
+        size = architecture.parameters * (12 + exported)
     kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
     return Schedule(steps, updates, validations, checkpoints, kept, size)
 

@@ -45,6 +45,7 @@ def write(folder: Path) -> Path:
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(MODEL))
     (folder / "model/tokenizer.json").write_text("{}")
+    (folder / "model/model.safetensors").write_bytes(b"")
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     (folder / "mine.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")

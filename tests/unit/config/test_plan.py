@@ -49,6 +49,8 @@ def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
     assert schedule.checkpoints == 3  # after 10, 20 and 25
     assert schedule.kept == 3
     assert schedule.checkpoint_bytes == parameters(home) * (12 + 4)
+    narrow = plan(home, "checkpoint.export_dtype=bfloat16").schedule
+    assert narrow.checkpoint_bytes == parameters(home) * (12 + 2)
     assert plan(home, "checkpoint.every=0").schedule.checkpoints == 1
     assert plan(home, "validation.every=0").schedule.validations == 0
 

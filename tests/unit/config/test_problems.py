@@ -179,6 +179,15 @@ def test_an_unsupported_model_names_the_supported_ones(home: Path) -> None:
     ]
 
 
+def test_a_model_without_weights_needs_random_init(home: Path) -> None:
+    (home / "model/model.safetensors").unlink()
+    assert problems("grpo", "grpo.recipe.yaml") == [
+        f"grpo.recipe.yaml:3: model.path: {home}/model has no model.safetensors; model.random_init=true starts from "
+        "random weights"
+    ]
+    load("grpo", "grpo.recipe.yaml", ["model.random_init=true"])
+
+
 def test_sft_has_its_own_contradictions(home: Path) -> None:
     overrides = ["trainer.num_ranks=8", "sft.batch_size=4", "trainer.micro_batch_tokens=128"]
     overrides += ["data.max_prompt_length=256", "data.system_prompt=Be brief", "data.chat_template=none"]

@@ -1,0 +1,67 @@
+from pathlib import Path
+
+import yaml
+
+from rlctl.config.load import load
+from tests.unit.cli.conftest import Rlctl, write_run
+
+
+def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
+    done = rlctl(
+        "config", "show", "grpo.recipe.yaml", "rewards=[exact, {name: regex, pattern: '(a): b'}]", "run.seed=4"
+    )
+    shown = yaml.safe_load(done.out)
+    assert done.code == 0
+    assert shown["run"]["seed"] == 4
+    assert shown["rewards"][1] == {"name": "regex", "weight": 1.0, "pattern": "(a): b", "timeout_s": 5.0}
+    assert shown["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
+    sections = ["run", "model", "data", "grpo", "trainer", "generation", "refit", "validation", "checkpoint"]
+    assert set(shown) == {"kind", "rewards", "telemetry", *sections}
+
+
+def test_show_origin_names_the_line_or_the_override_behind_every_value(rlctl: Rlctl) -> None:
+    lines = rlctl("config", "show", "grpo.recipe.yaml", "run.seed=4", "--origin").out.splitlines()
+    assert next(line for line in lines if "seed:" in line).endswith("# override 1: run.seed=4")
+    assert next(line for line in lines if "max_new_tokens:" in line).endswith("# grpo.recipe.yaml:11")
+    assert next(line for line in lines if "- name:" in line).endswith("# grpo.recipe.yaml:9")
+    values = [line for line in lines if not line.rstrip().endswith(":")]
+    assert all("  # " in line for line in values)
+
+
+def test_show_doc_gives_the_meaning(rlctl: Rlctl) -> None:
+    assert "# seed of everything random in the run" in rlctl("config", "show", "grpo.recipe.yaml", "--doc").out
+
+
+def test_show_of_a_broken_config_shows_it_and_what_is_wrong(rlctl: Rlctl) -> None:
+    done = rlctl("config", "show", "grpo.recipe.yaml", "run.seed=x")
+    assert done.code == 2
+    assert "seed: x" in done.out
+    assert "must be a whole number, not 'x'" in done.err
+
+
+def test_check_says_what_to_run_and_knows_the_kind(rlctl: Rlctl) -> None:
+    assert rlctl("config", "check", "sft.recipe.yaml").out == (
+        "sft.recipe.yaml: no problems; run it: rlctl train sft sft.recipe.yaml\n"
+    )
+
+
+def test_check_counts_the_problems(rlctl: Rlctl) -> None:
+    done = rlctl("config", "check", "grpo.recipe.yaml", "grpo.num_steps=0", "trainer.num_ranks=0")
+    assert (done.code, done.out) == (2, "")
+    assert [line.rpartition(": ")[2] for line in done.err.splitlines()] == [
+        "must be at least 1, not 0",
+        "must be at least 1, not 0",
+        "2 problems; nothing was started",
+    ]
+
+
+def test_diff_shows_the_values_that_differ_and_no_others(rlctl: Rlctl, home: Path) -> None:
+    write_run(home, load("grpo", "grpo.recipe.yaml", ["run.seed=5"]).to_yaml())
+    rows = [line.split() for line in rlctl("config", "diff", "grpo.recipe.yaml", "runs/first").out.splitlines()]
+    assert rows == [["key", "grpo.recipe.yaml", "runs/first"], ["run.seed", "0", "5"]]
+    assert rlctl("config", "diff", "grpo.recipe.yaml", "runs/first", "run.seed=0").out == "no difference\n"
+
+
+def test_diff_shows_what_only_one_side_has(rlctl: Rlctl) -> None:
+    out = rlctl("config", "diff", "grpo.recipe.yaml", "grpo.recipe.yaml", "rewards=[exact, math_verify]").out
+    assert ["rewards.1.name", "–", "math_verify"] in [line.split() for line in out.splitlines()]

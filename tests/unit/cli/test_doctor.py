@@ -1,0 +1,88 @@
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from rlctl.environment import doctor
+from rlctl.environment.doctor import Check, check_gpus, check_machine, check_packages, import_errors
+from rlctl.environment.machine import Gpu, Machine, read_machine
+from tests.unit.cli.conftest import Rlctl
+
+GIB = 1 << 30
+GOOD = Machine("3.12.1", cores=8, memory=64 * GIB, memory_free=32 * GIB, shm=8 * GIB, disk_free=99 * GIB, gpus=[],
+               driver=None)  # fmt: skip
+
+
+def replaced(**values: object) -> Machine:
+    return Machine(**{**GOOD.__dict__, **values})
+
+
+def test_a_good_machine_needs_nothing() -> None:
+    assert {check.state for check in (*check_machine(GOOD), *check_gpus(GOOD))} == {"ok"}
+
+
+def test_every_lack_of_the_machine_comes_with_what_mends_it() -> None:
+    poor = replaced(python="3.10.4", cores=1, memory=GIB, shm=64 << 20, disk_free=GIB)
+    checks = check_machine(poor)
+    assert [check.state for check in checks] == ["broken", "warning", "warning", "warning", "warning"]
+    assert all(check.fix for check in checks)
+
+
+def test_an_import_that_fails_ends_or_hangs_is_named_and_spares_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "ends.py").write_text("import os; os._exit(7)")
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert import_errors(["json", "fails", "ends", "csv"]) == {
+        "json": None,
+        "fails": "RuntimeError: operator torchvision::nms does not exist",
+        "ends": "the import ends the process (exit code 7)",
+        "csv": "not tried after ends",
+    }
+    assert import_errors(["json", "hangs"], seconds=2) == {"json": None, "hangs": "the import takes more than 2 s"}
+
+
+def test_missing_packages_name_the_extra_that_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert check_packages("gpu")[0] == Check("torch", "broken", "not installed", "pip install 'rlctl[gpu]'")
+
+
+def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.28.0")
+    monkeypatch.setattr(doctor, "STUBS", {"torchvision": "0.28.0"})
+    (check,) = doctor.check_companions()
+    assert (check.state, check.fix) == ("broken", "pip uninstall -y torchvision")
+    assert "torchvision 0.28.0: RuntimeError: operator torchvision::nms" in check.found
+
+
+def test_a_torch_for_the_cpu_beside_gpus_is_a_warning() -> None:
+    (check,) = check_gpus(replaced(gpus=[Gpu("H200", 140 * GIB)] * 2, driver="580.1"))
+    assert version("torch").endswith("+cpu") == (check.state == "warning")
+    assert check.found.startswith("2 x H200 140.0 GiB, driver 580.1")
+
+
+def test_the_machine_is_read_also_for_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
+    machine = read_machine(tmp_path / "runs/not/yet")
+    assert machine.cores >= 1
+    assert machine.memory > machine.memory_free > 0
+    assert machine.disk_free > 0
+    assert sys.version.startswith(machine.python)
+
+
+def test_the_command_fails_if_something_needed_is_broken(rlctl: Rlctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [Check("cores", "warning", "1", "more"), Check("torch", "ok", "2")]
+    monkeypatch.setattr(doctor, "examine", lambda folder: checks)
+    assert rlctl("doctor").code == 0
+    checks.append(Check("vllm", "broken", "not installed", "pip install 'rlctl[cpu]'"))
+    done = rlctl("doctor")
+    assert done.code == 1
+    assert "pip install 'rlctl[cpu]'" in done.out
+    assert json.loads(rlctl("doctor", "--json").out)[2] == {
+        "name": "vllm", "state": "broken", "found": "not installed", "fix": "pip install 'rlctl[cpu]'"
+    }  # fmt: skip

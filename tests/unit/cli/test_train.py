@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from rlctl.cluster import launch
+from rlctl.config.load import Composed, load
+from tests.unit.cli.conftest import Rlctl, write_run
+
+Started = list[tuple[Composed, Path | None, bool]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """What the command hands over, instead of the minutes of a run."""
+    calls: Started = []
+
+    def run(composed: Composed, resume: Path | None = None, probe_only: bool = False) -> int:
+        calls.append((composed, resume, probe_only))
+        return 130
+
+    monkeypatch.setattr(launch, "run_grpo", run)
+    return calls
+
+
+def test_the_plan_fits_80_columns_and_starts_nothing(rlctl: Rlctl, started: Started) -> None:
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "trainer.num_ranks=2", "--dry-run")
+    assert (done.code, done.err, started) == (0, "", [])
+    assert max(map(len, done.out.splitlines())) <= 80
+    text = " ".join(done.out.split())
+    assert "2 trainer ranks and 1 engine share the cores" in text
+    assert "32 prompts x 8 = 256 rollouts = 256 an update x 1 update, 128 a rank" in text
+    assert "at most 128 a sequence, 32,768 a step" in text
+    assert "engines: key-value cache 256.0 MiB" in text
+
+
+def test_the_resolved_config_of_a_dry_run_runs_as_it_is(rlctl: Rlctl, home: Path, started: Started) -> None:
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "grpo.num_steps=7", "--dry-run")
+    assert "resolved config: runs/grpo.recipe.dry-run.yaml" in done.out
+    assert rlctl("train", "grpo", "runs/grpo.recipe.dry-run.yaml").code == 130
+    expected = load("grpo", "grpo.recipe.yaml", ["grpo.num_steps=7"]).config
+    assert started[0][0].config == expected
+
+
+def test_a_run_returns_the_exit_code_of_the_run(rlctl: Rlctl, started: Started) -> None:
+    assert rlctl("train", "grpo", "run.seed=3", "grpo.recipe.yaml", "--probe").code == 130
+    composed, resume, probe = started[0]
+    assert (composed.config.run.seed, resume, probe) == (3, None, True)
+
+
+def test_resume_takes_the_config_of_the_run_and_overrides_on_top(rlctl: Rlctl, home: Path, started: Started) -> None:
+    folder = write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first", "run.seed=5"]).to_yaml())
+    assert rlctl("train", "grpo", "--resume", str(folder), "grpo.num_steps=9").code == 130
+    composed, resume, _ = started[0]
+    config = composed.config
+    assert config.kind == "grpo"
+    assert (config.run.seed, config.grpo.num_steps, resume) == (5, 9, folder)
+
+
+def test_resume_of_what_is_no_run_is_bad_input(rlctl: Rlctl, home: Path, started: Started) -> None:
+    write_run(home, "")
+    done = rlctl("train", "grpo", "--resume", "runs/frist")
+    assert (done.code, started) == (2, [])
+    assert done.err.splitlines()[0] == (
+        "error: --resume runs/frist: no run there: it has no config.yaml; did you mean first?"
+    )
+    assert "leave out grpo-tiny" in rlctl("train", "grpo", "grpo-tiny", "--resume", "runs/first").err
+
+
+def test_two_recipes_are_bad_input(rlctl: Rlctl) -> None:
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "grpo-tiny")
+    assert done.code == 2
+    assert "argument 2: grpo-tiny: a second recipe after grpo.recipe.yaml" in done.err
+
+
+def test_an_override_without_effect_is_said_before_the_run(rlctl: Rlctl, started: Started) -> None:
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "grpo.loss.kl_estimator=k1")
+    assert done.err == "note: override 1: grpo.loss.kl_estimator=k1: no effect while grpo.loss.kl_coef is 0\n"
+    assert len(started) == 1
