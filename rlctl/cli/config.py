@@ -50,7 +50,8 @@ def check(arguments: Arguments = None) -> None:
     recipe, overrides = split(arguments)
     composed = load(None, recipe or DEFAULT, overrides)
     note(composed.notes)
-    typer.echo(f"{show_path(composed.recipe)}: no problems; run it: rlctl train {composed.config.kind} {recipe or ''}")
+    command = " ".join(["rlctl train", composed.config.kind, *([recipe] if recipe else []), *overrides])
+    typer.echo(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 
 
 @app.command(

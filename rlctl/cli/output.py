@@ -1,5 +1,6 @@
 """How the command line speaks: results on stdout, one line a problem on stderr, colour only on a terminal."""
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,11 @@ def examples(*lines: str) -> str:
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """A console that never breaks a line of its own accord; rich honours NO_COLOR and pipes."""
+    """A console that breaks lines between words on a terminal and not at all in a pipe; rich honours NO_COLOR."""
     from rich.console import Console
 
-    return Console(stderr=stderr, soft_wrap=True, highlight=False, emoji=False)
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, soft_wrap=not terminal, highlight=False, emoji=False)
 
 
 def report(problems: Iterable[Problem]) -> None:

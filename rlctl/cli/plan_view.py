@@ -1,9 +1,11 @@
 """The plan of a run as tables that fit 80 columns."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.config.memory import Memory
 from rlctl.config.plan import Batch, Plan, Schedule
+from rlctl.config.tree import show_path
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -13,29 +15,36 @@ if TYPE_CHECKING:
 def format_plan(plan: Plan) -> "Group":
     """Placement, batch, memory, schedule, one under the other."""
     from rich.console import Group
+    from rich.padding import Padding
     from rich.text import Text
 
-    tables = [_rows("where", _where(plan)), _rows("one step", _step(plan)), _rows("whole run", _run(plan.schedule))]
+    parts = {"where": _rows(_where(plan)), "one step": _rows(_step(plan))}
     if plan.memory:
-        tables.insert(2, _memory(plan.memory))
-    notes = [Text.assemble(("note: ", "yellow"), note) for note in plan.notes]
-    return Group(*tables, *notes)
+        parts["memory a device"] = _memory(plan.memory)
+    parts["whole run"] = _rows(_run(plan.schedule))
+    shown = [each for title, table in parts.items() for each in (Text(title, "bold"), Padding(table, (0, 0, 0, 2)))]
+    return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
 
 
-def _rows(title: str, rows: list[tuple[str, str]]) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, title=title, title_justify="left", title_style="bold", pad_edge=False)
-    table.add_column(style="cyan", width=18, no_wrap=True)
+def _rows(rows: list[tuple[str, str]]) -> "Table":
+    table = _table(width=16)
     table.add_column(overflow="fold")
     for name, text in rows:
         table.add_row(name, text)
     return table
 
 
+def _table(width: int) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="cyan", width=width, no_wrap=True)
+    return table
+
+
 def _where(plan: Plan) -> list[tuple[str, str]]:
     size = f", {plan.parameters:,} parameters" if plan.parameters else ", sizes unknown: not on this machine"
-    rows = [("model", plan.model + size)]
+    rows = [("model", show_path(Path(plan.model)) + size)]
     if plan.placement is None:
         return [*rows, ("devices", f"[red]{plan.misplaced}[/red]")]
     if plan.placement.device == "cpu":
@@ -70,11 +79,7 @@ def _arithmetic(kind: str, batch: Batch) -> str:
 
 
 def _memory(memory: Memory) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, title="memory a device", title_justify="left", title_style="bold", show_header=False)
-    table.pad_edge = False
-    table.add_column(style="cyan", width=26, no_wrap=True)
+    table = _table(width=26)
     table.add_column(justify="right")
     for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
         for name, count in items.items():

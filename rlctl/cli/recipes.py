@@ -40,6 +40,9 @@ def copy(
     to: Annotated[Path | None, typer.Argument(help="File or folder; NAME.yaml here if left out.")] = None,
 ) -> None:
     """A copy to change."""
+    from rlctl.config.compose import compose
+    from rlctl.config.tree import plain
+
     source = _find(name)
     target = to or Path(source.name)
     target = target / source.name if target.is_dir() else target
@@ -47,7 +50,7 @@ def copy(
         raise ConfigError([Problem(str(target), "", "exists; name another file")])
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
-    kind = "sft" if name.startswith("sft") else "grpo"
+    kind = plain(compose(source, []))["kind"]
     typer.echo(f"{target}\nrun it: rlctl train {kind} {target}")
 
 

@@ -36,17 +36,32 @@ def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
     _log_to_file(logging.getLogger("ray"), logs / "ray.log")
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES
     try:
-        ray.init(
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            num_cpus=os.cpu_count(),
-            object_store_memory=min(_OBJECT_STORE_BYTES, shm // 2),
-            _temp_dir=str(folder),
-        )
+        with _temporary_files_in(folder):
+            ray.init(
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                num_cpus=os.cpu_count(),
+                object_store_memory=min(_OBJECT_STORE_BYTES, shm // 2),
+                _temp_dir=str(folder),
+            )
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    # Ray's processes inherit it, so that what engines leave in the temporary folder goes with ours.
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def _token(folder: Path) -> Path:

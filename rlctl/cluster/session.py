@@ -25,7 +25,7 @@ from rlctl.training.checkpoints import Checkpoint, Checkpoints
 from rlctl.training.keeper import Keeper
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 
-# Faults that a message explains; anything else is a defect of ours and keeps its traceback.
+# Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
 _BAD_INPUT = (DataError, RewardError, RunDirError)
 
@@ -113,6 +113,9 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
         return _failed(session, _explain(error), 1)
     except KeyboardInterrupt:
         return 130, "interrupted", "Ctrl-C"
+    except Exception as error:
+        _keep_traceback(session, error)
+        return _failed(session, f"{type(error).__name__}: {_explain(error)}; see {session.logs / 'driver.log'}", 1)
     if session.interrupts.asked:
         return 130, "interrupted", "Ctrl-C"
     return 0, "done", ""
@@ -129,7 +132,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _keep_traceback(session: Session, error: BaseException) -> None:
-    with (session.logs / "driver.log").open("a") as log:
+    with contextlib.suppress(OSError), (session.logs / "driver.log").open("a") as log:
         traceback.print_exception(error, file=log)
         if isinstance(error, WorkerError):
             log.write(error.tracebacks())

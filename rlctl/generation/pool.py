@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
-from rlctl.refit.refit import EngineEnd, Refit
+from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
 
@@ -35,7 +35,8 @@ class GeneratorPool:
         self, spec: EngineSpec, devices: list[list[int]], logs: str, deadline_s: float, max_restarts: int, emit: Emit
     ) -> None:
         self._spec, self._devices, self._logs = spec, devices, logs
-        self._deadline_s, self._restarts_left, self._emit = deadline_s, max_restarts, emit
+        self._deadline_s, self._max_restarts, self._emit = deadline_s, max_restarts, emit
+        self._restarts_left = max_restarts
         self.version = -1
         self.asleep = False
         self.engines = [self._start(index) for index in range(len(devices))]
@@ -52,7 +53,12 @@ class GeneratorPool:
         """Bring every engine to `version`; engines that slept are awake afterwards."""
         if self.asleep:
             self.call("wake", ["weights"])
-        refit.run(self.ends(), version, checksums)
+        try:
+            refit.run(self.ends(), version, checksums)
+        except EnginesLost as error:
+            for index, reason in error.reasons.items():
+                self._count_loss(index, reason)
+            self._replace(list(error.reasons), refit, version)
         if self.asleep:
             self.call("wake", ["kv_cache"])
         self.asleep = False
@@ -83,7 +89,7 @@ class GeneratorPool:
                     continue
                 answers.update(zip([request.id for request in share], columns.split(share)))
             if lost:
-                self._replace(lost, refit)
+                self._replace(lost, refit, self.version)
         return [answers[request.id] for request in requests]
 
     def call(self, method: str, *args: object) -> list[dict[str, float]]:
@@ -106,13 +112,16 @@ class GeneratorPool:
             columns: Columns = part.wait(self._deadline_s)[0]
             return columns
         except (WorkerDied, WorkerTimeout, WorkerError) as error:
-            self._emit("engine_lost", engine=index, reason=str(error))
-            if self._restarts_left <= 0:
-                raise
-            self._restarts_left -= 1
+            self._count_loss(index, error)
             return None
 
-    def _replace(self, lost: list[int], refit: Refit) -> None:
+    def _count_loss(self, index: int, reason: Exception) -> None:
+        self._emit("engine_lost", engine=index, reason=str(reason))
+        if self._restarts_left <= 0:
+            raise RuntimeError(f"{reason}; generation.max_restarts={self._max_restarts} are used up") from reason
+        self._restarts_left -= 1
+
+    def _replace(self, lost: list[int], refit: Refit, version: int) -> None:
         begin = time.monotonic()
         for index in lost:
             self.engines[index].kill()
@@ -120,9 +129,9 @@ class GeneratorPool:
         for index in lost:
             self.engines[index].built().wait(self._deadline_s)
         ends = self.ends()
-        refit.resend(ends, [ends[index] for index in lost], self.version)
+        refit.resend(ends, [ends[index] for index in lost], version)
         for index in lost:
-            self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=self.version)
+            self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
 
 
 def share_out(requests: list[SampleRequest], engines: int) -> list[list[SampleRequest]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup
 
 KNOB = "refit.timeout_s"
@@ -16,6 +17,14 @@ class EngineEnd:
 
     worker: Worker
     ranks: int
+
+
+class EnginesLost(RuntimeError):
+    """Engines that must be rebuilt, by index: they may hold a mixture of versions, or nothing at all."""
+
+    def __init__(self, reasons: dict[int, Exception]) -> None:
+        self.reasons = reasons
+        super().__init__("; ".join(str(reason) for reason in reasons.values()))
 
 
 class Refit:
@@ -41,18 +50,27 @@ class Refit:
         self._opened = True
 
     def run(self, engines: list[EngineEnd], version: int, checksums: bool) -> None:
-        """Send `version` and load it everywhere. Raises RefitError naming the first tensor that arrived changed."""
+        """Send `version` and load it everywhere.
+
+        Raises RefitError naming the first tensor that arrived changed, EnginesLost for engines that failed.
+        """
         header = Header(version, self.plan.digest, checksums)
         sending = self._trainers.start("refit_send", header)
         if not self._rendezvous:
             sent = self._gather([sending])[0]
         receiving = [engine.worker.start("refit_receive", header) for engine in engines]
         if self._rendezvous:
-            sent, *received = self._gather([sending, *receiving])
-        else:
-            received = self._gather(receiving)
-        for engine, answer in zip(engines, received):
-            self._compare(engine.worker.name, sent[0], answer[0]["checksums"])
+            sent = self._gather([sending])[0]
+        lost: dict[int, Exception] = {}
+        for index, (engine, part) in enumerate(zip(engines, receiving)):
+            try:
+                received = part.wait(self._timeout, KNOB)[0]
+            except (WorkerDied, WorkerError, WorkerTimeout) as error:
+                lost[index] = error
+                continue
+            self._compare(engine.worker.name, sent[0], received["checksums"])
+        if lost:
+            raise EnginesLost(lost)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], version: int) -> None:
         """Bring replaced engines to `version`, which the others already have."""

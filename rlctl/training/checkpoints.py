@@ -34,6 +34,10 @@ class Checkpoint:
         return self.path / "hf"
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; nothing of it is left."""
+
+
 class Checkpoints:
     """Writes, finds and prunes the checkpoints of one run directory."""
 
@@ -43,7 +47,7 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
         """`write` fills the folder it is given with the trainer's part. `state["score"]` ranks (larger is better).
 
-        Raises OSError (a full disk, say) after removing what was begun; earlier checkpoints stay untouched.
+        Raises CheckpointError (a full disk, say) after removing what was begun; earlier ones stay untouched.
         """
         temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -52,8 +56,10 @@ class Checkpoints:
             write(temporary)
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}))
             _sync(temporary)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, Exception):
+                raise CheckpointError(f"no checkpoint of step {step} in {self._folder}: {error}") from error
             raise
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)

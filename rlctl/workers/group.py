@@ -5,6 +5,7 @@ Every wait has a deadline and names the worker and the call (no silent wait). Er
 generator work at the same time.
 """
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -154,6 +155,6 @@ class WorkerGroup:
 
 
 def _reason(error: RayActorError) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    causes = [line for line in lines if "died" in line or "exit" in line.lower() or "killed" in line.lower()]
-    return (causes or lines or ["its process is gone"])[-1]
+    # Ray's text is a page on why workers die in general; one sentence of it is about this one.
+    detail = re.search(r"exit detail: ([^.\n]*)", str(error))
+    return detail.group(1).strip() if detail else "its process is gone"

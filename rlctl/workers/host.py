@@ -5,6 +5,7 @@ and the CUDA device agree in every call). Errors travel as values with the worke
 a raised exception never looks like a dead process. Output of the process goes to a log file of its own.
 """
 
+import contextlib
 import os
 import sys
 import traceback
@@ -47,7 +48,8 @@ class Host:
         try:
             return None, work()
         except Exception as error:
-            traceback.print_exc()
+            with contextlib.suppress(OSError):  # the log may stand on the disk that is full
+                traceback.print_exc()
             return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None
 
 

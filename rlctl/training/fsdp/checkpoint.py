@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -16,13 +17,20 @@ from rlctl.training.fsdp.optimizer import Named
 
 
 def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Write weights, moments, the number of updates made and this rank's RNG state into `folder`."""
+    """Write weights, moments, the number of updates made and this rank's RNG state into `folder`.
+
+    Raises OSError with the first rank's reason, a full disk say.
+    """
     state = _state(parameters, optimizer) | {
         "updates": torch.tensor(updates),
         _rng_key(dist.get_rank()): torch.get_rng_state(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    try:
+        dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    except CheckpointException as error:  # not even an Exception: it would pass every handler above
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"rank {rank} could not write: {cause}") from error
 
 
 def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer) -> int:

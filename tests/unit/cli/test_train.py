@@ -2,8 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.cli import train
 from rlctl.cluster import launch
 from rlctl.config.load import Composed, load
+from rlctl.environment import machine
 from tests.unit.cli.conftest import Rlctl, write_run
 
 Started = list[tuple[Composed, Path | None, bool]]
@@ -76,3 +78,20 @@ def test_an_override_without_effect_is_said_before_the_run(rlctl: Rlctl, started
     done = rlctl("train", "grpo", "grpo.recipe.yaml", "grpo.loss.kl_estimator=k1")
     assert done.err == "note: override 1: grpo.loss.kl_estimator=k1: no effect while grpo.loss.kl_coef is 0\n"
     assert len(started) == 1
+
+
+def test_missing_engines_fail_with_the_command_that_brings_them(
+    rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda name: None if name == "vllm" else object())
+    done = rlctl("train", "grpo", "grpo.recipe.yaml")
+    assert (done.code, started) == (1, [])
+    assert done.err == "error: vllm not installed: pip install 'rlctl[cpu]'; see rlctl doctor\n"
+
+
+def test_too_few_devices_are_bad_input(rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "generation.colocated=false")
+    assert (done.code, started) == (2, [])
+    assert "2 GPUs needed, apart for 1 trainer ranks and 1 engines x 1" in done.err
+    assert rlctl("train", "grpo", "grpo.recipe.yaml").code == 130
