@@ -24,19 +24,16 @@ def show(
     doc: Annotated[bool, typer.Option("--doc", help="What each key means.")] = False,
 ) -> None:
     """The whole config as it would run, defaults included; as YAML."""
-    from rich.text import Text
-
-    from rlctl.cli.config_view import lines
+    from rlctl.cli.config_view import lines, print_lines
     from rlctl.config.load import draft
 
     recipe, overrides = split(arguments)
     root, problems = draft(None, recipe or DEFAULT, overrides)
-    shown = lines(root)
-    width = min(48, max((len(text) for text, *_ in shown), default=0))
-    for text, where, meaning in shown:
-        remarks = [each for each, wanted in ((where, origin), (meaning, doc)) if wanted and each]
-        comment = f"{' ' * max(2, width - len(text) + 2)}# {'; '.join(remarks)}" if remarks else ""
-        console().print(Text.assemble(text, (comment, "dim")))
+    remarks = [
+        (text, "; ".join(each for each, wanted in ((where, origin), (meaning, doc)) if wanted and each))
+        for text, where, meaning in lines(root)
+    ]
+    print_lines(remarks, console())
     if problems:
         raise ConfigError(problems)
 

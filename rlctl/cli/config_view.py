@@ -10,11 +10,13 @@ from rlctl.config.tree import Node, dump, leaves, plain
 from rlctl.config.typed import schema_keys
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
 _NO_FIELD: Mapping[str, Any] = {}
 _ABSENT = object()
+MOST_INDENT = 44  # columns before the comments
 
 
 def lines(root: Node) -> list[tuple[str, str, str]]:
@@ -26,6 +28,24 @@ def lines(root: Node) -> list[tuple[str, str, str]]:
     ]
 
 
+def print_lines(remarks: list[tuple[str, str]], out: "Console") -> None:
+    """Each (line, remark) as YAML with comments: one line each in a pipe, hanging comments on a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    width = min(MOST_INDENT, max((len(text) for text, remark in remarks if remark), default=0))
+    if not out.soft_wrap and width:
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(min_width=width, max_width=MOST_INDENT, overflow="fold")
+        grid.add_column(style="dim")
+        for text, remark in remarks:
+            grid.add_row(Text(text), Text(f"# {remark}" if remark else ""))
+        out.print(grid)
+        return
+    for text, remark in remarks:
+        out.print(Text.assemble(text.ljust(width) if remark else text, (f"  # {remark}" if remark else "", "dim")))
+
+
 def difference(name_a: str, a: Node, name_b: str, b: Node) -> "Table | None":
     """The leaves whose values differ, or None."""
     from rich.table import Table
@@ -35,7 +55,8 @@ def difference(name_a: str, a: Node, name_b: str, b: Node) -> "Table | None":
     if not keys:
         return None
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title, style in (("key", "cyan"), (name_a, "red"), (name_b, "green")):
+    table.add_column("key", style="cyan", no_wrap=True)
+    for title, style in ((name_a, "red"), (name_b, "green")):
         table.add_column(title, style=style, overflow="fold")
     for key in keys:
         table.add_row(key, *(_yaml(side[key]) if key in side else "–" for side in (left, right)))

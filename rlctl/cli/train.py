@@ -92,9 +92,8 @@ def _start(composed: "Composed", dry_run: bool) -> None:
     needed = ["torch", "transformers", "ray"] + ["vllm"] * (plan.kind == "grpo")
     if absent := [name for name in needed if find_spec(name) is None]:
         extra = "gpu" if plan.placement and plan.placement.device == "cuda" else "cpu"
-        console(stderr=True).print(
-            f"{', '.join(absent)} not installed: pip install 'rlctl\\[{extra}]'; see rlctl doctor"
-        )
+        mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
+        typer.echo(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
 
 
