@@ -39,7 +39,7 @@ def grpo(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = 
     _start(composed, dry_run)
     from rlctl.cluster.launch import run_grpo
 
-    raise typer.Exit(run_grpo(composed, resume=resume, probe_only=probe))
+    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), resume=resume, probe_only=probe))
 
 
 @app.command(
@@ -55,7 +55,7 @@ def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = N
     _start(composed, dry_run)
     from rlctl.cluster.launch_sft import run_sft
 
-    raise typer.Exit(run_sft(composed, resume=resume))
+    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), resume=resume))
 
 
 def _load(kind: str, arguments: list[str] | None, resume: Path | None) -> "Composed":

@@ -12,7 +12,6 @@ from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
 from rlctl.cluster.reaper import Reaper
 from rlctl.cluster.session import Session, run_session
-from rlctl.config.load import Composed
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.prompts import Prompt
 from rlctl.telemetry.process import identity
@@ -27,13 +26,13 @@ class Prompts:
     validation: list[Prompt]
 
 
-def run_grpo(composed: Composed, resume: Path | None = None, probe_only: bool = False) -> int:
+def run_grpo(config: RunConfig, resolved: str, resume: Path | None = None, probe_only: bool = False) -> int:
     """`rlctl train grpo`: returns the exit code."""
-    return run_session(composed, resume, lambda session: _grpo(session, probe_only))
+    return run_session(config, resolved, resume, lambda session: _grpo(session, probe_only))
 
 
 def _grpo(session: Session, probe_only: bool) -> None:
-    config = session.composed.config
+    config = session.config
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     generation = config.generation

@@ -8,20 +8,19 @@ from rlctl.cluster.launch import announce, ray_for
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
 from rlctl.cluster.session import Session, run_session
-from rlctl.config.load import Composed
-from rlctl.config.schema import SftConfig
+from rlctl.config.schema import RunConfig, SftConfig
 from rlctl.data.prompts import Sample
 
 Samples = tuple[list[Sample], list[Sample]]
 
 
-def run_sft(composed: Composed, resume: Path | None = None) -> int:
+def run_sft(config: RunConfig, resolved: str, resume: Path | None = None) -> int:
     """`rlctl train sft`: returns the exit code."""
-    return run_session(composed, resume, _sft)
+    return run_session(config, resolved, resume, _sft)
 
 
 def _sft(session: Session) -> None:
-    config = session.composed.config
+    config = session.config
     assert isinstance(config, SftConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     placement = place(count_gpus(), config.trainer.num_ranks, engines=0, tensor_parallel_size=1, colocated=True)

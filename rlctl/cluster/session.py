@@ -5,15 +5,16 @@ no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted wi
 """
 
 import contextlib
+import shlex
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlctl.cluster.interrupts import Interrupts
-from rlctl.config.load import Composed
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.refit.plan import RefitError
 from rlctl.rewards.base import RewardError
@@ -34,13 +35,12 @@ _BAD_INPUT = (DataError, RewardError, RunDirError)
 class Session:
     """What a run works with while it lasts. start: steps already done. checkpoint: what it resumes from."""
 
-    composed: Composed
+    config: RunConfig
     run_dir: RunDir
     events: EventLog
     keeper: Keeper
     interrupts: Interrupts
     checkpoint: Checkpoint | None
-    next_commands: list[str] = field(default_factory=list)
 
     @property
     def start(self) -> int:
@@ -60,14 +60,13 @@ class Session:
         self.events.emit("startup", what=what, seconds=time.perf_counter() - begin)
 
 
-def run_session(composed: Composed, resume: Path | None, body: Callable[[Session], None]) -> int:
-    """Run `body` in a session of its own; returns the exit code."""
+def run_session(config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None]) -> int:
+    """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
-        run_dir, checkpoint = _open(composed, resume)
+        run_dir, checkpoint = _open(config, resolved, resume)
     except RunDirError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    config = composed.config
     events = EventLog(run_dir.events)
     shown = config.telemetry
     trackers = open_trackers(run_dir, events, asdict(config), shown.tensorboard, shown.wandb_project)
@@ -78,27 +77,25 @@ def run_session(composed: Composed, resume: Path | None, body: Callable[[Session
         events.emit("warning", what="Ctrl-C: finishing this step and saving; again: stop now")
 
     with show_run(run_dir, shown.dashboard, config.run.log_every), Interrupts(notify) as interrupts:
-        session = Session(composed, run_dir, events, keeper, interrupts, checkpoint)
+        session = Session(config, run_dir, events, keeper, interrupts, checkpoint)
         code, status, reason = _run(session, body)
         metrics.close()
-        commands = session.next_commands if status == "done" else _resume_commands(config.kind, run_dir)
-        events.emit("run_ended", status=status, reason=reason, next=commands)
+        events.emit("run_ended", status=status, reason=reason, next=_next_commands(config, run_dir, status))
     return code
 
 
-def _open(composed: Composed, resume: Path | None) -> tuple[RunDir, Checkpoint | None]:
-    config = composed.config
+def _open(config: RunConfig, resolved: str, resume: Path | None) -> tuple[RunDir, Checkpoint | None]:
     if resume is None:
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
-        run_dir.config.write_text(composed.to_yaml())
+        run_dir.config.write_text(resolved)
         checkpoint = None
     else:
         run_dir = RunDir.open(resume)
         kept = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         checkpoint = kept.latest()
         run_dir.truncate_metrics(checkpoint.step if checkpoint else 0)
-        run_dir.config.write_text(composed.to_yaml())
+        run_dir.config.write_text(resolved)
     run_dir.start_attempt()
     return run_dir, checkpoint
 
@@ -138,5 +135,9 @@ def _keep_traceback(session: Session, error: BaseException) -> None:
             log.write(error.tracebacks())
 
 
-def _resume_commands(kind: str, run_dir: RunDir) -> list[str]:
-    return [f"rlctl train {kind} --resume {run_dir.path}", f"less {run_dir.path / 'logs' / 'latest'}"]
+def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
+    resume = f"rlctl train {config.kind} --resume {shlex.quote(str(run_dir.path))}"
+    if status != "done":
+        return [resume, f"grep -n Error {shlex.quote(str(run_dir.logs))}/*"] if status == "failed" else [resume]
+    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+    return [f"rlctl runs dash {shlex.quote(str(run_dir.path))}", f"{resume} {config.kind}.num_steps={2 * steps}"]

@@ -14,7 +14,10 @@ import psutil
 
 DEADLINE_S = 150.0
 # Small steps, but every part of the program: two engines would start slower and show no more.
-SETTINGS = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=4")
+SETTINGS = {
+    "grpo": ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=4"),
+    "sft": (),
+}
 
 
 class Run:
@@ -26,7 +29,7 @@ class Run:
         if resume:
             command += ["--resume", str(self.path), *settings]
         else:
-            command += [f"run.dir={folder / 'runs'}", f"run.name={name}", *SETTINGS, *settings]
+            command += [f"run.dir={folder / 'runs'}", f"run.name={name}", *SETTINGS[kind], *settings]
         self._before = len(self.events())
         self.output = folder / f"{name}-{time.monotonic_ns()}.out"
         with self.output.open("w") as output:

@@ -1,10 +1,13 @@
-"""After a refit an engine samples what a fresh engine on the same weights samples, for every architecture."""
+"""After a refit an engine samples what a fresh engine on the same weights samples, for every architecture,
+and its log-probs are those of transformers."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlctl.generation.requests import SampleRequest
+from rlctl.grpo.mismatch import mismatch
 from rlctl.refit.plan import RefitError
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.errors import WorkerError
@@ -14,6 +17,19 @@ from tests.tiny_models import KINDS, Kind, make_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
 DEADLINE = 280.0
+TEMPERATURE = 0.7
+
+
+def log_probs(folder: Path, prompt: list[int], answer: list[int]) -> np.ndarray:
+    """Of each answer token, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0] / TEMPERATURE
+    rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+    return rows[torch.arange(len(answer)), torch.tensor(answer)].numpy()
 
 
 @pytest.mark.slow
@@ -35,6 +51,14 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
         assert set(after.versions.tolist()) == {3}
+        requests = [SampleRequest(f"s{i}", prompt, 2, 16, TEMPERATURE, i) for i, prompt in enumerate(PROMPTS)]
+        sampled = engines[0].start("generate", requests).wait(DEADLINE)[0].split(requests)
+        rollouts = [(request.prompt_tokens, one) for request, group in zip(requests, sampled) for one in group]
+        theirs = [one.log_probs for _, one in rollouts]
+        ours = [log_probs(new, prompt, one.tokens.tolist()) for prompt, one in rollouts]
+        gap = mismatch(theirs, ours, [np.ones(len(row), np.bool_) for row in theirs])
+        assert gap.token_mult_prob_error <= 1.001
+        assert gap.max_abs_diff < 1e-3
     finally:
         source.kill()
         for engine in engines:

@@ -1,0 +1,88 @@
+"""Whole runs: what the options of a run do together, and what its directory holds afterwards."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run, fates, read
+
+REWARD = """
+def score(prompt, completion, answer, row):
+    if completion.startswith("7"):
+        raise ValueError("sevens are not for me")
+    return float(completion == answer)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(REWARD)
+    settings = (
+        "grpo.num_steps=3",
+        "grpo.updates_per_step=2",
+        "grpo.loss.proximal=recompute",
+        "grpo.loss.kl_coef=0.01",
+        "grpo.skip_uniform_groups=true",
+        "trainer.num_ranks=2",
+        "generation.num_engines=2",
+        "validation.num_generations=2",
+        "validation.temperature=1.0",
+        "validation.max_prompts=20",
+        "telemetry.tensorboard=true",
+        "rewards=[{name: exact}, {name: 'mine:score', weight: 0.5}]",
+    )
+    run = Run(tmp_path, "two", *settings)
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["mismatch/token_mult_prob_error"] <= 1.001
+        assert step["loss/kl"] >= 0
+        parts = sum(value for name, value in step.items() if name.startswith("time/") and name != "time/step")
+        assert parts == pytest.approx(step["time/step"], rel=0.01)
+    assert sum(step["reward/failed"] for step in steps) > 0
+    assert len(fates(run.path)) == 24
+    validations = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
+    assert {record["validation/prompts"] for record in validations} == {20}
+    assert all(record["validation/pass_at_k"] >= record["validation/accuracy"] for record in validations)
+    assert list((run.path / "tensorboard").iterdir())
+    logs = {path.name for path in (run.path / "logs" / "latest").iterdir()}
+    assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= logs
+
+    one = Run(tmp_path, "two", "trainer.num_ranks=1", "generation.num_engines=1", "grpo.num_steps=4", resume=True)
+    assert one.end() == 0, one.text()
+    assert [step["step"] for step in one.steps()] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(prompt, completion, answer, row):\n    return 'good'\n")
+    run = Run(tmp_path, "bad", "rewards=[{name: 'mine:score'}]", "grpo.num_steps=1")
+    assert run.end() == 2
+    errors = [event["what"] for event in run.events() if event["kind"] == "error"]
+    assert len(errors) == 1
+    assert errors[0].startswith("mine:score: ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_sft_resumes_where_it_stood(tmp_path: Path) -> None:
+    short = ("sft.num_steps=6", "checkpoint.every=3", "validation.every=3", "sft.batch_size=16")
+    whole = Run(tmp_path, "whole", *short, kind="sft")
+    assert whole.end() == 0, whole.text()
+    half = Run(tmp_path, "half", *short, kind="sft")
+    half.wait_for_event("checkpoint", step=3)
+    half.kill()
+    half = Run(tmp_path, "half", resume=True, kind="sft")
+    assert half.end() == 0, half.text()
+    first, second = (
+        [(record["step"], record["loss/nll"], record["train/grad_norm"]) for record in run.steps()]
+        for run in (whole, half)
+    )
+    assert first == second
+    exports = [run.path / "checkpoints" / "step_6" / "hf" / "model.safetensors" for run in (whole, half)]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    assert json.loads((whole.path / "checkpoints" / "step_6" / "state.json").read_text())["score"] < 0

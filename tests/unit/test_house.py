@@ -1,0 +1,70 @@
+"""The rules of the house, as far as a machine can see them.
+
+Data flows one way: cli -> config -> cluster -> grpo | sft -> {data, generation, rewards, training, refit} ->
+workers; nothing imports what stands before it. Two modules are everybody's, being plain data: config.schema and
+config.errors. Telemetry may be used by all and imports none but itself and config.schema.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "rlctl"
+FILES = sorted(PACKAGE.rglob("*.py"))
+RANK = {"cli": 0, "config": 1, "environment": 1, "cluster": 2, "grpo": 3, "sft": 3}
+RANK |= dict.fromkeys(("data", "generation", "rewards", "training", "refit"), 4) | {"workers": 5}
+PLAIN = ("rlctl.config.schema", "rlctl.config.errors")
+ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "telemetry")}
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0]
+
+
+def test_nothing_imports_what_stands_before_it() -> None:
+    wrong = []
+    for path in FILES:
+        for name in imports(path):
+            target = name.split(".")[1] if name.startswith("rlctl.") else ""
+            if name in PLAIN or target not in RANK:
+                continue
+            mine = RANK.get(part(path))
+            if (mine is None and part(path) == "telemetry") or (mine is not None and RANK[target] < mine):
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
+def test_engines_and_terminals_are_touched_in_their_own_folders_alone() -> None:
+    wrong = []
+    for path in FILES:
+        where = path.relative_to(PACKAGE).as_posix()
+        for name in imports(path):
+            homes = ONLY_IN.get(name.split(".")[0])
+            if homes and not where.startswith(homes):
+                wrong.append(f"{where} imports {name}")
+    assert wrong == []
+
+
+def test_files_fit_in_a_readers_head() -> None:
+    sizes = sorted(len(path.read_text().splitlines()) for path in FILES)
+    assert sizes[-1] <= 450
+    assert sizes[len(sizes) * 9 // 10] <= 300
+
+
+def test_functions_do_one_thing() -> None:
+    sizes = sorted(
+        (node.end_lineno or 0) - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    assert sizes[-1] <= 80
+    assert sizes[len(sizes) * 9 // 10] <= 35
