@@ -4,11 +4,12 @@ import pytest
 
 from rlctl.cli import train
 from rlctl.cluster import launch
-from rlctl.config.load import Composed, load
+from rlctl.config.load import load
+from rlctl.config.schema import RunConfig
 from rlctl.environment import machine
 from tests.unit.cli.conftest import Rlctl, write_run
 
-Started = list[tuple[Composed, Path | None, bool]]
+Started = list[tuple[RunConfig, Path | None, bool]]
 
 
 @pytest.fixture
@@ -16,8 +17,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """What the command hands over, instead of the minutes of a run."""
     calls: Started = []
 
-    def run(composed: Composed, resume: Path | None = None, probe_only: bool = False) -> int:
-        calls.append((composed, resume, probe_only))
+    def run(config: RunConfig, resolved: str, resume: Path | None = None, probe_only: bool = False) -> int:
+        calls.append((config, resume, probe_only))
         return 130
 
     monkeypatch.setattr(launch, "run_grpo", run)
@@ -40,20 +41,19 @@ def test_the_resolved_config_of_a_dry_run_runs_as_it_is(rlctl: Rlctl, home: Path
     assert "resolved config: runs/grpo.recipe.dry-run.yaml" in done.out
     assert rlctl("train", "grpo", "runs/grpo.recipe.dry-run.yaml").code == 130
     expected = load("grpo", "grpo.recipe.yaml", ["grpo.num_steps=7"]).config
-    assert started[0][0].config == expected
+    assert started[0][0] == expected
 
 
 def test_a_run_returns_the_exit_code_of_the_run(rlctl: Rlctl, started: Started) -> None:
     assert rlctl("train", "grpo", "run.seed=3", "grpo.recipe.yaml", "--probe").code == 130
-    composed, resume, probe = started[0]
-    assert (composed.config.run.seed, resume, probe) == (3, None, True)
+    config, resume, probe = started[0]
+    assert (config.run.seed, resume, probe) == (3, None, True)
 
 
 def test_resume_takes_the_config_of_the_run_and_overrides_on_top(rlctl: Rlctl, home: Path, started: Started) -> None:
     folder = write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first", "run.seed=5"]).to_yaml())
     assert rlctl("train", "grpo", "--resume", str(folder), "grpo.num_steps=9").code == 130
-    composed, resume, _ = started[0]
-    config = composed.config
+    config, resume, _ = started[0]
     assert config.kind == "grpo"
     assert (config.run.seed, config.grpo.num_steps, resume) == (5, 9, folder)
 
