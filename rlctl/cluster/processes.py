@@ -1,7 +1,6 @@
 """From config and placement to what the processes of a run are made of."""
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.generation.spec import EngineSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
+from rlctl.workers.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def start_trainers(
 ) -> WorkerGroup:
     """The trainer ranks, starting."""
     ranks = config.trainer.num_ranks
-    init_method = f"tcp://127.0.0.1:{_free_port()}"
+    init_method = f"tcp://127.0.0.1:{free_port()}"
     specs = []
     for rank in range(ranks):
         spec = TrainerSpec(
@@ -99,10 +99,3 @@ def _environment(trainer: TrainerSection, placement: Placement, rank: int) -> di
         env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.trainers[rank]))}
         env |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return env
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -56,5 +56,5 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _uniform(group: Group) -> bool:
-    values = {score.value for score in group.scores}
-    return len(values) == 1
+    # As in make_batch: failed rollouts are left out before.
+    return len({score.value for score in group.scores if score.value is not None}) == 1

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from rlctl.refit.checksum import checksum, dtype_name
-from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec, check_entry
+from rlctl.refit.checksum import checksum
+from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec, planned
 
 
 class BroadcastGroup:
@@ -60,10 +60,9 @@ class BroadcastSender:
         group = self._group
         if group is not None:
             group.broadcast(_words(header, group.device))
-        for entry, (name, tensor) in zip(self._plan.entries, tensors, strict=True):
+        for _, tensor in planned(self._plan, tensors):
             if group is None:
                 continue
-            check_entry(entry, name, tuple(tensor.shape), dtype_name(tensor))
             if header.checksums:
                 sums.append(checksum(tensor))
             group.broadcast(tensor.contiguous())

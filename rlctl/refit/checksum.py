@@ -16,8 +16,3 @@ def checksum(tensor: Tensor) -> int:
     for chunk in torch.split(bits, _CHUNK):
         total = total * 1_000_003 + (chunk.to(torch.int64) * weights[: chunk.numel()]).sum()
     return int(total)
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """`bfloat16` for torch.bfloat16."""
-    return str(tensor.dtype).removeprefix("torch.")

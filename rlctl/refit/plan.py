@@ -6,11 +6,15 @@ shape, a dtype or the order stop before a single byte is loaded.
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512
@@ -43,14 +47,13 @@ class Plan:
         for name, shape, dtype in layout:
             entry = Entry(name, tuple(shape), dtype, offset)
             entries.append(entry)
-            offset += -(-entry.nbytes // ALIGNMENT) * ALIGNMENT
+            offset += _aligned(entry.nbytes)
         return cls(tuple(entries))
 
     @property
     def nbytes(self) -> int:
         """Size of the flat buffer."""
-        last = self.entries[-1]
-        return last.offset + -(-last.nbytes // ALIGNMENT) * ALIGNMENT
+        return self.entries[-1].offset + _aligned(self.entries[-1].nbytes)
 
     @cached_property
     def digest(self) -> str:
@@ -64,11 +67,23 @@ class Plan:
             raise RefitError(f"the trainer sends by plan {header.digest}, this end was given plan {self.digest}")
 
 
-def check_entry(entry: Entry, name: str, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise RefitError if what the trainer exported is not what the plan announced."""
-    if (name, shape, dtype) != (entry.name, entry.shape, entry.dtype):
-        planned = f"{entry.name} {entry.shape} {entry.dtype}"
-        raise RefitError(f"the plan has {planned}, the trainer exported {name} {shape} {dtype}")
+def planned(plan: Plan, tensors: "Iterable[tuple[str, Tensor]]") -> "Iterator[tuple[Entry, Tensor]]":
+    """Each entry with the tensor exported for it. Raises RefitError at the first that departs from the plan."""
+    for entry, item in zip_longest(plan.entries, tensors):
+        wanted = f"{entry.name} {entry.shape} {entry.dtype}" if entry else "nothing more"
+        given = f"{item[0]} {tuple(item[1].shape)} {dtype_name(item[1])}" if item else "nothing more"
+        if wanted != given:
+            raise RefitError(f"the plan has {wanted}, the trainer exported {given}")
+        yield entry, item[1]
+
+
+def dtype_name(tensor: "Tensor") -> str:
+    """`bfloat16` for torch.bfloat16."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """A refit as the driver runs it: both ends opened once, then one call a version, checked and timed."""
 
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup
+from rlctl.workers.ports import free_port
 
 KNOB = "refit.timeout_s"
 
@@ -89,7 +89,7 @@ class Refit:
     def _spec(self, world: int) -> TransportSpec:
         if self._kind == "shm":
             return TransportSpec("shm", folder=self._folder)
-        port = _free_port() if world else 0
+        port = free_port() if world else 0
         return TransportSpec("broadcast", host="127.0.0.1", port=port, world=world, timeout_s=self._timeout)
 
     def _gather(self, pending: list[Pending]) -> list[list[Any]]:
@@ -99,10 +99,3 @@ class Refit:
         for entry, ours, theirs in zip(self.plan.entries, sent, received):
             if ours != theirs:
                 raise RefitError(f"{entry.name} reached {engine} changed: checksum {theirs}, sent {ours}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import checksum, dtype_name
-from rlctl.refit.plan import Entry, Header, Plan, RefitError, check_entry
+from rlctl.refit.checksum import checksum
+from rlctl.refit.plan import Entry, Header, Plan, RefitError, planned
 
 
 class ShmSender:
@@ -49,8 +49,7 @@ class ShmSender:
         sums: list[int] = []
         with _mapped(partial, self._plan.nbytes) as buffer:
             flat = torch.frombuffer(buffer, dtype=torch.uint8)
-            for entry, (name, tensor) in zip(self._plan.entries, tensors, strict=True):
-                check_entry(entry, name, tuple(tensor.shape), dtype_name(tensor))
+            for entry, tensor in planned(self._plan, tensors):
                 place(flat, entry).copy_(tensor)
                 if checksums:
                     sums.append(checksum(tensor))
@@ -91,7 +90,10 @@ def place(flat: Tensor, entry: Entry) -> Tensor:
 
 
 class _mapped:
-    """A new file of a size, mapped for writing. Blocks are claimed first: a full folder is an error, not SIGBUS."""
+    """A new file of a size, mapped for writing, gone again if the block raises.
+
+    Blocks are claimed first: a full folder is an error, not SIGBUS.
+    """
 
     def __init__(self, path: Path, size: int) -> None:
         self._path, self._size = path, size
@@ -108,5 +110,7 @@ class _mapped:
             os.close(descriptor)
         return self._map
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._map.close()
+        if kind is not None:
+            self._path.unlink(missing_ok=True)

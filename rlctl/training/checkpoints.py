@@ -45,8 +45,9 @@ class Checkpoints:
         self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
-        """`write` fills the folder it is given with the trainer's part. `state["score"]` ranks (larger is better).
+        """`write` fills the folder it is given with the trainer's part.
 
+        `state["score"]` ranks: the larger the better, of equals the earlier; without one it is no candidate.
         Raises CheckpointError (a full disk, say) after removing what was begun; earlier ones stay untouched.
         """
         temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
@@ -61,7 +62,8 @@ class Checkpoints:
             if isinstance(error, Exception):
                 raise CheckpointError(f"no checkpoint of step {step} in {self._folder}: {error}") from error
             raise
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():
+            _remove(final)
         os.replace(temporary, final)
         _sync_folder(self._folder)
         self._prune()
@@ -84,13 +86,21 @@ class Checkpoints:
     def _prune(self) -> None:
         found = self.all()
         scored = [checkpoint for checkpoint in found if checkpoint.state.get("score") is not None]
-        best = sorted(scored, key=lambda checkpoint: (checkpoint.state["score"], checkpoint.step), reverse=True)
+        best = sorted(scored, key=lambda checkpoint: (-checkpoint.state["score"], checkpoint.step))
         keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best[: self._keep_best]}
         for checkpoint in found:
             if checkpoint.step not in keep:
-                shutil.rmtree(checkpoint.path, ignore_errors=True)
-        for leftover in self._folder.glob("tmp_step_*"):
+                _remove(checkpoint.path)
+        for leftover in self._folder.glob("tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill halfway through must not leave a checkpoint that looks whole.
+    aside = folder.with_name(f"tmp_old_{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _sync(folder: Path) -> None:

@@ -36,7 +36,8 @@ class Keeper:
         self._metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
         self._checkpoint, self._validation, self._telemetry = checkpoint, validation, telemetry
         self.checkpoints = Checkpoints(run_dir.checkpoints, checkpoint.keep_last, checkpoint.keep_best)
-        self._latest: dict[str, float] = {}
+        # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
+        self._measured: dict[str, float] = {}
         self.saved: int | None = None
 
     def validation_due(self, step: int, last: bool) -> bool:
@@ -51,7 +52,7 @@ class Keeper:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The record of one step."""
-        self._latest |= metrics
+        self._measured = dict(metrics)
         self._metrics.write("step", step, metrics)
 
     def rollouts(self, step: int, fates: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
@@ -67,7 +68,7 @@ class Keeper:
         begin, metrics = time.perf_counter(), dict[str, float]()
         yield metrics
         metrics["time/validation"] = time.perf_counter() - begin
-        self._latest |= metrics
+        self._measured |= metrics
         self._metrics.write("validation", step, metrics)
 
     def save(
@@ -90,5 +91,5 @@ class Keeper:
 
     def _score(self) -> float | None:
         name = self._checkpoint.metric
-        value = self._latest.get(name.removeprefix("-"))
+        value = self._measured.get(name.removeprefix("-"))
         return value if value is None or not name.startswith("-") else -value
