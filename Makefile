@@ -27,7 +27,7 @@ $(READY): pyproject.toml rlctl/environment/stubs.py
 	  { echo "no venv module: apt-get install python3-venv"; exit 2; }
 	@$(PYTHON) rlctl/environment/stubs.py .stubs >/dev/null
 	@echo "setting up $(VENV) (1-4 minutes, once)"
-	@$(BIN)/pip install -q --disable-pip-version-check --no-compile --find-links .stubs -r .stubs/requirements.txt -e '.[cpu,dev]' || \
+	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile --find-links .stubs -r .stubs/requirements.txt -e '.[cpu,dev]' || \
 	  { echo "set-up failed. If torch 2.13.0+cpu was not found: add PyTorch's CPU index to pip's configuration"; \
 	    echo "(the address stands in PyTorch's own install guide), for example PIP_EXTRA_INDEX_URL=ADDRESS make setup"; exit 1; }
 	@touch $(READY)

@@ -13,6 +13,7 @@ from rlctl.cluster.placement import Placement, count_gpus, place
 from rlctl.cluster.reaper import Reaper
 from rlctl.cluster.session import Session, run_session
 from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.data.datasets import DataError
 from rlctl.data.prompts import Prompt
 from rlctl.telemetry.process import identity
 
@@ -155,15 +156,28 @@ def _load(config: GrpoConfig, files: ModelFiles, session: Session) -> Prompts:
     from rlctl.data.chat import load_tokenizer
     from rlctl.data.load import load_prompts
 
+    length = config.model.max_length or files.max_length
     with session.starting("data"):
         tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
         train, report = load_prompts(config.data, config.data.train, tokenizer)
         session.events.emit("data", what=f"train: {report}")
+        check_room(train, config.generation.max_new_tokens, length)
         validation: list[Prompt] = []
         if config.data.validation.path and config.validation.every:
             validation, report = load_prompts(config.data, config.data.validation, tokenizer)
             session.events.emit("data", what=f"validation: {report}")
+            check_room(validation, config.generation.max_new_tokens, length)
     return Prompts(tokenizer, train, validation[: config.validation.max_prompts])
+
+
+def check_room(prompts: list[Prompt], answer: int, length: int) -> None:
+    """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+    if len(longest.tokens) + answer > length:
+        raise DataError(
+            f"prompt {longest.id} has {len(longest.tokens)} tokens; with generation.max_new_tokens={answer} that is "
+            f"above the longest sequence, {length}: data.max_prompt_length={length - answer} leaves such prompts out"
+        )
 
 
 def _decoder(tokenizer: Any) -> Any:
