@@ -1,6 +1,7 @@
 """What the driver must know of a model before anything heavy starts: where its files are, and a few of its facts."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -67,8 +68,14 @@ def _random(shape: str, folder: Path, seed: int) -> str:
         command = [sys.executable, "-m", "rlctl.training.random_init", shape, str(folder), str(seed)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode:
-            raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")
+            raise RuntimeError(f"no random model in the shape of {shape}: {_reason(made)}")
     return str(folder)
+
+
+def _reason(ended: subprocess.CompletedProcess[str]) -> str:
+    lines = ended.stderr.strip().splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return (raised or lines or [f"exit code {ended.returncode}"])[-1]
 
 
 def _download(name: str) -> str:

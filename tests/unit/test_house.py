@@ -21,8 +21,11 @@ def imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}: relative imports hide where a thing comes from"
             yield node.module
+            if node.module == "rlctl":
+                yield from (f"rlctl.{alias.name}" for alias in node.names)
 
 
 def part(path: Path) -> str:
@@ -48,9 +51,19 @@ def test_engines_and_terminals_are_touched_in_their_own_folders_alone() -> None:
         where = path.relative_to(PACKAGE).as_posix()
         for name in imports(path):
             homes = ONLY_IN.get(name.split(".")[0])
-            if homes and not where.startswith(homes):
+            if homes and not where.startswith(tuple(f"{home}/" for home in homes)):
                 wrong.append(f"{where} imports {name}")
     assert wrong == []
+
+
+def test_every_module_says_what_it_holds() -> None:
+    silent = [path for path in FILES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
+
+
+def test_every_part_has_a_place_in_the_order() -> None:
+    folders = {part(path) for path in FILES if path.parent != PACKAGE}
+    assert folders - RANK.keys() <= {"telemetry", "bench"}
 
 
 def test_files_fit_in_a_readers_head() -> None:

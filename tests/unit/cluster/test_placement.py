@@ -1,8 +1,37 @@
 """Which device each part stands on."""
 
-import pytest
+import os
+import stat
+from pathlib import Path
 
-from rlctl.cluster.placement import place
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.cluster.placement import count_gpus, place
+
+few = st.integers(1, 6)
+
+
+@given(st.integers(1, 24), few, few, few, st.booleans())
+def test_every_part_has_devices_of_its_own_or_the_error_says_how_many_are_needed(
+    gpus: int, ranks: int, engines: int, tensor_parallel_size: int, colocated: bool
+) -> None:
+    wanted = engines * tensor_parallel_size
+    needed = max(ranks, wanted) if colocated else ranks + wanted
+    if needed > gpus:
+        with pytest.raises(ValueError, match=f"^{needed} GPUs needed, .* this machine has {gpus}$"):
+            place(gpus, ranks, engines, tensor_parallel_size, colocated)
+        return
+    placement = place(gpus, ranks, engines, tensor_parallel_size, colocated)
+    trained = [device for rank in placement.trainers for device in rank]
+    sampled = [device for engine in placement.engines for device in engine]
+    assert [len(engine) for engine in placement.engines] == [tensor_parallel_size] * engines
+    assert len(set(trained)) == len(trained) == ranks == placement.trainer_devices
+    assert len(set(sampled)) == len(sampled) == wanted == placement.generator_devices
+    assert {*trained, *sampled} == set(range(needed))
+    assert placement.all_devices == needed
+    assert placement.shared == colocated
 
 
 def test_on_a_cpu_everything_shares_the_one_machine() -> None:
@@ -28,3 +57,20 @@ def test_engines_apart_stand_behind_the_trainers() -> None:
 def test_too_few_devices_are_an_error_with_the_arithmetic() -> None:
     with pytest.raises(ValueError, match=r"6 GPUs needed, apart for 2 trainer ranks and 2 engines x 2 .* has 4"):
         place(4, ranks=2, engines=2, tensor_parallel_size=2, colocated=False)
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("2,5", 2), ("GPU-1a, GPU-2b", 2)])
+def test_devices_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+
+
+def test_devices_are_counted_by_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert count_gpus() == 0
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g: y'\necho 'GPU 1: B (UUID: z)'\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
+    assert count_gpus() == 2

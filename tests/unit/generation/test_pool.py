@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.generation.pool import share_out
-from rlctl.generation.requests import Columns, SampleRequest
+from rlctl.generation.requests import FINISHES, Columns, SampleRequest
 
 requests = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 8), st.integers(1, 64)), max_size=40).map(
     lambda rows: [SampleRequest(f"r{i}", [1] * p, n, t, 1.0, i) for i, (p, n, t) in enumerate(rows)]
@@ -22,10 +22,52 @@ def test_every_request_goes_to_one_engine_and_loads_are_even(batch: list[SampleR
     assert shares == share_out(batch, engines)
 
 
-def test_an_engine_keeps_the_order_of_its_requests() -> None:
-    batch = [SampleRequest(f"r{i}", [1], 1, cost, 1.0, 0) for i, cost in enumerate((5, 9, 5, 9))]
-    for share in share_out(batch, 2):
-        assert [request.id for request in share] == sorted(request.id for request in share)
+@given(requests, st.integers(1, 5))
+def test_an_engine_keeps_the_order_of_its_requests(batch: list[SampleRequest], engines: int) -> None:
+    places = {request.id: place for place, request in enumerate(batch)}
+    for share in share_out(batch, engines):
+        order = [places[request.id] for request in share]
+        assert order == sorted(order)
+
+
+@given(requests, st.integers(1, 5))
+def test_the_busiest_engine_is_within_one_request_of_the_mean(batch: list[SampleRequest], engines: int) -> None:
+    # List scheduling (Graham 1966): at most mean + (1 - 1/m) of the costliest request.
+    costs = [request.cost for request in batch]
+    busiest = max(sum(request.cost for request in share) for share in share_out(batch, engines))
+    assert busiest * engines <= sum(costs) + (engines - 1) * max(costs, default=0)
+
+
+def test_more_engines_than_requests_leave_some_idle() -> None:
+    batch = [SampleRequest("a", [1], 1, 4, 1.0, 0)]
+    assert share_out(batch, 3) == [batch, [], []]
+
+
+def test_a_request_costs_its_prompt_once_and_every_rollout_in_full() -> None:
+    assert SampleRequest("a", [1] * 100, 4, 50, 1.0, 0).cost == 300
+
+
+@given(requests, st.data())
+def test_columns_give_each_request_its_own_rollouts_whole(batch: list[SampleRequest], data: st.DataObject) -> None:
+    rollouts = sum(request.num_samples for request in batch)
+    lengths = data.draw(st.lists(st.integers(0, 5), min_size=rollouts, max_size=rollouts))
+    owners = np.repeat(np.arange(rollouts), lengths)
+    columns = Columns(
+        lengths=np.array(lengths, np.int32),
+        tokens=owners.astype(np.int32),
+        log_probs=-owners.astype(np.float32),
+        versions=2 * owners.astype(np.int32),
+        finishes=np.array([row % 3 for row in range(rollouts)], np.int8),
+    )
+    groups = columns.split(batch)
+    assert [len(group) for group in groups] == [request.num_samples for request in batch]
+    flat = [completion for group in groups for completion in group]
+    assert [completion.request_id for completion in flat] == [r.id for r in batch for _ in range(r.num_samples)]
+    for row, (completion, length) in enumerate(zip(flat, lengths)):
+        assert completion.tokens.tolist() == [row] * length
+        assert completion.log_probs.tolist() == [-row] * length
+        assert completion.versions.tolist() == [2 * row] * length
+        assert completion.finish == FINISHES[row % 3]
 
 
 def test_columns_split_into_the_completions_of_each_request() -> None:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Completion
-from rlctl.grpo.batch import Batch, Group, make_batch
-from rlctl.grpo.seeds import TRAIN, VALIDATION, rollout_seeds
+from rlctl.grpo.batch import Batch, Group, make_batch, with_field
 from rlctl.rewards.scorer import Score
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None)
@@ -65,13 +64,41 @@ def test_rollouts_without_a_score_and_uniform_groups_say_why_they_are_missing() 
     assert second.tokens[-1] == 2
 
 
-def test_seeds_are_reproducible_and_streams_do_not_share_them() -> None:
-    assert rollout_seeds(0, TRAIN, 5, 64) == rollout_seeds(0, TRAIN, 5, 64)
-    drawn = [
-        *rollout_seeds(0, TRAIN, 5, 64),
-        *rollout_seeds(0, TRAIN, 6, 64),
-        *rollout_seeds(0, VALIDATION, 5, 64),
-        *rollout_seeds(1, TRAIN, 5, 64),
+def test_a_uniform_group_is_trained_unless_it_is_to_be_skipped_and_pulls_nowhere() -> None:
+    batch = make_batch([group("c", [1.0, 1.0])], config(skip=False))
+    assert batch.fates.trained == ["c"] and not batch.fates.filtered
+    assert [sequence.fields["advantage"].tolist() for sequence in batch.sequences] == [[0.0] * 5] * 2
+
+
+def test_failed_rollouts_do_not_hide_that_the_others_are_equal() -> None:
+    assert make_batch([group("d", [1.0, None, 1.0])], config(skip=True)).fates.filtered == {"all rewards equal": ["d"]}
+
+
+def test_groups_are_told_apart_by_draw_though_their_prompts_are_equal() -> None:
+    batch = make_batch([group("e0-r1", [1.0, 0.0]), group("e1-r1", [1.0, 1.0, 0.0, 0.0])], config(skip=True))
+    assert batch.owners.tolist() == [0, 0, 1, 1, 1, 1]
+    assert [one.fields["advantage"][-1] for one in batch.sequences] == pytest.approx([0.5, -0.5, 0.5, 0.5, -0.5, -0.5])
+
+
+def test_shares_keep_groups_whole_and_in_drawing_order() -> None:
+    groups = [group(f"p{i}", [1.0, 0.0]) for i in range(5)]
+    batch = make_batch(groups, config(skip=True))
+    shares = [sorted({int(batch.owners[row]) for row in rows}) for rows in _rows(batch, batch.shares(2))]
+    assert shares == [[0, 1, 2], [3, 4]]
+    assert len(batch.shares(9)) == 5
+
+
+def test_nothing_to_train_on_makes_no_update() -> None:
+    batch = make_batch([group("b", [None])], config(skip=True))
+    assert (batch.sequences, batch.shares(2)) == ([], [])
+
+
+def test_a_further_field_goes_to_its_own_sequence() -> None:
+    batch = make_batch([group("a", [1.0, 0.0])], config(skip=True))
+    columns = [np.full(5, row, np.float32) for row in range(2)]
+    more = with_field(batch.sequences, "proximal_log_prob", columns)
+    assert [one.fields["proximal_log_prob"].tolist() for one in more] == [[0.0] * 5, [1.0] * 5]
+    assert [one.fields["advantage"].tolist() for one in more] == [
+        one.fields["advantage"].tolist() for one in batch.sequences
     ]
-    assert len(set(drawn)) == len(drawn)
-    assert max(drawn) < 2**30
+    assert "proximal_log_prob" not in batch.sequences[0].fields

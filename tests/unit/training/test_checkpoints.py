@@ -89,7 +89,7 @@ def test_an_interrupt_while_writing_leaves_nothing_and_stays_an_interrupt(tmp_pa
 
 
 def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint of step 1 .* not JSON serializable"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1 .* not JSON serializable"):
         Checkpoints(tmp_path, keep_last=1, keep_best=0).save(1, {"cursor": object()}, write)
     assert names(tmp_path) == []
 

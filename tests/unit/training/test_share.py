@@ -1,6 +1,8 @@
 """A rank's micro-batches survive the journey as columns."""
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rlctl.training.sequences import Sequence
 from rlctl.training.worker import Share
@@ -19,6 +21,24 @@ def test_micro_batches_come_back_as_they_went() -> None:
         assert np.array_equal(ours.tokens, theirs.tokens)
         assert np.array_equal(ours.mask, theirs.mask)
         assert np.array_equal(ours.fields["advantage"], theirs.fields["advantage"])
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=5))
+def test_any_packing_survives(lengths: list[list[int]]) -> None:
+    sent = [[sequence(length, 10 * length) for length in batch] for batch in lengths]
+    share = Share.of(sent)
+    assert (share.tokens.dtype, share.mask.dtype, share.lengths.dtype) == (np.int32, np.bool_, np.int32)
+    assert all(column.dtype == np.float32 for column in share.fields.values())
+    assert len(share.tokens) == len(share.mask) == sum(map(sum, lengths))
+    back = share.micro_batches()
+    assert [[one.tokens.tolist() for one in batch] for batch in back] == [[s.tokens.tolist() for s in b] for b in sent]
+
+
+def test_sequences_that_come_back_are_views_of_the_columns() -> None:
+    share = Share.of([[sequence(3, 0), sequence(2, 5)]])
+    for one in share.micro_batches()[0]:
+        assert np.shares_memory(one.tokens, share.tokens)
+        assert np.shares_memory(one.fields["advantage"], share.fields["advantage"])
 
 
 def test_a_rank_without_sequences_has_empty_columns() -> None:

@@ -1,0 +1,95 @@
+"""The numbers of a step, computed by hand."""
+
+import numpy as np
+import pytest
+
+from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
+from rlctl.data.prompts import Prompt
+from rlctl.generation.requests import Completion, Finish
+from rlctl.grpo.batch import Group, make_batch
+from rlctl.grpo.metrics import rollout_metrics, speed_metrics, update_metrics
+from rlctl.rewards.scorer import Score
+
+LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None)
+CONFIG = GrpoSection(1, 4, 4, 1, True, AdvantageSection("group_mean", False), LOSS)
+TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
+
+
+def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> Group:
+    """A prompt of so many tokens, and of each rollout its length, reward and finish."""
+    completions = [
+        Completion("p", np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), finish)
+        for length, _, finish in rollouts
+    ]
+    scores = [Score(value, {}, None, value == 1.0) for _, value, _ in rollouts]
+    return Group(Prompt("p", [1] * prompt, "?", "!"), completions, scores)
+
+
+def measured(groups: list[Group]) -> dict[str, float]:
+    return rollout_metrics(groups, make_batch(groups, CONFIG))
+
+
+def test_rewards_lengths_and_tokens_of_a_step() -> None:
+    groups = [
+        group(10, [(4, 1.0, "stop"), (8, 0.0, "length")]),
+        group(20, [(2, 1.0, "stop"), (6, 1.0, "stop")]),
+    ]
+    assert measured(groups) == pytest.approx(
+        {
+            "reward/mean": 0.75,
+            "reward/std": np.sqrt(3) / 4,
+            "reward/accuracy": 0.75,
+            "reward/failed": 0,
+            "length/mean": 5,
+            "length/max": 8,
+            "length/truncated": 0.25,
+            "groups/uniform": 0.5,
+            "tokens/prompt": 2 * 10 + 2 * 20,
+            "tokens/generated": 20,
+            "tokens/trained": (10 + 4) + (10 + 8),
+        }
+    )
+
+
+def test_a_failed_reward_is_counted_and_is_no_right_answer_but_no_zero_in_the_mean_either() -> None:
+    numbers = measured([group(1, [(1, 1.0, "stop"), (1, None, "stop")])])
+    assert (numbers["reward/mean"], numbers["reward/failed"], numbers["reward/accuracy"]) == (1.0, 1.0, 0.5)
+
+
+def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> None:
+    groups = [
+        group(1, [(1, 1.0, "stop"), (1, None, "stop")]),
+        group(1, [(1, None, "stop"), (1, None, "stop")]),
+        group(1, [(1, 1.0, "stop"), (1, 0.0, "stop")]),
+    ]
+    batch = make_batch(groups, CONFIG)
+    assert len(batch.fates.filtered["all rewards equal"]) == 1
+    assert rollout_metrics(groups, batch)["groups/uniform"] == pytest.approx(1 / 3)
+
+
+def test_a_step_whose_rewards_all_failed_still_has_finite_numbers() -> None:
+    numbers = measured([group(3, [(2, None, "abort")])])
+    assert all(np.isfinite(value) for value in numbers.values())
+    assert (numbers["reward/failed"], numbers["tokens/trained"]) == (1, 0)
+
+
+def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> None:
+    tokens = {"tokens/prompt": 100.0, "tokens/generated": 400.0, "tokens/trained": 600.0}
+    assert speed_metrics(tokens, TIMES, trainers=2, generators=4, devices=5) == pytest.approx(
+        {
+            "throughput/effective": (100 + 400) / (12 - 2) / 5,
+            "throughput/training": 600 / 3 / 2,
+            "throughput/generation": 400 / 4 / 4,
+            "idle/trainer": 1 - (3 + 1) / 10,
+            "idle/generator": 1 - (4 + 1) / 10,
+        }
+    )
+
+
+def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampled() -> None:
+    updates = [{"loss": 1.0, "mismatch/kl": 0.1}, {"loss": 3.0, "mismatch/kl": 0.9}]
+    assert update_metrics(updates) == {"loss": 2.0, "mismatch/kl": 0.1}
+
+
+def test_a_step_without_an_update_has_no_numbers_of_one() -> None:
+    assert update_metrics([]) == {}
