@@ -6,6 +6,7 @@ no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted wi
 
 import contextlib
 import shlex
+import socket
 import sys
 import time
 import traceback
@@ -19,6 +20,8 @@ from rlctl.data.datasets import DataError
 from rlctl.refit.plan import RefitError
 from rlctl.rewards.base import RewardError
 from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.process import lives
 from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.trackers import open_trackers
 from rlctl.telemetry.view import show_run
@@ -64,7 +67,7 @@ def run_session(config: RunConfig, resolved: str, resume: Path | None, body: Cal
     """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
         run_dir, checkpoint = _open(config, resolved, resume)
-    except RunDirError as error:
+    except (RunDirError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     events = EventLog(run_dir.events)
@@ -92,12 +95,21 @@ def _open(config: RunConfig, resolved: str, resume: Path | None) -> tuple[RunDir
         checkpoint = None
     else:
         run_dir = RunDir.open(resume)
+        _refuse_if_alive(run_dir)
         kept = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         checkpoint = kept.latest()
         run_dir.truncate_metrics(checkpoint.step if checkpoint else 0)
         run_dir.config.write_text(resolved)
     run_dir.start_attempt()
     return run_dir, checkpoint
+
+
+def _refuse_if_alive(run_dir: RunDir) -> None:
+    """Raise RunDirError if a driver on this machine is at work in the directory: two would ruin it."""
+    starts = [event for event in read_records(run_dir.events) if event["kind"] == "run_started"]
+    last = starts[-1] if starts else None
+    if last and last["host"] == socket.gethostname() and lives(last["pid"], last["create_time"], last["host"]):
+        raise RunDirError(f"{run_dir.path} is still running (process {last['pid']}): watch it with `rlctl runs dash`")
 
 
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:

@@ -36,7 +36,7 @@ class SftLoop:
         """From the step after `start` on. Validates and saves as the config says, and saves when it ends."""
         self.done = start
         keeper = self._parts.keeper
-        if start == 0 and self._config.validation.at_start and self._config.validation.every:
+        if start == 0 and self._config.validation.at_start and self._config.validation.every and not self._stop():
             self.validate()
         while self.done < self._config.sft.num_steps and not self._stop():
             self.step()

@@ -14,6 +14,9 @@ from tests.faults.runs import Run, in_transit, survivors
 def test_one_saves_and_two_stop_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, "stopped", "grpo.num_steps=100000", "checkpoint.every=0")
     run.wait_for_step(3)
+    second = Run(tmp_path, "stopped", resume=True)
+    assert second.end() == 2
+    assert f"is still running (process {run.process.pid})" in second.text()
     family = psutil.Process(run.process.pid).children(recursive=True)
     run.interrupt()
     assert run.end() == 130
