@@ -1,7 +1,7 @@
 """The GRPO loop: draw, generate, score, compare, train, refit. Synchronous: every rollout has age 0.
 
 Each line of `step` is a phase with typed input and output; whatever feeds two phases is an argument, not state.
-The state that a resume needs is the step number and the data cursor.
+What comes between the steps, and what a resume needs, is in training/loop.py.
 """
 
 from collections.abc import Callable
@@ -27,6 +27,7 @@ from rlctl.telemetry.recorder import StepRecorder
 from rlctl.telemetry.throughput import mfu
 from rlctl.training.client import TrainerClient
 from rlctl.training.keeper import Keeper
+from rlctl.training.loop import Loop
 from rlctl.training.vitals import Vitals
 
 
@@ -60,27 +61,13 @@ class Parts:
     vitals: Vitals
 
 
-class GrpoLoop:
-    """Runs steps until `num_steps` or until `stop()` is true between two steps."""
+class GrpoLoop(Loop):
+    """The steps of a run, see `Loop`."""
 
     def __init__(self, config: GrpoConfig, parts: Parts, stop: Callable[[], bool]) -> None:
-        self._config, self._parts, self._stop = config, parts, stop
+        super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
+        self._config, self._parts = config, parts
         self._loss = GrpoLoss.from_config(config.grpo.loss)
-        self.done = 0
-
-    def run(self, start: int) -> None:
-        """From the step after `start` on. Validates and saves as the config says, and saves when it ends."""
-        self.done = start
-        keeper = self._parts.keeper
-        if start == 0 and self._config.validation.at_start and self._config.validation.every and not self._stop():
-            self.validate()
-        while self.done < self._config.grpo.num_steps and not self._stop():
-            self.step()
-            last = self.done == self._config.grpo.num_steps or self._stop()
-            if keeper.validation_due(self.done, last):
-                self.validate()
-            if keeper.checkpoint_due(self.done, last):
-                self.save()
 
     def step(self) -> None:
         """One step: N prompts, their groups, `updates_per_step` updates, the generator brought up to date."""
@@ -127,11 +114,6 @@ class GrpoLoop:
                 metrics["validation/pass_at_k"] = float(right.any(axis=1).mean())
             metrics["validation/length"] = float(np.mean(lengths))
             metrics["validation/prompts"] = float(len(prompts))
-
-    def save(self) -> None:
-        """A checkpoint of the step just done."""
-        state = {"version": self.done, "cursor": self._parts.source.cursor.state_dict()}
-        self._parts.keeper.save(self.done, state, self._parts.trainer.save)
 
     def _generate(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
         seeds = rollout_seeds(self._config.run.seed, TRAIN, step, len(prompts))

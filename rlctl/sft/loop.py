@@ -11,6 +11,7 @@ from rlctl.telemetry import throughput
 from rlctl.telemetry.recorder import StepRecorder
 from rlctl.training.client import TrainerClient
 from rlctl.training.keeper import Keeper
+from rlctl.training.loop import Loop
 from rlctl.training.sequences import Sequence
 
 
@@ -25,26 +26,12 @@ class SftParts:
     devices: int
 
 
-class SftLoop:
-    """Runs steps until `num_steps` or until `stop()` is true between two steps."""
+class SftLoop(Loop):
+    """The steps of a run, see `Loop`."""
 
     def __init__(self, config: SftConfig, parts: SftParts, stop: Callable[[], bool]) -> None:
-        self._config, self._parts, self._stop = config, parts, stop
-        self.done = 0
-
-    def run(self, start: int) -> None:
-        """From the step after `start` on. Validates and saves as the config says, and saves when it ends."""
-        self.done = start
-        keeper = self._parts.keeper
-        if start == 0 and self._config.validation.at_start and self._config.validation.every and not self._stop():
-            self.validate()
-        while self.done < self._config.sft.num_steps and not self._stop():
-            self.step()
-            last = self.done == self._config.sft.num_steps or self._stop()
-            if keeper.validation_due(self.done, last):
-                self.validate()
-            if keeper.checkpoint_due(self.done, last):
-                self.save()
+        super().__init__(config.sft.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
+        self._config, self._parts = config, parts
 
     def step(self) -> None:
         """One step: a batch of samples, one update."""
@@ -71,11 +58,6 @@ class SftLoop:
                 losses = self._parts.trainer.evaluate(_sequences(self._parts.validation), NllLoss())
                 metrics["validation/loss"] = losses["loss/nll"]
                 metrics["validation/prompts"] = float(len(self._parts.validation))
-
-    def save(self) -> None:
-        """A checkpoint of the step just done."""
-        state = {"version": self.done, "cursor": self._parts.source.cursor.state_dict()}
-        self._parts.keeper.save(self.done, state, self._parts.trainer.save)
 
 
 def _sequences(samples: list[Sample]) -> list[Sequence]:

@@ -41,8 +41,10 @@ class Keeper:
         self.saved: int | None = None
 
     def validation_due(self, step: int, last: bool) -> bool:
-        """Every `validation.every` steps, and after the last."""
+        """Every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
         every = self._validation.every
+        if step == 0:
+            return every > 0 and self._validation.at_start
         return every > 0 and (last or step % every == 0)
 
     def checkpoint_due(self, step: int, last: bool) -> bool:

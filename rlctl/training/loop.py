@@ -1,0 +1,48 @@
+"""What every loop does around its steps: validates and saves when due, and ends with a checkpoint, also at Ctrl-C."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from rlctl.data.cursor import Cursor
+from rlctl.training.keeper import Keeper, WriteTrainer
+
+
+class Loop(ABC):
+    """Runs steps until `num_steps`, or until `stop()` is true between two steps. `done`: steps done, the version."""
+
+    def __init__(
+        self, num_steps: int, keeper: Keeper, cursor: Cursor, write: WriteTrainer, stop: Callable[[], bool]
+    ) -> None:
+        self._num_steps, self._keeper, self._cursor, self._write, self._stop = num_steps, keeper, cursor, write, stop
+        self.done = 0
+
+    def run(self, start: int) -> None:
+        """From the step after `start` on. Validates and saves as the config says, and saves when it ends."""
+        self.done = start
+        if start == 0 and not self._stop() and self._keeper.validation_due(0, last=False):
+            self.validate()
+        while self.done < self._num_steps and not self._stop():
+            self.step()
+            if self._keeper.validation_due(self.done, self._last()):
+                self.validate()
+            if self._keeper.checkpoint_due(self.done, self._last()):
+                self.save()
+        # A stop may have come after the checkpoint was found not to be due.
+        if self.done > start and self._keeper.saved != self.done:
+            self.save()
+
+    @abstractmethod
+    def step(self) -> None:
+        """One step, recorded; `done` is one more afterwards."""
+
+    @abstractmethod
+    def validate(self) -> None:
+        """The held-out data, under the weights as they are."""
+
+    def save(self) -> None:
+        """A checkpoint of the step just done."""
+        state = {"version": self.done, "cursor": self._cursor.state_dict()}
+        self._keeper.save(self.done, state, self._write)
+
+    def _last(self) -> bool:
+        return self.done == self._num_steps or self._stop()
