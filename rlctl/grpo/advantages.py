@@ -40,22 +40,6 @@ def advantages(rewards: ArrayLike, groups: ArrayLike, config: AdvantageSection) 
     return result
 
 
-def uniform_mask(rewards: ArrayLike, groups: ArrayLike) -> NDArray[np.bool_]:
-    """bool [n], true for rollouts of groups whose rewards are all equal (a group of one is): advantage 0."""
-    values, order, starts, sizes = _sorted_by_group(rewards, groups)
-    result = np.empty(len(values), np.bool_)
-    result[order] = np.repeat(_equal_ends(values, starts, sizes), sizes)
-    return result
-
-
-def uniform_groups(rewards: ArrayLike, groups: ArrayLike) -> float:
-    """Share of groups, in [0, 1], whose rewards are all equal. ValueError: no group at all, or as above."""
-    values, _, starts, sizes = _sorted_by_group(rewards, groups)
-    if not len(sizes):
-        raise ValueError("no rollouts: the share of uniform groups is undefined")
-    return float(np.mean(_equal_ends(values, starts, sizes)))
-
-
 def _sorted_by_group(
     rewards: ArrayLike, groups: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:

@@ -96,6 +96,7 @@ class Refit:
         return [part.wait(self._timeout, KNOB) for part in pending]
 
     def _compare(self, engine: str, sent: list[int], received: list[int]) -> None:
-        for entry, ours, theirs in zip(self.plan.entries, sent, received):
+        entries = self.plan.entries if sent else ()
+        for entry, ours, theirs in zip(entries, sent, received, strict=True):
             if ours != theirs:
                 raise RefitError(f"{entry.name} reached {engine} changed: checksum {theirs}, sent {ours}")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.config.schema import AdvantageSection
-from rlctl.grpo.advantages import advantages, uniform_groups, uniform_mask
+from rlctl.grpo.advantages import advantages
 
 SECTIONS = [AdvantageSection(b, s) for b, s in product(("group_mean", "leave_one_out"), (False, True))]  # type: ignore[arg-type]
 PLAIN, STD, LOO, LOO_STD = SECTIONS
@@ -96,19 +96,10 @@ def test_no_rollouts_have_no_advantages(config: AdvantageSection) -> None:
     assert advantages([], [], config).shape == (0,)
 
 
-def test_uniform_groups_are_counted_by_group_and_marked_by_rollout() -> None:
-    rewards, groups = [1.0, 0.5, 1.0, 0.0, 0.3], [9, 4, 9, 4, 1]
-    assert uniform_groups(rewards, groups) == pytest.approx(2 / 3)
-    assert uniform_mask(rewards, groups).tolist() == [True, False, True, False, True]
-    with pytest.raises(ValueError, match="no rollouts"):
-        uniform_groups([], [])
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("function", [lambda r, g: advantages(r, g, PLAIN), uniform_groups, uniform_mask])
-def test_a_reward_that_is_not_finite_is_named(function: Any, bad: float) -> None:
+def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
     with pytest.raises(ValueError, match=r"reward of rollout 2 \(group 8\) is -?(nan|inf)"):
-        function([0.0, 1.0, bad], [7, 7, 8])
+        advantages([0.0, 1.0, bad], [7, 7, 8], PLAIN)
 
 
 @pytest.mark.parametrize("groups", [[0], [[0, 0]], [0, 0, 0]])
