@@ -10,7 +10,7 @@ from tests.faults.runs import Run, in_transit, survivors
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_one_saves_and_two_stop_at_once(tmp_path: Path) -> None:
     run = Run(tmp_path, "stopped", "grpo.num_steps=100000", "checkpoint.every=0")
     run.wait_for_step(3)
@@ -39,7 +39,7 @@ def test_one_saves_and_two_stop_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_during_start_up_one_is_enough(tmp_path: Path) -> None:
     run = Run(tmp_path, "early", "grpo.num_steps=100000")
     run.wait_for_event("startup", what="ray")

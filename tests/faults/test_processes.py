@@ -10,7 +10,7 @@ from tests.faults.runs import Run, fates, in_transit
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, "hurt", "grpo.num_steps=100000", "checkpoint.every=2")
     pids = run.wait_for_event("processes")
@@ -33,7 +33,7 @@ def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_without_restarts_a_dead_engine_ends_the_run_with_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path, "strict", "grpo.num_steps=100000", "generation.max_restarts=0", "checkpoint.every=0")
     pids = run.wait_for_event("processes")

@@ -16,7 +16,7 @@ def score(prompt, completion, answer, row):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     settings = (
@@ -57,7 +57,7 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, completion, answer, row):\n    return 'good'\n")
     run = Run(tmp_path, "bad", "rewards=[{name: 'mine:score'}]", "grpo.num_steps=1")
@@ -68,7 +68,7 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_sft_resumes_where_it_stood(tmp_path: Path) -> None:
     short = ("sft.num_steps=6", "checkpoint.every=3", "validation.every=3", "sft.batch_size=16")
     whole = Run(tmp_path, "whole", *short, kind="sft")
