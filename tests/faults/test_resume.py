@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.runs import Run, fates, in_transit, survivors
 
-STEPS, KILLS = 10, 4
+STEPS, KILLS = 10, 5
 # What depends on the clock or the machine, not on the run.
 LOOSE = ("time", "throughput/", "idle/", "memory/", "device/")
 
