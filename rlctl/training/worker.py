@@ -120,6 +120,8 @@ class TrainerWorker:
         self._trainer.save(Path(folder))
         if export:
             self._trainer.export_folder(Path(export), dtype)
+            if self._spec.rank == 0 and self._spec.tokenizer_path != self._spec.model_path:
+                _save_tokenizer(self._spec.tokenizer_path, Path(export))
 
     def load(self, folder: str) -> None:
         """What `save` wrote, by any number of ranks."""
@@ -145,6 +147,13 @@ class TrainerWorker:
 
 def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def _save_tokenizer(source: str, folder: Path) -> None:
+    """The tokenizer that was trained with, in place of the model folder's own."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def _backend(spec: TrainerSpec) -> TrainerRank:

@@ -1,0 +1,17 @@
+"""A run with a tokenizer of its own exports that one, not the model folder's."""
+
+from pathlib import Path
+
+from rlctl.training.worker import _save_tokenizer
+from tests.tiny_models import make_model
+
+
+def test_the_tokenizer_trained_with_replaces_the_models_own(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    exported, own = make_model(tmp_path / "exported"), make_model(tmp_path / "own")
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.add_tokens(["<mine>"])
+    tokenizer.save_pretrained(own)
+    _save_tokenizer(str(own), exported)
+    assert "<mine>" in AutoTokenizer.from_pretrained(exported).get_vocab()
