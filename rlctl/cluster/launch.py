@@ -57,7 +57,7 @@ def _assembled(
     loading: "Future[Prompts]",
     probe_only: bool,
 ) -> None:
-    from rlctl.cluster.processes import engine_spec, refit_kind, start_trainers
+    from rlctl.cluster.processes import engine_spec, refit_options, start_trainers
     from rlctl.data.cursor import Cursor, PromptSource
     from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import Devices, GrpoLoop, Parts
@@ -94,8 +94,8 @@ def _assembled(
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     with session.starting("refit"):
         folder = stack.enter_context(reaper.folder(f"rlctl-{session.run_dir.name}-", shared_memory()))
-        refit = Refit(group, spec.dtype, refit_kind(config, placement), str(folder), config.refit.timeout_s)
-        refit.open(pool.ends())
+        refit = Refit(group, refit_options(config, placement, spec.dtype, str(folder)))
+        pool.open_refit(refit)
     stack.callback(group.call, "close")
     decode = _decoder(prompts.tokenizer)
     trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
@@ -115,7 +115,7 @@ def _assembled(
             gap = probe(config, parts, prompts.validation or prompts.train, session.start, spec.dtype)
         events.emit("probe", **vars(gap))
     else:
-        pool.refit(refit, session.start, config.refit.checksum)
+        pool.refit(refit, session.start)
     if not probe_only:
         GrpoLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 

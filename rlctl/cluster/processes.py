@@ -8,6 +8,8 @@ from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import Session
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.generation.spec import EngineSpec
+from rlctl.refit.messages import Checks, Kind
+from rlctl.refit.refit import Options
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from rlctl.workers.ports import free_port
@@ -81,14 +83,36 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> 
         stop_token_ids=(*files.stop_token_ids, *generation.stop_token_ids),
         sleeps=placement.shared and not cpu,
         seed=config.run.seed,
+        load_format="auto",
+        extension="rlctl.generation.worker.RefitWorker",
     )
 
 
-def refit_kind(config: GrpoConfig, placement: Placement) -> str:
-    """`auto` resolved: two NCCL ranks cannot share a device, and on CPU shared memory is the shortest way."""
-    if config.refit.transport != "auto":
-        return config.refit.transport
-    return "shm" if placement.shared else "broadcast"
+def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: str) -> Options:
+    """How a run on these devices refits: every `auto` that needs no device to be asked is resolved."""
+    refit, cpu = config.refit, placement.device == "cpu"
+    ranks, workers = config.trainer.num_ranks, config.generation.num_engines * config.generation.tensor_parallel_size
+    checks: Checks = ("all" if cpu else "sampled") if refit.checksum == "auto" else refit.checksum
+    return Options(
+        kind=_transport(placement, ranks, workers) if refit.transport == "auto" else refit.transport,
+        dtype=dtype,
+        mode=refit.mode,
+        num_buffers=refit.num_buffers,
+        buffer_memory_ratio=refit.buffer_memory_ratio,
+        timeout_s=refit.timeout_s,
+        folder=folder,
+        checks=checks,
+        colocated=placement.shared and not cpu and ranks == workers == 1,
+        in_flight=False,
+    )
+
+
+def _transport(placement: Placement, ranks: int, workers: int) -> Kind:
+    """On CPU the mapping of shared memory is the only copy. Engines that read the trainers' memory share its link:
+    a broadcast passes each byte on once, but two NCCL ranks cannot share a device."""
+    if placement.device == "cpu":
+        return "shm"
+    return "ipc" if placement.shared or workers <= ranks else "broadcast"
 
 
 def _environment(trainer: TrainerSection, placement: Placement, rank: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from rlctl.cluster.interrupts import Interrupts
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
-from rlctl.refit.plan import RefitError
+from rlctl.refit.messages import RefitError
 from rlctl.rewards.base import RewardError
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records

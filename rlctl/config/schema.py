@@ -148,12 +148,20 @@ class GenerationSection:
 
 @dataclass
 class RefitSection:
-    transport: Literal["auto", "shm", "broadcast"] = spec(
-        "auto: shm (host memory) on CPU and on shared devices, "
-        "broadcast (NCCL) between devices; broadcast is gloo on CPU"
+    transport: Literal["auto", "shm", "ipc", "broadcast"] = spec(
+        "shm: host memory; ipc: engines read the trainers' GPU memory; broadcast: NCCL, on CPU gloo; "
+        "auto: shm on CPU, else ipc, or broadcast where engine devices outnumber trainer ranks"
     )
-    checksum: bool = spec("compare a checksum of every tensor at each refit, not only at the probe")
-    timeout_s: float = spec("longest refit, in seconds", gt=0)
+    mode: Literal["auto", "staged", "direct"] = spec(
+        "staged: received beside the live weights while engines sample, then one short commit; direct: into the live "
+        "weights, no extra memory; auto: staged where sampling goes on and memory allows"
+    )
+    num_buffers: int = spec("buffers that weights pass through on their way, at each end", ge=1)
+    buffer_memory_ratio: float = spec("size of a buffer as a share of device memory, at most 5 GiB", gt=0, le=0.5)
+    checksum: Literal["auto", "all", "sampled", "off"] = spec(
+        "items whose bytes are compared at each refit; auto: all on CPU, one in 16 on GPU"
+    )
+    timeout_s: float = spec("longest that one end of a refit waits for the other, in seconds", gt=0)
 
 
 @dataclass

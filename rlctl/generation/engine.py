@@ -5,18 +5,28 @@ Tokens in, tokens out, with the log-probs they were sampled with and the weight 
 
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rlctl.generation.boundaries import Boundaries
+from rlctl.generation.intake import Choice, Mode
 from rlctl.generation.requests import FINISHES, Columns, SampleRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.refit.plan import Header, Plan, TransportSpec
+from rlctl.generation.stall import stall
+from rlctl.refit.messages import Header, TransportSpec, Untouched
+from rlctl.refit.plan import Plan
+from rlctl.refit.transport import Report
 
 _IDLE_POLL_S = 0.05
+_STAGED_POLL_S = 0.002
 _CPU_BATCH_TOKENS = 8192
+_STEPS_REMEMBERED = 4096
 
 
 class Engine:
@@ -27,6 +37,9 @@ class Engine:
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._waiting: dict[str, Future[Any]] = {}
         self._version = -1
+        self._boundaries = Boundaries()
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._mode = "direct"
         self._poisoned = ""
         self._llm: Any = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -37,14 +50,32 @@ class Engine:
         """Sample every request; returns when all are done, in the requests' order."""
         return _columns([future.result() for future in self._on_thread(lambda: self._add(requests))])
 
-    def refit_open(self, spec: TransportSpec, plan: Plan, first_rank: int) -> None:
-        """Join the refit transport."""
-        self._on_thread(lambda: self._llm.collective_rpc("rl_open", args=(spec, plan, first_rank)))
+    def refit_open(self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool) -> Choice:
+        """Join the refit transport. in_flight: requests go on during a refit. See `intake.choose_loading`."""
+        arguments = (spec, plan, first_rank, mode, in_flight)
+        choice: Choice = self._on_thread(lambda: self._llm.collective_rpc("rl_open", args=arguments)[0])
+        self._mode = choice.mode
+        return choice
 
-    def refit_receive(self, header: Header) -> dict[str, Any]:
-        """Load one version between two steps; a failure leaves the engine poisoned: it samples no more."""
-        answer: dict[str, Any] = self._on_thread(lambda: self._refit(header))
-        return answer
+    def refit_receive(self, header: Header) -> Report:
+        """Bring the engine to a version between two steps; running requests go on with it, their KV kept.
+
+        Report: of the receiver, the slowest worker's; commit: seconds in which nothing could be sampled; stall:
+        longest gap between two tokens of a running request beyond its ordinary gap, 0 if none ran.
+
+        A failure leaves the engine poisoned (it samples no more), unless nothing live was touched yet.
+        """
+        begin = time.perf_counter()
+        if self._mode == "staged":
+            reports = self._stage(header)
+            commit = self._on_thread(lambda: self._change(header, self._commit))
+        else:
+            reports = []
+            commit = self._on_thread(lambda: self._change(header, lambda: self._receive(header, reports)))
+        end = time.perf_counter()
+        self._let_steps_pass(end)
+        report = max(reports, key=lambda report: report["seconds"])
+        return {**report, "commit": commit, "seconds": end - begin, "stall": stall(list(self._steps), begin, end)}
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer: weights to the host, key-value cache dropped."""
@@ -99,9 +130,12 @@ class Engine:
                 future.set_exception(error)
             self._waiting.clear()
             raise
+        self._steps.append(time.perf_counter())
         for output in outputs:
             if output.finished:
-                self._waiting.pop(output.request_id).set_result((output.outputs, self._version))
+                samples = sorted(output.outputs, key=lambda sample: sample.index)
+                versions = self._boundaries.end(output.request_id, [len(sample.token_ids) for sample in samples])
+                self._waiting.pop(output.request_id).set_result((samples, versions))
 
     def _add(self, requests: list[SampleRequest]) -> list[Future[Any]]:
         if self._poisoned:
@@ -109,23 +143,61 @@ class Engine:
         futures: list[Future[Any]] = []
         for request in requests:
             params = _params(self._spec, request)
-            self._llm.add_request(request.id, {"prompt_token_ids": request.prompt_tokens}, params)
+            # The salt keeps prefixes that older weights computed out of the cache's reach.
+            prompt = {"prompt_token_ids": request.prompt_tokens, "cache_salt": f"v{self._version}"}
+            self._llm.add_request(request.id, prompt, params)
+            self._boundaries.begin(request.id, request.num_samples, self._version)
             self._waiting[request.id] = Future()
             futures.append(self._waiting[request.id])
         return futures
 
-    def _refit(self, header: Header) -> dict[str, Any]:
-        if self._waiting:
-            raise RuntimeError(f"a refit must wait until {len(self._waiting)} running requests have ended")
+    def _stage(self, header: Header) -> list[Report]:
+        """Receive beside the live weights while requests go on. Raises Untouched."""
         try:
-            parts = self._llm.collective_rpc("rl_refit", args=(header,))
+            self._on_thread(lambda: self._llm.collective_rpc("rl_stage", args=(header,)))
+            while not all(reports := self._on_thread(lambda: self._llm.collective_rpc("rl_staged"))):
+                time.sleep(_STAGED_POLL_S)
+        except Exception as error:
+            raise Untouched(str(error)) from error
+        return list(reports)
+
+    def _change(self, header: Header, load: Callable[[], float]) -> float:
+        """Make a version live by `load`; what runs goes on with it. Returns the seconds that `load` says."""
+        try:
+            seconds = load()
         except Exception as error:
             self._poisoned = f"the refit to version {header.version} failed: {error}"
             raise
-        # Cached prefixes were computed by the old weights.
-        self._llm.reset_prefix_cache()
         self._version = header.version
-        return {"seconds": max(part["seconds"] for part in parts), "checksums": parts[0]["checksums"]}
+        self._boundaries.change(self._running(), header.version)
+        return seconds
+
+    def _commit(self) -> float:
+        seconds: list[float] = self._llm.collective_rpc("rl_commit")
+        return max(seconds)
+
+    def _receive(self, header: Header, reports: list[Report]) -> float:
+        begin = time.perf_counter()
+        reports += self._llm.collective_rpc("rl_receive", args=(header,))
+        self._commit()
+        return time.perf_counter() - begin
+
+    def _running(self) -> list[tuple[str, int, int]]:
+        """(request, index, tokens sampled) of every rollout that has not ended.
+
+        A token that the device still works on counts: it was begun with the weights of before.
+        """
+        requests = self._llm.engine_core.engine_core.scheduler.requests
+        return [
+            (state.external_req_id, state.request_index, request.num_output_tokens + request.num_output_placeholders)
+            for name, state in self._llm.output_processor.request_states.items()
+            if (request := requests.get(name)) is not None
+        ]
+
+    def _let_steps_pass(self, end: float) -> None:
+        """The gap that a change of weights makes ends with the step after it."""
+        while self._waiting and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
+            time.sleep(_STAGED_POLL_S)
 
 
 def _build(spec: EngineSpec) -> Any:
@@ -160,7 +232,8 @@ def _build(spec: EngineSpec) -> Any:
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            worker_extension_cls="rlctl.generation.worker.RefitWorker",
+            worker_extension_cls=spec.extension,
+            load_format=spec.load_format,
             **extra,
         )
     )
@@ -186,11 +259,11 @@ def _params(spec: EngineSpec, request: SampleRequest) -> Any:
     )
 
 
-def _columns(results: list[tuple[Any, int]]) -> Columns:
-    samples = [(sample, version) for outputs, version in results for sample in sorted(outputs, key=lambda s: s.index)]
-    lengths = np.array([len(sample.token_ids) for sample, _ in samples], np.int32)
-    tokens = [np.asarray(sample.token_ids, np.int32) for sample, _ in samples]
-    log_probs = [np.asarray(sample.logprobs.logprobs, np.float32) for sample, _ in samples]
-    versions = np.repeat(np.array([version for _, version in samples], np.int32), lengths)
-    finishes = [FINISHES.index(sample.finish_reason) for sample, _ in samples]
+def _columns(results: list[tuple[list[Any], NDArray[np.int32]]]) -> Columns:
+    samples = [sample for group, _ in results for sample in group]
+    lengths = np.array([len(sample.token_ids) for sample in samples], np.int32)
+    tokens = [np.asarray(sample.token_ids, np.int32) for sample in samples]
+    log_probs = [np.asarray(sample.logprobs.logprobs, np.float32) for sample in samples]
+    versions = np.concatenate([versions for _, versions in results])
+    finishes = [FINISHES.index(sample.finish_reason) for sample in samples]
     return Columns(lengths, np.concatenate(tokens), np.concatenate(log_probs), versions, np.array(finishes, np.int8))

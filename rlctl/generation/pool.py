@@ -5,13 +5,15 @@ the trainer's version and its requests are sampled again, with the same seeds.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
+from rlctl.refit.messages import Checks
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
+from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
 
@@ -49,20 +51,29 @@ class GeneratorPool:
         """The engines as a refit sees them."""
         return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
 
-    def refit(self, refit: Refit, version: int, checksums: bool) -> None:
-        """Bring every engine to `version`; engines that slept are awake afterwards."""
+    def open_refit(self, refit: Refit) -> None:
+        """Connect every engine to the trainer; says how each takes weights in."""
+        for engine, choice in zip(self.engines, refit.open(self.ends())):
+            self._emit("refit_opened", engine=engine.name, transport=refit.options.kind, **vars(choice))
+
+    def refit(self, refit: Refit, version: int, checks: Checks | None = None) -> Report:
+        """Bring every engine to `version`; engines that slept are awake afterwards. Returns `Refit.run`'s report."""
         if self.asleep:
             self.call("wake", ["weights"])
         try:
-            refit.run(self.ends(), version, checksums)
+            report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
-            for index, reason in error.reasons.items():
-                self._count_loss(index, reason)
-            self._replace(list(error.reasons), refit, version)
+            begin = time.perf_counter()
+            rebuilt = [index for index in error.reasons if index not in error.intact]
+            for index in rebuilt:
+                self._count_loss(index, error.reasons[index])
+            self._replace(rebuilt, refit, version, error.intact)
+            report = {"seconds": time.perf_counter() - begin}
         if self.asleep:
             self.call("wake", ["kv_cache"])
         self.asleep = False
         self.version = version
+        return report
 
     @property
     def sleeps(self) -> bool:
@@ -121,7 +132,8 @@ class GeneratorPool:
             raise RuntimeError(f"{reason}; generation.max_restarts={self._max_restarts} are used up") from reason
         self._restarts_left -= 1
 
-    def _replace(self, lost: list[int], refit: Refit, version: int) -> None:
+    def _replace(self, lost: list[int], refit: Refit, version: int, behind: Sequence[int] = ()) -> None:
+        """New engines for the `lost`, at `version`; those `behind` are sound and come to it too."""
         begin = time.monotonic()
         for index in lost:
             self.engines[index].kill()
@@ -129,7 +141,7 @@ class GeneratorPool:
         for index in lost:
             self.engines[index].built().wait(self._deadline_s)
         ends = self.ends()
-        refit.resend(ends, [ends[index] for index in lost], version)
+        refit.resend(ends, [ends[index] for index in lost], [ends[index] for index in behind], version)
         for index in lost:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
 

@@ -13,7 +13,10 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One vLLM engine. dtype: float32 or bfloat16. stop_token_ids: tokens that end an answer (kept in it)."""
+    """One vLLM engine. dtype: float32 or bfloat16. stop_token_ids: tokens that end an answer (kept in it).
+
+    load_format: vLLM's; "dummy" needs no weights on disk. extension: class mixed into vLLM's workers.
+    """
 
     model_path: str
     dtype: str
@@ -29,6 +32,8 @@ class EngineSpec:
     stop_token_ids: tuple[int, ...]
     sleeps: bool
     seed: int
+    load_format: str
+    extension: str
 
 
 def environment(device: str, devices: list[int]) -> dict[str, str]:

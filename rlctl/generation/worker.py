@@ -1,19 +1,18 @@
-"""What rlctl adds to a vLLM worker: receiving weights and loading them into the live model.
+"""What rlctl adds to a vLLM worker: taking new weights in, and saying how much memory is used.
 
-vLLM mixes this class into its own worker, hence the `rl_` prefix. Loading goes through `reload_weights`, which
-fuses and repacks as at start-up and keeps the parameters' storage, so that CUDA graphs stay valid.
+vLLM mixes this class into its own worker, hence the `rl_` prefix.
 """
 
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rlctl.refit.checksum import checksum
-from rlctl.refit.plan import Header, Plan, TransportSpec
-from rlctl.refit.transport import Receiver, open_receiver
+from rlctl.generation.intake import Choice, Intake, Mode, choose_loading
+from rlctl.generation.layout import NotPlain, find_regions
+from rlctl.refit.messages import Header, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.regions import Region
+from rlctl.refit.transport import Report, open_receiver
 
 
 class RefitWorker:
@@ -22,24 +21,38 @@ class RefitWorker:
     model_runner: Any
     rank: int
     device: torch.device
-    _rl_receiver: Receiver
+    _rl_intake: Intake | None = None
+    _rl_regions: list[Region] | NotPlain | None = None
 
-    def rl_open(self, spec: TransportSpec, plan: Plan, first_rank: int) -> None:
-        """Join the transport; `first_rank` is the rank of this engine's first worker in it."""
-        self._rl_receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
+    def rl_open(self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool) -> Choice:
+        """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
+        if self._rl_intake:
+            # Its staging memory must be free before room for the next is looked for.
+            self._rl_intake.close()
+            self._rl_intake = None
+        if self._rl_regions is None:
+            # Once, while the engine still has the weights that it loaded itself.
+            self._rl_regions = find_regions(self.model_runner, plan, self.device)
+        loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight)
+        receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
+        self._rl_intake = Intake(receiver, loading, self.device)
+        return loading.choice
 
-    @torch.no_grad()
-    def rl_refit(self, header: Header) -> dict[str, Any]:
-        """Receive one version and load it. Returns seconds and the received tensors' checksums, if asked for."""
-        begin = time.perf_counter()
-        sums: list[int] = []
-        received = _summed(self._rl_receiver.receive(header), sums if header.checksums else None)
-        self.model_runner.reload_weights(weights_iterator=received)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        else:
-            _repack_for_cpu(self.model_runner.get_model())
-        return {"seconds": time.perf_counter() - begin, "checksums": sums}
+    def rl_receive(self, header: Header) -> Report:
+        """Receive now. Raises RefitError."""
+        return self._rl.receive(header)
+
+    def rl_stage(self, header: Header) -> None:
+        """Begin to receive beside the live weights."""
+        self._rl.stage(header)
+
+    def rl_staged(self) -> Report | None:
+        """The receiver's report once everything arrived. Raises RefitError."""
+        return self._rl.staged()
+
+    def rl_commit(self) -> float:
+        """Make what was received the live weights; returns the seconds that took."""
+        return self._rl.commit()
 
     def rl_memory(self) -> dict[str, float]:
         """Bytes of device memory now and at peak; zeros on CPU."""
@@ -50,26 +63,8 @@ class RefitWorker:
             "device_peak": float(torch.cuda.max_memory_allocated(self.device)),
         }
 
-
-def _summed(tensors: Iterator[tuple[str, Tensor]], sums: list[int] | None) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        if sums is not None:
-            sums.append(checksum(tensor))
-        yield name, tensor
-
-
-def _repack_for_cpu(model: torch.nn.Module) -> None:
-    """Bring the CPU kernels' own copies of weights up to date.
-
-    On CPU, heads and experts compute with repacked copies that `reload_weights` leaves behind (seen in vLLM 0.32):
-    with tied embeddings the head would go on with the old weights, and experts would read unpacked memory as
-    packed. Neither is an error there, only wrong samples.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
-        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
-            kernel.fused_experts.process_weights_after_loading(module)
+    @property
+    def _rl(self) -> Intake:
+        if self._rl_intake is None:
+            raise RuntimeError("rl_open comes first")
+        return self._rl_intake

@@ -17,7 +17,7 @@ from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, SampleRequest
 from rlctl.grpo.batch import Batch, Group, make_batch, with_field
 from rlctl.grpo.loss import GrpoLoss
-from rlctl.grpo.metrics import rollout_metrics, speed_metrics, update_metrics
+from rlctl.grpo.metrics import refit_metrics, rollout_metrics, speed_metrics, update_metrics
 from rlctl.grpo.mismatch import mismatch
 from rlctl.grpo.seeds import TRAIN, VALIDATION, rollout_seeds
 from rlctl.refit.refit import Refit
@@ -93,9 +93,9 @@ class GrpoLoop(Loop):
         with record.phase("refit"):
             if self._parts.pool.asleep:
                 self._parts.trainer.group.call("rest")
-            self._parts.pool.refit(self._parts.refit, number, self._config.refit.checksum)
+            moved = self._parts.pool.refit(self._parts.refit, number)
         self.done = number
-        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured
+        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
         self._record(record, groups, batch, metrics)
 
     def validate(self) -> None:

@@ -55,6 +55,18 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
     return means | {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
 
 
+def refit_metrics(report: Mapping[str, float]) -> dict[str, float]:
+    """What a refit's report says; nothing where engines were rebuilt meanwhile."""
+    if "bytes" not in report:
+        return {}
+    return {
+        "refit/seconds": report["seconds"],
+        "refit/gb_per_s": report["bytes"] / report["seconds"] / 1e9,
+        "refit/pause": report["commit"],
+        "refit/stall": report["stall"],
+    }
+
+
 def _uniform(group: Group) -> bool:
     # As in make_batch: failed rollouts are left out before.
     return len({score.value for score in group.scores if score.value is not None}) == 1

@@ -27,7 +27,7 @@ def probe(config: GrpoConfig, parts: Parts, prompts: list[Prompt], version: int,
     Raises RefitError naming the first tensor that arrived changed, or ProbeError if log-probs differ by more
     than the dtype's bound although every tensor arrived intact.
     """
-    parts.pool.refit(parts.refit, version, checksums=True)
+    parts.pool.refit(parts.refit, version, "all")
     prompts = prompts[:PROMPTS]
     seeds = rollout_seeds(config.run.seed, PROBE, version, len(prompts))
     length = min(TOKENS, config.generation.max_new_tokens)

@@ -1,14 +1,25 @@
-"""A refit as the driver runs it: both ends opened once, then one call a version, checked and timed."""
+"""A refit as the driver runs it: both ends opened once, then one call a version, checked and timed.
 
-from dataclasses import dataclass
+Every wait has a deadline. What fails on the way says who and which tensor; engines that may hold a mixture come
+back as `EnginesLost`, to be built anew.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec
-from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.group import Pending, Worker, WorkerGroup
+from rlctl.refit.messages import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
+from rlctl.refit.plan import Plan
+from rlctl.refit.sending import Holding
+from rlctl.refit.transport import Report
+from rlctl.workers.errors import WorkerError, WorkerTimeout
+from rlctl.workers.group import Pending, Worker, WorkerGroup, as_they_end
 from rlctl.workers.ports import free_port
 
 KNOB = "refit.timeout_s"
+MAX_BUFFER_BYTES = 5 << 30
+# Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
+_GRACE_S = 30.0
+_SETTLE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -19,84 +30,169 @@ class EngineEnd:
     ranks: int
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a run refits. folder: a place in the host's memory. colocated: see `TransportSpec`.
+
+    in_flight: engines sample during a refit. checks: of every refit.
+    """
+
+    kind: Kind
+    dtype: str
+    mode: str
+    num_buffers: int
+    buffer_memory_ratio: float
+    timeout_s: float
+    folder: str
+    checks: Checks
+    colocated: bool
+    in_flight: bool
+
+
 class EnginesLost(RuntimeError):
-    """Engines that must be rebuilt, by index: they may hold a mixture of versions, or nothing at all."""
+    """Engines that did not come to the version, by index: dead, poisoned, or (see `intact`) as they were before."""
 
     def __init__(self, reasons: dict[int, Exception]) -> None:
         self.reasons = reasons
         super().__init__("; ".join(str(reason) for reason in reasons.values()))
 
+    @property
+    def intact(self) -> list[int]:
+        """Those whose live weights were not touched: they need the version again, but no new process."""
+        return [
+            index
+            for index, reason in self.reasons.items()
+            if isinstance(reason, WorkerError) and reason.failures[0].type == Untouched.__name__
+        ]
+
 
 class Refit:
     """Brings engines to the trainer's version."""
 
-    def __init__(self, trainers: WorkerGroup, dtype: str, kind: str, folder: str, timeout_s: float) -> None:
-        self._trainers, self._kind, self._folder, self._timeout = trainers, kind, folder, timeout_s
-        self.plan: Plan = trainers.call("refit_plan", dtype)[0]
+    def __init__(self, trainers: WorkerGroup, options: Options) -> None:
+        self._trainers, self.options = trainers, options
+        holdings: list[Holding] = trainers.call("refit_holding", options.dtype)
+        self.buffer_bytes = _buffer_bytes(holdings, options)
+        self.plan = Plan.build(holdings[0].layout, [holding.boxes for holding in holdings], self.buffer_bytes)
         self._opened = False
 
-    def open(self, engines: list[EngineEnd]) -> None:
-        """Connect both ends; again after an engine was replaced."""
-        world = 1 + sum(engine.ranks for engine in engines)
-        spec = self._spec(world)
-        pending = []
+    def open(self, engines: list[EngineEnd]) -> list[Any]:
+        """Connect both ends; again after an engine was replaced. Returns each engine's `intake.Choice`."""
+        spec = self._spec(sum(engine.ranks for engine in engines))
+        senders = []
         if spec.rendezvous or not self._opened:
-            pending.append(self._trainers.start("refit_open", spec, self.plan))
-        first = 1
-        for engine in engines:
-            pending.append(engine.worker.start("refit_open", spec, self.plan, first))
-            first += engine.ranks
-        self._gather(pending)
+            senders.append(self._trainers.start("refit_open", spec, self.plan))
+        opening = []
+        for engine, first in zip(engines, _first_ranks(engines)):
+            arguments = (spec, self.plan, first, self.options.mode, self.options.in_flight)
+            opening.append(engine.worker.start("refit_open", *arguments))
+        self._gather(senders)
+        choices = [answer[0] for answer in self._gather(opening)]
         self._opened = True
+        return choices
 
-    def run(self, engines: list[EngineEnd], version: int, checksums: bool) -> None:
-        """Send `version` and load it everywhere.
+    def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> Report:
+        """Send `version` and make it live everywhere; `checks` other than the run's own if given.
 
-        Raises RefitError naming the first tensor that arrived changed, EnginesLost for engines that failed.
+        Returns the slowest engine's report, with the trainers' `pack` and the memory of both ends. Raises
+        EnginesLost for engines that failed, and what a trainer raised if no engine was the cause.
         """
-        header = Header(version, self.plan.digest, checksums)
+        header = Header(version, self.plan.digest, checks or self.options.checks)
         sending = self._trainers.start("refit_send", header)
-        if not self._rendezvous:
-            sent = self._gather([sending])[0]
+        if not self._spec(0).rendezvous:
+            self._gather([sending])
         receiving = [engine.worker.start("refit_receive", header) for engine in engines]
-        if self._rendezvous:
-            sent = self._gather([sending])[0]
-        lost: dict[int, Exception] = {}
-        for index, (engine, part) in enumerate(zip(engines, receiving)):
-            try:
-                received = part.wait(self._timeout, KNOB)[0]
-            except (WorkerDied, WorkerError, WorkerTimeout) as error:
-                lost[index] = error
-                continue
-            self._compare(engine.worker.name, sent[0], received["checksums"])
-        if lost:
-            raise EnginesLost(lost)
+        sent, reports = self._watch(engines, sending, receiving)
+        return _merged(sent, reports)
 
-    def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], version: int) -> None:
-        """Bring replaced engines to `version`, which the others already have."""
-        if self._rendezvous:
+    def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
+        """Bring `fresh` (replaced) engines and those `behind` to `version`, which the others already have."""
+        if self._spec(0).rendezvous:
             self.open(engines)
-            self.run(engines, version, checksums=True)
+            self.run(engines, version, "all")
             return
         self.open(fresh)
-        header = Header(version, self.plan.digest, False)
-        self._gather([engine.worker.start("refit_receive", header) for engine in fresh])
+        header = Header(version, self.plan.digest, self.options.checks)
+        self._gather([engine.worker.start("refit_receive", header) for engine in (*fresh, *behind)])
+
+    def _watch(
+        self, engines: list[EngineEnd], sending: Pending, receiving: list[Pending]
+    ) -> tuple[list[Report], list[Report]]:
+        """Wait for all, so that whoever fails is told to the others at once. Returns trainers' and engines' reports."""
+        trainers = len(engines)
+        answers: dict[int, list[Report]] = {}
+        failed: dict[int, Exception] = {}
+        for index, outcome in as_they_end([*receiving, sending], self._patience, KNOB):
+            if not isinstance(outcome, Exception):
+                answers[index] = outcome
+                continue
+            failed[index] = outcome
+            if index < trainers:
+                first = _first_ranks(engines)[index]
+                self._trainers.aside("refit_drop", list(range(first, first + engines[index].ranks)), str(outcome))
+            elif not _blames_others(outcome):
+                raise outcome
+            elif len(failed) == 1:
+                # A trainer may give up before Ray has noticed an engine's death, or because an engine stands still.
+                failed |= _engines_failed(receiving)
+                break
+        if failed:
+            raise _verdict(failed, trainers)
+        return answers[trainers], [answers[index][0] for index in range(trainers)]
 
     @property
-    def _rendezvous(self) -> bool:
-        return self._spec(0).rendezvous
+    def _patience(self) -> float:
+        return self.options.timeout_s + _GRACE_S
 
-    def _spec(self, world: int) -> TransportSpec:
-        if self._kind == "shm":
-            return TransportSpec("shm", folder=self._folder)
-        port = free_port() if world else 0
-        return TransportSpec("broadcast", host="127.0.0.1", port=port, world=world, timeout_s=self._timeout)
+    def _spec(self, receivers: int) -> TransportSpec:
+        options = self.options
+        spec = TransportSpec(
+            options.kind, receivers, options.timeout_s, options.num_buffers, options.folder, colocated=options.colocated
+        )
+        if options.kind == "broadcast" and receivers:
+            return replace(spec, host="127.0.0.1", port=free_port())
+        return spec
 
     def _gather(self, pending: list[Pending]) -> list[list[Any]]:
-        return [part.wait(self._timeout, KNOB) for part in pending]
+        return [part.wait(self._patience, KNOB) for part in pending]
 
-    def _compare(self, engine: str, sent: list[int], received: list[int]) -> None:
-        entries = self.plan.entries if sent else ()
-        for entry, ours, theirs in zip(entries, sent, received, strict=True):
-            if ours != theirs:
-                raise RefitError(f"{entry.name} reached {engine} changed: checksum {theirs}, sent {ours}")
+
+def _first_ranks(engines: list[EngineEnd]) -> list[int]:
+    """The transport's rank of each engine's first worker; rank 0 is the trainer's."""
+    return [1 + sum(engine.ranks for engine in engines[:index]) for index in range(len(engines))]
+
+
+def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
+    smallest = min(holding.device_bytes for holding in holdings)
+    return min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
+
+
+def _blames_others(failure: Exception) -> bool:
+    return isinstance(failure, WorkerError) and failure.failures[0].type == PeerLost.__name__
+
+
+def _engines_failed(receiving: list[Pending]) -> dict[int, Exception]:
+    """What became of the engines that a trainer waited for in vain: one that does not answer now stands still."""
+    outcomes = as_they_end(receiving, _SETTLE_S, KNOB)
+    return {index: outcome for index, outcome in outcomes if isinstance(outcome, Exception)}
+
+
+def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
+    """What a refit that failed raises: engines are to blame unless only the trainers failed."""
+    lost = {index: reason for index, reason in failed.items() if index != trainers}
+    for index, reason in lost.items():
+        if isinstance(reason, WorkerTimeout) and trainers in failed:
+            lost[index] = RefitError(f"{reason}: {failed[trainers]}")
+    return EnginesLost(lost) if lost else failed[trainers]
+
+
+def _merged(sent: list[Report], received: list[Report]) -> Report:
+    """The slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
+    slowest = max(received, key=lambda report: report["seconds"])
+    return {
+        **slowest,
+        "pack": max(report["pack"] for report in sent),
+        "stall": max(report["stall"] for report in received),
+        "trainer_extra_bytes": max(report["extra_bytes"] for report in sent),
+        "engine_extra_bytes": max(report["extra_bytes"] for report in received),
+    }

@@ -1,116 +1,192 @@
-"""Refit through host shared memory: rank 0 writes one flat file in /dev/shm, every engine maps it.
+"""Refit through host shared memory: trainer ranks write flat files in /dev/shm, every engine maps them.
 
-The simplest correct transport, and the fast one on CPU, where the mapping is the only copy. A version's file
-appears by rename, complete or not at all, and stays until the next version stands, so that an engine started
-anew can be brought to the current version at any time.
+The simplest correct transport, and the fast one on CPU, where the mapping is the only copy. Two slots take turns
+and are reused for ever: a version stays readable until the next but one is written, so that an engine started anew
+can be brought to it, and writing goes into pages that exist (fresh ones of a tmpfs cost several times the copy).
 """
 
 import mmap
 import os
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import checksum
-from rlctl.refit.plan import Entry, Header, Plan, RefitError, planned
+from rlctl.refit.messages import Header, RefitError, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.shared import Deadline, Words, digest_word
+from rlctl.refit.sink import Sink, whole
+from rlctl.refit.source import Source
+
+_SLOTS = 2
 
 
 class ShmSender:
-    """Writes `folder/vN`; removes the version before the last."""
+    """A trainer rank's end: writes its own items; rank 0 makes the files and removes them."""
 
-    def __init__(self, plan: Plan, folder: Path, rank: int) -> None:
-        self._plan, self._folder, self._rank = plan, folder, rank
-        self._written: list[Path] = []
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, spec: TransportSpec, source: Source) -> None:
+        self._source, self._folder = source, Path(spec.folder)
+        if source.rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _allocate(self._folder, source.plan.nbytes)
+            Words(_words_file(self._folder), _word_count(source.plan), create=True).close()
+        else:
+            deadline = Deadline(spec.timeout_s)
+            while not _words_file(self._folder).exists():
+                deadline.check(lambda: f"refit: trainer rank {source.rank} waited {{}} for rank 0 to open")
+        self._slots = _Slots(self._folder, source.plan)
+        self._items = [n for _, chunk in source.plan.of(source.rank) for n in chunk.numbers]
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]], header: Header) -> list[int]:
-        """See `Sender.send`. Raises RefitError when /dev/shm is too small or a tensor departs from the plan."""
-        if self._rank != 0:
-            for _ in tensors:
-                pass
-            return []
-        path = version_file(self._folder, header.version)
-        sums = self._write(path, tensors, header.checksums)
-        for old in self._written:
-            if old != path:
-                old.unlink(missing_ok=True)
-        self._written = [path]
-        return sums
+    def send(self, header: Header) -> dict[str, float]:
+        """See `Sender.send`."""
+        begin = time.perf_counter()
+        plan, rank, slots = self._source.plan, self._source.rank, self._slots
+        checked = plan.checked(header)
+        slots.unwrite(header.version, rank)
+        for n in self._items:
+            place = slots.view(header.version, n)
+            place.copy_(self._source.view(n))
+            if n in checked:
+                slots.set_sum(header.version, n, int(checksum(self._source.view(n).to(place.dtype))))
+        slots.written(header, rank)
+        seconds = time.perf_counter() - begin
+        size = sum(plan.items[n].nbytes for n in self._items)
+        return {"pack": seconds, "wire": 0.0, "seconds": seconds, "bytes": size, "extra_bytes": 0}
+
+    def drop(self, receivers: list[int], reason: str) -> None:
+        """See `Sender.drop`. Nobody waits for a receiver here."""
 
     def close(self) -> None:
-        for file in self._written:
-            file.unlink(missing_ok=True)
-
-    def _write(self, path: Path, tensors: Iterator[tuple[str, Tensor]], checksums: bool) -> list[int]:
-        partial = path.with_suffix(".partial")
-        sums: list[int] = []
-        with _mapped(partial, self._plan.nbytes) as buffer:
-            flat = torch.frombuffer(buffer, dtype=torch.uint8)
-            for entry, tensor in planned(self._plan, tensors):
-                place(flat, entry).copy_(tensor)
-                if checksums:
-                    sums.append(checksum(tensor))
-            del flat
-        os.replace(partial, path)
-        return sums
+        """See `Sender.close`."""
+        self._slots.close()
+        if self._source.rank == 0:
+            for file in (*map(self._folder.joinpath, _names()), _words_file(self._folder)):
+                file.unlink(missing_ok=True)
 
 
 class ShmReceiver:
-    """Maps the version's file; tensors are views of it."""
+    """An engine worker's end: maps the slots at the first refit."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
+        self._slots: _Slots | None = None
 
-    def receive(self, header: Header) -> Iterator[tuple[str, Tensor]]:
+    def receive(self, header: Header, sink: Sink) -> dict[str, float]:
         """See `Receiver.receive`."""
+        begin = time.perf_counter()
         self._plan.verify(header)
-        path = version_file(self._folder, header.version)
-        if not path.exists():
-            raise RefitError(f"version {header.version} was never written to {self._folder}")
-        flat = torch.from_file(str(path), shared=True, size=self._plan.nbytes, dtype=torch.uint8)
-        for entry in self._plan.entries:
-            yield entry.name, place(flat, entry)
+        if self._slots is None:
+            if not _words_file(self._folder).exists():
+                raise RefitError(f"version {header.version} was never written to {self._folder}")
+            self._slots = _Slots(self._folder, self._plan)
+        slots = self._slots
+        slots.verify(header)
+        for n in sorted(self._plan.checked(header)):
+            if int(checksum(slots.view(header.version, n))) != slots.sum(header.version, n):
+                item = self._plan.items[n]
+                raise RefitError(f"{item.box.name} arrived changed (version {header.version})")
+        if not sink.adopt(slots.flat(header.version)):
+            for n in range(len(self._plan.items)):
+                sink.put(n, slots.view(header.version, n))
+        # A slot that was written again meanwhile holds a mixture.
+        slots.verify(header)
+        seconds = time.perf_counter() - begin
+        return {"wire": 0.0, "load": seconds, "seconds": seconds, "bytes": self._plan.payload, "extra_bytes": 0}
 
     def close(self) -> None:
-        """Nothing is held between refits."""
+        """See `Receiver.close`."""
+        if self._slots:
+            self._slots.close()
 
 
-def version_file(folder: Path, version: int) -> Path:
-    """Where a version's bytes lie."""
-    return folder / f"v{version}"
+class _Slots:
+    """Both slots, mapped, and the words that say what stands in them: digest, written versions, checksums."""
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self._plan, self._folder = plan, folder
+        self._flats = [_map(folder / name, plan.nbytes) for name in _names()]
+        self._words = Words(_words_file(folder), _word_count(plan), create=False)
+        self._stride = _word_count(plan) // _SLOTS
+        self._owner_words = 1 + len(plan.owners)
+
+    def flat(self, version: int) -> Tensor:
+        """The slot of a version, uint8 [plan.nbytes]."""
+        return self._flats[version % _SLOTS]
+
+    def view(self, version: int, number: int) -> Tensor:
+        """Item `number`'s place there."""
+        item = self._plan.items[number]
+        view: Tensor = whole(self.flat(version), self._plan.entries[item.entry])[item.box.slices()]
+        return view
+
+    def unwrite(self, version: int, owner: int) -> None:
+        """Say that the owner's part is being written."""
+        if owner in self._plan.owners:
+            self._words.array[self._place(version, 1 + self._plan.owners.index(owner))] = -1
+
+    def written(self, header: Header, owner: int) -> None:
+        """Say that the owner's part stands, with its checksums. The last word to be written."""
+        self._words.array[self._place(header.version, 0)] = digest_word(header.digest)
+        if owner in self._plan.owners:
+            place = self._place(header.version, 1 + self._plan.owners.index(owner))
+            # Version 0 must differ from a slot that nobody wrote.
+            self._words.array[place] = header.version + 1
+
+    def verify(self, header: Header) -> None:
+        """Raise RefitError unless the slot holds this version of this plan, whole."""
+        words = self._words.array
+        if words[self._place(header.version, 0)] != digest_word(header.digest):
+            raise RefitError(f"version {header.version} of plan {header.digest} was never written to {self._folder}")
+        for index, owner in enumerate(self._plan.owners, 1):
+            found = int(words[self._place(header.version, index)]) - 1
+            if found != header.version:
+                state = "is being written" if found < 0 else f"holds version {found}"
+                raise RefitError(f"expected version {header.version}: the part of trainer rank {owner} {state}")
+
+    def set_sum(self, version: int, number: int, value: int) -> None:
+        self._words.array[self._place(version, self._owner_words + number)] = value
+
+    def sum(self, version: int, number: int) -> int:
+        return int(self._words.array[self._place(version, self._owner_words + number)])
+
+    def close(self) -> None:
+        self._flats = []
+        self._words.close()
+
+    def _place(self, version: int, index: int) -> int:
+        return version % _SLOTS * self._stride + index
 
 
-def place(flat: Tensor, entry: Entry) -> Tensor:
-    """The entry's own slice of a flat uint8 buffer, viewed with its dtype and shape."""
-    part = flat[entry.offset : entry.offset + entry.nbytes]
-    return part.view(getattr(torch, entry.dtype)).view(entry.shape)
+def _names() -> list[str]:
+    return [f"slot{number}" for number in range(_SLOTS)]
 
 
-class _mapped:
-    """A new file of a size, mapped for writing, gone again if the block raises.
+def _words_file(folder: Path) -> Path:
+    return folder / "words"
 
-    Blocks are claimed first: a full folder is an error, not SIGBUS.
-    """
 
-    def __init__(self, path: Path, size: int) -> None:
-        self._path, self._size = path, size
+def _word_count(plan: Plan) -> int:
+    return _SLOTS * (1 + len(plan.owners) + len(plan.items))
 
-    def __enter__(self) -> mmap.mmap:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, self._size)
-            self._map = mmap.mmap(descriptor, self._size)
-        except OSError as error:
-            self._path.unlink(missing_ok=True)
-            raise RefitError(f"{self._path.parent} has no room for {self._size / 2**20:.0f} MiB: {error}") from error
-        finally:
-            os.close(descriptor)
-        return self._map
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._map.close()
-        if kind is not None:
-            self._path.unlink(missing_ok=True)
+def _allocate(folder: Path, size: int) -> None:
+    """The slots' files, their blocks claimed first: a full folder is an error, not SIGBUS."""
+    files = [folder / name for name in _names()]
+    try:
+        for file in files:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        for file in files:
+            file.unlink(missing_ok=True)
+        raise RefitError(f"{folder} has no room for {_SLOTS} x {size / 2**20:.0f} MiB: {error}") from error
+
+
+def _map(path: Path, size: int) -> Tensor:
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

@@ -4,23 +4,35 @@ Both ends live where the tensors are (a `Sender` in each trainer rank, a `Receiv
 driver only starts them and passes the header on. The loop never asks which transport it is.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from rlctl.refit.broadcast import BroadcastGroup, BroadcastReceiver, BroadcastSender
-from rlctl.refit.plan import Header, Plan, TransportSpec
-from rlctl.refit.shm import ShmReceiver, ShmSender
+from rlctl.refit.messages import Header, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.sink import Sink
+from rlctl.refit.source import Source
+
+# Seconds by phase of one end, and "bytes" and "extra_bytes" (memory it holds for refits).
+Report = dict[str, float]
 
 
 class Sender(Protocol):
-    """The trainer's end; called on every rank in lockstep, since `tensors` holds collectives."""
+    """A trainer rank's end."""
 
-    def send(self, tensors: Iterator[tuple[str, Tensor]], header: Header) -> list[int]:
-        """Send all tensors of the plan. Returns their checksums on rank 0 if the header asks for them."""
+    def send(self, header: Header) -> Report:
+        """Send this rank's chunks; returns when the weights may change again.
+
+        Report: pack (iterating, converting, packing), wire, seconds, bytes, extra_bytes. Raises RefitError naming
+        the receiver and tensor at fault once the deadline passed, or the reason given to `drop`.
+        """
+
+    def drop(self, receivers: list[int], reason: str) -> None:
+        """Wait no longer for these receivers (ranks from 1), in the `send` under way; called from another thread.
+
+        A transport that cannot go on without them ends the `send` with a RefitError of that reason.
+        """
 
     def close(self) -> None:
         """Free buffers, files and groups."""
@@ -29,22 +41,42 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The engine worker's end."""
 
-    def receive(self, header: Header) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in the plan's order; each is valid until the next is asked for. Raises RefitError."""
+    def receive(self, header: Header, sink: Sink) -> Report:
+        """Put every item of the plan into `sink`, whole and checked when it returns (device work included).
+
+        Report: wire, load, seconds, bytes, extra_bytes. Raises RefitError: another version or plan than announced,
+        a checksum that differs (names the tensor), a sender that did not come in time (names its rank and tensor).
+        """
 
     def close(self) -> None:
         """Free buffers, files and groups."""
 
 
-def open_sender(spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> Sender:
+def open_sender(spec: TransportSpec, source: Source, device: torch.device) -> Sender:
     """The trainer rank's end of the transport named by `spec`."""
     if spec.kind == "shm":
-        return ShmSender(plan, Path(spec.folder), rank)
-    return BroadcastSender(plan, BroadcastGroup(spec, 0, device) if rank == 0 else None)
+        from rlctl.refit.shm import ShmSender
+
+        return ShmSender(spec, source)
+    if spec.kind == "ipc":
+        from rlctl.refit.ipc import IpcSender
+
+        return IpcSender(spec, source, device)
+    from rlctl.refit.broadcast import BroadcastSender
+
+    return BroadcastSender(spec, source, device)
 
 
 def open_receiver(spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> Receiver:
     """The engine worker's end; `rank` counts all engine workers from 1."""
     if spec.kind == "shm":
+        from rlctl.refit.shm import ShmReceiver
+
         return ShmReceiver(plan, Path(spec.folder))
-    return BroadcastReceiver(plan, BroadcastGroup(spec, rank, device))
+    if spec.kind == "ipc":
+        from rlctl.refit.ipc import IpcReceiver
+
+        return IpcReceiver(spec, plan, rank, device)
+    from rlctl.refit.broadcast import BroadcastReceiver
+
+    return BroadcastReceiver(spec, plan, rank, device)

@@ -64,10 +64,17 @@ def _started(event: Record) -> str:
     return f"run resumed after step {done}" if done else f"run started: {event.get('model', '')}"
 
 
+def _opened(event: Record) -> str:
+    extra = float(event.get("extra_bytes", 0)) / 2**30
+    memory = f", {extra:.1f} GiB beside the weights" if extra else ""
+    return f"refit to {event.get('engine')}: {event.get('transport')}, {event.get('mode')} ({event.get('why')}){memory}"
+
+
 _WORDS: dict[str, Callable[[Record], str]] = {
     "run_started": _started,
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
     "probe": _probed,
+    "refit_opened": _opened,
     "data": lambda event: f"data: {event.get('what')}",
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
     "warning": lambda event: f"warning: {event.get('what')}",

@@ -1,8 +1,8 @@
 """What the loops write: events.jsonl (things that happened) and metrics.jsonl (numbers of a step).
 
 Contract 7: dashboard, lines, summary and reports read these files and nothing else. Times are unix seconds.
-Kinds of events: run_started, startup, phase, checkpoint, validation_started, prompts, warning, error,
-engine_lost, engine_restarted, run_ended. Metric names, units and meanings stand in `metrics.py`.
+Kinds of events: run_started, startup, phase, refit_opened, checkpoint, validation_started, prompts, warning,
+error, engine_lost, engine_restarted, run_ended. Metric names, units and meanings stand in `metrics.py`.
 """
 
 import math

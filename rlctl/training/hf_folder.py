@@ -28,16 +28,17 @@ def resolve(path: str) -> Path:
     return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
 
 
-def unfuse(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unfuse(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint names and the views of `tensor` they stand for; most parameters are one, under their own name.
 
-    Fused experts: gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], each expert's under its own name.
+    Fused experts: gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], each expert's under its own name;
+    the tensor may hold only the experts from `first` on.
     """
-    fused = _FUSED.fullmatch(name)
+    fused = is_fused(name)
     if fused is None:
         yield name, tensor
         return
-    for e, expert in enumerate(tensor):
+    for e, expert in enumerate(tensor, first):
         stem = f"{fused[1]}.{e}"
         if fused[2] == "down_proj":
             yield f"{stem}.down_proj.weight", expert
@@ -45,6 +46,11 @@ def unfuse(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             gate, up = expert.chunk(2)
             yield f"{stem}.gate_proj.weight", gate
             yield f"{stem}.up_proj.weight", up
+
+
+def is_fused(name: str) -> "re.Match[str] | None":
+    """Whether a parameter holds a layer's experts together."""
+    return _FUSED.fullmatch(name)
 
 
 class WeightFiles:
@@ -65,13 +71,22 @@ class WeightFiles:
             handle: Any = safe_open(folder / name, framework="pt")
             self._file |= dict.fromkeys(handle.keys(), handle)
 
+    def names(self) -> list[str]:
+        """Of all tensors on disk."""
+        return list(self._file)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a name on disk. Raises KeyError."""
+        if name not in self._file:
+            raise KeyError(f"{self.folder} has no tensor {name}")
+        value: Tensor = self._file[name].get_tensor(name)
+        return value
+
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target`, the parameter called `name` in memory. Raises KeyError, ValueError naming the tensor."""
         parts = [(name, target)] if name in self._file else unfuse(name, target)
         for part, view in parts:
-            if part not in self._file:
-                raise KeyError(f"{self.folder} has no tensor {part}")
-            value = self._file[part].get_tensor(part)
+            value = self.tensor(part)
             if value.shape != view.shape:
                 expected, found = tuple(view.shape), tuple(value.shape)
                 raise ValueError(f"{self.folder}: {part} has shape {found}, the configuration says {expected}")

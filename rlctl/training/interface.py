@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlctl.refit.source import Shard
 from rlctl.training.sequences import Sequence
 
 MicroBatch = list[Sequence]
@@ -78,6 +79,9 @@ class TrainerRank(Protocol):
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
         """(Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data moved."""
+
+    def shards(self) -> list[Shard]:
+        """This rank's part of the weights under Hugging Face names: its own memory, no copy, no collective."""
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face checkpoint names, one alive at a time; on every rank, in lockstep.

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import TrainerSection
-from rlctl.refit.plan import Header, Plan, TransportSpec
-from rlctl.refit.transport import Sender, open_sender
+from rlctl.refit.messages import Header, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.sending import Holding, SendingEnd
+from rlctl.refit.transport import Report
 from rlctl.training.interface import Loss, MicroBatch, Totals, TrainerRank
 from rlctl.training.sequences import Sequence
 
@@ -77,9 +79,10 @@ class TrainerWorker:
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec
+        import torch
+
         self._trainer = _backend(spec)
-        self._sender: Sender | None = None
-        self._refit_dtype: str | None = None
+        self._sending = SendingEnd(self._trainer, spec.rank, torch.device(spec.device))
 
     def train(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
         """See `TrainerRank.train`."""
@@ -96,24 +99,21 @@ class TrainerWorker:
         joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
         return joined
 
-    def refit_plan(self, dtype: str) -> Plan:
-        """The plan of everything that goes to the generator in `dtype`."""
-        self._refit_dtype = dtype
-        return Plan.build(self._trainer.layout(dtype))
+    def refit_holding(self, dtype: str) -> Holding:
+        """See `SendingEnd.holding`."""
+        return self._sending.holding(dtype)
 
     def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
         """Join the refit transport."""
-        import torch
+        self._sending.open(spec, plan)
 
-        if self._sender:
-            self._sender.close()
-        self._sender = open_sender(spec, plan, self._spec.rank, torch.device(self._spec.device))
+    def refit_send(self, header: Header) -> Report:
+        """Send this rank's part of the weights as they are now."""
+        return self._sending.send(header)
 
-    def refit_send(self, header: Header) -> list[int]:
-        """Send this version; returns checksums (rank 0) if the header asks for them."""
-        if self._sender is None:
-            raise RuntimeError("refit_open comes before refit_send")
-        return self._sender.send(self._trainer.export(self._refit_dtype), header)
+    def refit_drop(self, receivers: list[int], reason: str) -> None:
+        """See `Sender.drop`; called beside a running `refit_send`."""
+        self._sending.drop(receivers, reason)
 
     def save(self, folder: str, export: str | None, dtype: str | None) -> None:
         """Training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""
@@ -141,8 +141,7 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Free what the refit holds."""
-        if self._sender:
-            self._sender.close()
+        self._sending.close()
 
 
 def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:

@@ -7,7 +7,7 @@ generator work at the same time.
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +118,48 @@ class Pending:
         return names
 
 
+def as_they_end(
+    pending: Sequence[Pending], deadline_s: float, knob: str = DEADLINE_KNOB
+) -> Iterator[tuple[int, list[Any] | Exception]]:
+    """(index, results or the error that `Pending.wait` would raise) of several calls, each as soon as it is known."""
+    end = time.monotonic() + deadline_s
+    open_refs = {ref: index for index, part in enumerate(pending) for ref in part.refs}
+    while open_refs:
+        ready, _ = ray.wait(list(open_refs), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        index = open_refs.pop(ready[0])
+        failed = _failed(ready[0])
+        if not failed and index in open_refs.values():
+            continue
+        open_refs = {ref: other for ref, other in open_refs.items() if other != index}
+        yield index, _outcome(pending[index], failed)
+    for index in sorted(set(open_refs.values())):
+        late = [worker.name for worker, ref in zip(pending[index].workers, pending[index].refs) if ref in open_refs]
+        yield index, WorkerTimeout(pending[index].call, late, deadline_s, knob)
+
+
+def _failed(ref: Any) -> bool:
+    """Whether an answer that is there is a failure."""
+    try:
+        answer = ray.get(ref)
+    except RayActorError:
+        return True
+    return isinstance(answer[0] if isinstance(answer, tuple) else answer, Failure)
+
+
+def _outcome(pending: Pending, failed: bool) -> list[Any] | Exception:
+    """What a call gave; of a failed one that is still under way elsewhere, the failure."""
+    if failed:
+        ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)
+        pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ready]
+        pending = Pending(pending.call, [worker for worker, _ in pairs], [ref for _, ref in pairs])
+    try:
+        return pending.wait(1.0)
+    except (WorkerDied, WorkerError, WorkerTimeout) as error:
+        return error
+
+
 class WorkerGroup:
     """The ranks of one trainer: every call goes to all of them together."""
 
@@ -143,6 +185,11 @@ class WorkerGroup:
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """`start` and wait: one result a rank."""
         return self.start(method, *args, **kwargs).wait(self.deadline_s)
+
+    def aside(self, method: str, *args: Any) -> None:
+        """Call a short method beside the running ones (see `Host.aside`); nobody waits for it."""
+        for worker in self.workers:
+            worker.handle.aside.remote(method, args)
 
     def kill(self) -> None:
         """End all processes at once."""

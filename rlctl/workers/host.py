@@ -37,6 +37,10 @@ class Host:
         """The failure or the result of one method of the worker."""
         return self._threads.submit(self._guarded, lambda: getattr(self._worker, method)(*args, **kwargs)).result()
 
+    def aside(self, method: str, args: tuple[Any, ...]) -> None:
+        """Run a short method at once, beside the one that may be running: it must be made for that."""
+        getattr(self._worker, method)(*args)
+
     def pid(self) -> int:
         """Answers at once, also while a method runs."""
         return os.getpid()

@@ -1,15 +1,20 @@
 """Real engines on tiny models, and a source of weights that stands in for a trainer rank: a Hugging Face folder."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
-from rlctl.refit.plan import Header, Plan, TransportSpec
-from rlctl.refit.transport import Sender, open_sender
+from rlctl.refit.messages import Header, Kind, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.refit import Options
+from rlctl.refit.sending import Holding, SendingEnd
+from rlctl.refit.source import Shard
+from rlctl.refit.transport import Report
+from rlctl.training.hf_folder import WeightFiles
 from rlctl.workers.group import Worker, WorkerSpec
 
 
@@ -29,6 +34,8 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         stop_token_ids=(1,),
         sleeps=False,
         seed=0,
+        load_format="auto",
+        extension="rlctl.generation.worker.RefitWorker",
     )
 
 
@@ -53,26 +60,45 @@ class FolderSource:
     """Sends the tensors of a Hugging Face folder, as a trainer rank would send its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._sender: Sender | None = None
-
-    def refit_plan(self, dtype: str) -> Plan:
-        return Plan.build((name, tuple(tensor.shape), dtype) for name, tensor in self._tensors())
-
-    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
         import torch
 
-        self._sender = open_sender(spec, plan, 0, torch.device("cpu"))
+        files = WeightFiles(folder)
+        self.tensors = {name: files.tensor(name).clone() for name in files.names()}
+        self.sending = SendingEnd(self, 0, torch.device("cpu"))
 
-    def refit_send(self, header: Header) -> list[int]:
-        assert self._sender
-        return self._sender.send(self._tensors(), header)
+    def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
+        return [(name, tuple(tensor.shape), dtype or "float32") for name, tensor in self.tensors.items()]
 
-    def _tensors(self) -> Iterator[tuple[str, Any]]:
-        from safetensors import safe_open
+    def shards(self) -> list[Shard]:
+        return [Shard(name, (0,) * tensor.ndim, tensor) for name, tensor in self.tensors.items()]
 
-        with safe_open(self._folder / "model.safetensors", "pt") as file:
-            yield from ((name, file.get_tensor(name)) for name in list(file.keys()))
+    def refit_holding(self, dtype: str) -> Holding:
+        return self.sending.holding(dtype)
+
+    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
+        self.sending.open(spec, plan)
+
+    def refit_send(self, header: Header) -> Report:
+        return self.sending.send(header)
+
+    def refit_drop(self, receivers: list[int], reason: str) -> None:
+        self.sending.drop(receivers, reason)
+
+
+def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> Options:
+    options = Options(
+        kind=kind,
+        dtype="float32",
+        mode="auto",
+        num_buffers=2,
+        buffer_memory_ratio=0.02,
+        timeout_s=60.0,
+        folder=str(folder),
+        checks="all",
+        colocated=False,
+        in_flight=False,
+    )
+    return replace(options, **changes)
 
 
 def start_engine(folder: Path, logs: Path, name: str) -> Worker:

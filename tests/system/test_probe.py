@@ -15,7 +15,7 @@ from rlctl.refit.refit import Refit
 from rlctl.training.client import TrainerClient
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
-from tests.system.engines import FolderSource, MakeSource, spec_for
+from tests.system.engines import FolderSource, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 
 DEADLINE = 200.0
@@ -53,7 +53,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         for pending in pool.built():
             pending.wait(DEADLINE)
         for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
-            refit = Refit(group, "float32", "shm", str(tmp_path / folder), DEADLINE)
+            refit = Refit(group, refit_options("shm", tmp_path / folder))
             refit.open(pool.ends())
             parts = parts_of(trainer, pool, refit)
             if passes:

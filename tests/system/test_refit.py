@@ -1,6 +1,8 @@
 """After a refit an engine samples what a fresh engine on the same weights samples, for every architecture,
 and its log-probs are those of transformers."""
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +10,13 @@ import pytest
 
 from rlctl.generation.requests import SampleRequest
 from rlctl.grpo.mismatch import mismatch
-from rlctl.refit.plan import RefitError
-from rlctl.refit.refit import EngineEnd, Refit
+from rlctl.refit.messages import Header, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
+from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import WorkerGroup, WorkerSpec
-from tests.system.engines import FolderSource, MakeSource, greedy, start_engine
+from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, start_engine
 from tests.tiny_models import KINDS, Kind, make_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
@@ -42,10 +46,11 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         for engine in engines:
             engine.built().wait(DEADLINE)
         before = engines[0].start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0]
-        refit = Refit(source, "float32", "shm", str(tmp_path / "shm"), DEADLINE)
+        refit = Refit(source, refit_options("shm", tmp_path / "shm"))
         end = EngineEnd(engines[0], 1)
         refit.open([end])
-        refit.run([end], version=3, checksums=True)
+        report = refit.run([end], version=3)
+        assert report["bytes"] == refit.plan.payload
         after, fresh = (engine.start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
         assert not np.array_equal(before.tokens, fresh.tokens)
         assert np.array_equal(after.tokens, fresh.tokens)
@@ -65,44 +70,88 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
             engine.kill()
 
 
-class BrokenSource(FolderSource):
-    """Announces one checksum that is not that of what it sends."""
+class FlippingSource(FolderSource):
+    """One bit of version 2 changes on its way."""
 
-    def refit_send(self, header):  # type: ignore[no-untyped-def]
-        sums = super().refit_send(header)
-        return [sums[0], sums[1] + 1, *sums[2:]]
+    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
+        super().refit_open(spec, plan)
+        self.folder = Path(spec.folder)
+
+    def refit_send(self, header: Header) -> Report:
+        if header.version == 4:
+            self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        report = super().refit_send(header)
+        if header.version == 2:
+            with (self.folder / "slot0").open("r+b") as file:
+                file.seek(1000)
+                byte = file.read(1)[0]
+                file.seek(1000)
+                file.write(bytes([byte ^ 4]))
+        return report
 
 
-class ShortSource(FolderSource):
-    """Loses a tensor on the way."""
-
-    def _tensors(self):  # type: ignore[no-untyped-def]
-        tensors = list(super()._tensors())
-        return iter(tensors if not hasattr(self, "_sender") or self._sender is None else tensors[:-1])
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="rlctl-test-") as folder:
+        yield Path(folder)
 
 
 @pytest.mark.slow
-def test_what_goes_wrong_in_a_refit_is_named(ray_here: Path, tmp_path: Path) -> None:
-    folder = make_model(tmp_path / "m")
-    engine = start_engine(folder, ray_here, "named")
-    sources = [
-        WorkerGroup([WorkerSpec("source", MakeSource(folder, s))], DEADLINE) for s in (BrokenSource, ShortSource)
-    ]
+def test_a_changed_byte_never_reaches_the_engine_and_a_clean_refit_heals_it(
+    ray_here: Path, tmp_path: Path, shm: Path
+) -> None:
+    old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
+    engine = start_engine(old, ray_here, "flipped")
+    source = WorkerGroup([WorkerSpec("source", MakeSource(new, FlippingSource))], DEADLINE)
     try:
         engine.built().wait(DEADLINE)
+        before = engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        refit = Refit(source, refit_options("shm", shm))
         end = EngineEnd(engine, 1)
-        broken = Refit(sources[0], "float32", "shm", str(tmp_path / "a"), DEADLINE)
-        broken.open([end])
-        with pytest.raises(RefitError, match=f"{broken.plan.entries[1].name} reached named changed"):
-            broken.run([end], version=1, checksums=True)
-        short = Refit(sources[1], "float32", "shm", str(tmp_path / "b"), DEADLINE)
-        short.open([end])
-        with pytest.raises(WorkerError, match="refit_send on source"):
-            short.run([end], version=2, checksums=False)
+        refit.open([end])
+        with pytest.raises(EnginesLost, match=r"refit_receive on flipped: Untouched: .* arrived changed") as failure:
+            refit.run([end], version=2)
+        assert failure.value.intact == [0]
+        still = engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        assert np.array_equal(still.tokens, before.tokens)
+        refit.run([end], version=3)
+        after = engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        assert set(after.versions.tolist()) == {3}
+        assert not np.array_equal(after.tokens, before.tokens)
+        with pytest.raises(WorkerError, match="moved to other memory after the refit was opened"):
+            refit.run([end], version=4)
     finally:
         engine.kill()
-        for source in sources:
-            source.kill()
+        source.kill()
+
+
+@pytest.mark.slow
+def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: Path) -> None:
+    old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
+    engines = [start_engine(folder, ray_here, f"fly-{folder.name}") for folder in (old, new)]
+    source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
+    requests = [SampleRequest(f"r{i}", prompt, 2, 160, 1.0, i) for i, prompt in enumerate(PROMPTS * 4)]
+    try:
+        for engine in engines:
+            engine.built().wait(DEADLINE)
+        refit = Refit(source, refit_options("shm", shm, in_flight=True))
+        end = EngineEnd(engines[0], 1)
+        refit.open([end])
+        running = engines[0].start("generate", requests)
+        refit.run([end], version=1)
+        report = refit.run([end], version=2)
+        assert report["stall"] >= 0
+        rollouts = [one for group in running.wait(DEADLINE)[0].split(requests) for one in group]
+        seen = {tuple(sorted(set(one.versions.tolist()))) for one in rollouts}
+        assert any(len(versions) > 1 for versions in seen)
+        assert all((np.diff(one.versions) >= 0).all() for one in rollouts)
+        after, fresh = (engine.start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
+        assert np.array_equal(after.tokens, fresh.tokens)
+        assert np.array_equal(after.log_probs, fresh.log_probs)
+    finally:
+        source.kill()
+        for engine in engines:
+            engine.kill()
 
 
 @pytest.mark.slow
@@ -113,11 +162,11 @@ def test_broadcast_brings_two_engines_to_one_version(ray_here: Path, tmp_path: P
     try:
         for engine in engines:
             engine.built().wait(DEADLINE)
-        refit = Refit(source, "float32", "broadcast", "", DEADLINE)
+        refit = Refit(source, refit_options("broadcast"))
         ends = [EngineEnd(engine, 1) for engine in engines]
         refit.open(ends)
-        refit.run(ends, version=1, checksums=True)
-        refit.run(ends, version=2, checksums=False)
+        refit.run(ends, version=1)
+        refit.run(ends, version=2, checks="off")
         first, second = (engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0] for engine in engines)
         assert np.array_equal(first.tokens, second.tokens)
         assert set(first.versions.tolist()) == {2}

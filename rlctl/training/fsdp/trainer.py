@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rlctl.config.schema import TrainerSection
+from rlctl.refit.source import Shard
 from rlctl.training import hf_folder
 from rlctl.training.fsdp import checkpoint
 from rlctl.training.fsdp.metrics import Tally
 from rlctl.training.fsdp.model import build_policy, free_gathered
-from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients
+from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local
 from rlctl.training.fsdp.reference import Reference
 from rlctl.training.interface import Loss, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.packing import Packed, pack
@@ -51,7 +52,7 @@ class FsdpTrainer:
         cpu, or cuda:N with N this rank's device. temperature: log-probs are of the tempered policy.
         total_updates: what the learning-rate schedule runs over.
         """
-        self._config, self._rank, self._total_updates = config, rank, total_updates
+        self._config, self._rank, self._world, self._total_updates = config, rank, world, total_updates
         self._device = torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -123,6 +124,17 @@ class FsdpTrainer:
             for name, p in self._parameters.items()
             for part, view in hf_folder.unfuse(name, torch.empty(p.shape, dtype=_dtype(dtype, p), device="meta"))
         ]
+
+    def shards(self) -> list[Shard]:
+        """See TrainerRank. Parameters are sharded by rows: experts stacked in one parameter by whole experts."""
+        found = []
+        for name, p in self._parameters.items():
+            mine = local(p).detach()
+            first = self._rank * -(-p.shape[0] // self._world) if isinstance(p, DTensor) else 0
+            for part, view in hf_folder.unfuse(name, mine, first) if mine.numel() else ():
+                start = 0 if hf_folder.is_fused(name) else first
+                found.append(Shard(part, (start,) + (0,) * (view.ndim - 1), view))
+        return found
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         """See TrainerRank. A tensor may be the weights' own memory: read it before asking for the next."""

@@ -1,101 +1,137 @@
-"""Weights by broadcast between two processes over gloo: they arrive whole, or both ends learn why not, in time."""
+"""Weights by broadcast between processes over gloo: they arrive whole, or both ends learn why not, in time."""
 
 import multiprocessing
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlctl.refit.broadcast import BroadcastGroup
-from rlctl.refit.checksum import checksum
-from rlctl.refit.plan import Header, Plan, RefitError, TransportSpec, dtype_name
+from rlctl.refit.messages import Checks, Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.plan import Plan
+from rlctl.refit.sink import WholeSink
 from rlctl.refit.transport import open_receiver, open_sender
 from rlctl.workers.ports import free_port
+from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 
-CPU = torch.device("cpu")
-
-
-def tensors(version: int) -> list[tuple[str, Tensor]]:
-    base = torch.arange(91, dtype=torch.float32).view(7, 13) + version
-    return [("matrix", base), ("transposed", base.T), ("odd", base[0, :3].bfloat16()), ("scalar", base[6, 12].double())]
+Answer = str | dict[str, torch.Tensor]
 
 
-def make_plan() -> Plan:
-    return Plan.build((name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors(0))
+def make_spec(timeout_s: float, receivers: int = 1) -> TransportSpec:
+    return TransportSpec("broadcast", receivers, timeout_s, host="127.0.0.1", port=free_port())
 
 
-def make_spec(timeout_s: float) -> TransportSpec:
-    return TransportSpec("broadcast", host="127.0.0.1", port=free_port(), world=2, timeout_s=timeout_s)
-
-
-def receive(spec: TransportSpec, versions: list[int]) -> list[str | dict[str, tuple[str, int]]]:
-    """The receiving process: for each version what arrived (dtype, checksum), or what the RefitError says."""
-    plan = make_plan()
-    receiver = open_receiver(spec, plan, 1, CPU)
-    answers: list[str | dict[str, tuple[str, int]]] = []
+def receive(spec: TransportSpec, plan: Plan, versions: list[int], checks: Checks, rank: int = 1) -> list[Answer]:
+    """A receiving process: for each version what arrived, or what the RefitError says."""
+    receiver = open_receiver(spec, plan, rank, CPU)
+    answers: list[Answer] = []
     for version in versions:
+        sink = WholeSink(plan, CPU)
         try:
-            arrived = receiver.receive(Header(version, plan.digest, True))
-            answers.append({name: (dtype_name(tensor), checksum(tensor)) for name, tensor in arrived})
+            receiver.receive(Header(version, plan.digest, checks), sink)
+            answers.append({name: tensor.clone() for name, tensor in sink.tensors()})
         except RefitError as error:
             answers.append(str(error))
     receiver.close()
     return answers
 
 
+def send(spec: TransportSpec, plan: Plan, versions: list[int], checks: Checks, rank: int, world: int) -> list[float]:
+    """A sending process: bytes of each version."""
+    held = tensors()
+    sender = open_sender(spec, source_of(plan, held, rank, world), CPU)
+    sizes = []
+    for version in versions:
+        for name, tensor in tensors(version).items():
+            held[name].copy_(tensor)
+        sizes.append(sender.send(Header(version, plan.digest, checks))["bytes"])
+    sender.close()
+    return sizes
+
+
 @pytest.fixture(scope="module")
-def other() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+def others() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(3, multiprocessing.get_context("spawn")) as pool:
         yield pool
 
 
-def test_every_version_arrives_bit_for_bit_over_one_group(other: ProcessPoolExecutor) -> None:
-    spec, plan = make_spec(60), make_plan()
-    answer = other.submit(receive, spec, [1, 2])
-    sender = open_sender(spec, plan, 0, CPU)
-    sums = [sender.send(iter(tensors(version)), Header(version, plan.digest, True)) for version in (1, 2)]
-    for version, theirs, ours in zip((1, 2), answer.result(60), sums):
-        assert theirs == {name: (dtype_name(tensor), checksum(tensor)) for name, tensor in tensors(version)}
-        assert [value for _, value in theirs.values()] == ours
+@pytest.mark.parametrize(("world", "receivers"), [(1, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("checks", ["all", "sampled"])
+def test_every_version_arrives_bit_for_bit_at_every_receiver(
+    others: ProcessPoolExecutor, world: int, receivers: int, checks: Checks
+) -> None:
+    spec, plan = make_spec(60, receivers), plan_for(tensors(), world, buffer_bytes=300_000)
+    arriving: list[Future[Any]] = [
+        others.submit(receive, spec, plan, [1, 2], checks, rank) for rank in range(1, receivers + 1)
+    ]
+    sending = [others.submit(send, spec, plan, [1, 2], checks, rank, world) for rank in range(1, world)]
+    sizes = [send(spec, plan, [1, 2], checks, 0, world), *(part.result(60) for part in sending)]
+    assert [sum(column) for column in zip(*sizes)] == [plan.payload, plan.payload]
+    for answers in (part.result(60) for part in arriving):
+        for version, received in zip((1, 2), answers):
+            for name, tensor in tensors(version).items():
+                assert torch.equal(received[name], tensor), name
+
+
+def test_another_plan_is_found_out_before_anything_is_received(others: ProcessPoolExecutor) -> None:
+    held = tensors()
+    spec, plan = make_spec(2), plan_for(held)
+    foreign = plan_for(held, buffer_bytes=300_000)
+    answer = others.submit(receive, spec, foreign, [1], "all")
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    with pytest.raises(PeerLost, match="the group broke at matrix to transposed: Connection closed by peer"):
+        sender.send(Header(1, plan.digest, "all"))
+    (text,) = answer.result(60)
+    assert f"expected version 1 of plan {foreign.digest}, trainer rank 0 sends version 1 of another plan" in text
+
+
+def test_another_version_than_announced_is_refused(others: ProcessPoolExecutor) -> None:
+    held = tensors()
+    spec, plan = make_spec(2), plan_for(held)
+    answer = others.submit(receive, spec, plan, [7], "all")
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    with pytest.raises(PeerLost):
+        sender.send(Header(8, plan.digest, "all"))
+    assert "expected version 7" in answer.result(60)[0]
+    assert "sends version 8 of this plan" in answer.result(60)[0]
+
+
+def test_a_sender_that_never_sends_is_named_in_time(others: ProcessPoolExecutor) -> None:
+    held = tensors()
+    spec, plan = make_spec(2), plan_for(held)
+    begin = time.monotonic()
+    answer = others.submit(receive, spec, plan, [1], "all")
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    (text,) = answer.result(60)
+    assert time.monotonic() - begin < 30
+    assert "engine worker 1 and trainer rank 0: the group broke at the header" in text
     sender.close()
 
 
-def test_a_sender_without_checksums_returns_none_and_ranks_above_0_only_take_part(other: ProcessPoolExecutor) -> None:
-    spec, plan = make_spec(60), make_plan()
-    answer = other.submit(receive, spec, [1])
-    header = Header(1, plan.digest, False)
-    assert open_sender(spec, plan, 1, CPU).send(iter(tensors(1)), Header(1, plan.digest, True)) == []
-    assert open_sender(spec, plan, 0, CPU).send(iter(tensors(1)), header) == []
-    assert set(answer.result(60)[0]) == {"matrix", "transposed", "odd", "scalar"}
+def leave(spec: TransportSpec, plan: Plan) -> None:
+    """Joins, then is gone."""
+    open_receiver(spec, plan, 1, CPU).close()
 
 
-def test_another_version_than_announced_is_an_error_before_any_weight(other: ProcessPoolExecutor) -> None:
-    spec, plan = make_spec(3), make_plan()
-    answer = other.submit(receive, spec, [5])
-    sender = open_sender(spec, plan, 0, CPU)
-    with pytest.raises(RefitError, match="refit rank 0"):
-        # The receiver leaves at the header, so the sender's end fails too, at the latest when the time is over.
-        for _ in range(100):
-            sender.send(iter(tensors(4)), Header(4, plan.digest, False))
-            time.sleep(0.05)
-    assert answer.result(60) == [f"expected version 5 of plan {plan.digest}, the trainer sends another"]
+def test_a_receiver_that_leaves_is_noticed_before_the_deadline() -> None:
+    held = tensors()
+    spec, plan = make_spec(60), plan_for(held)
+    process = multiprocessing.get_context("spawn").Process(target=leave, args=(spec, plan))
+    process.start()
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    process.join(60)
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match="trainer rank 0: the group broke at"):
+        for version in range(3):
+            sender.send(Header(version, plan.digest, "all"))
+    assert time.monotonic() - begin < 30
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_peer_that_never_comes_is_an_error_within_the_time(rank: int) -> None:
-    spec, begin = make_spec(1.0), time.monotonic()
-    with pytest.raises(RefitError, match=f"refit rank {rank} of 2 could not join at 127.0.0.1:{spec.port}"):
-        BroadcastGroup(spec, rank, CPU)
-    assert time.monotonic() - begin < 10
-
-
-def test_a_trainer_that_joins_and_never_sends_is_an_error_within_the_time(other: ProcessPoolExecutor) -> None:
-    spec = make_spec(2.0)
-    answer = other.submit(receive, spec, [1])
-    group = BroadcastGroup(spec, 0, CPU)
-    (message,) = answer.result(30)
-    assert isinstance(message, str) and message.startswith("refit rank 1: broadcast failed or timed out")
-    assert group.rank == 0
+def test_nobody_to_meet_is_an_error_that_names_the_place() -> None:
+    plan = plan_for(tensors())
+    spec = replace(make_spec(1), timeout_s=1)
+    with pytest.raises(RefitError, match=f"nobody could be met at 127.0.0.1:{spec.port}"):
+        open_receiver(spec, plan, 1, CPU)

@@ -1,19 +1,39 @@
-"""The plan: aligned places in sending order, and a digest that two sides which disagree cannot share."""
+"""The plan: every number of every tensor travels once, in chunks that fit a buffer, by a digest both ends share."""
+
+from itertools import pairwise
+from math import prod
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from rlctl.refit.plan import ALIGNMENT, ITEM_BYTES, Header, Plan, RefitError, planned
+from rlctl.refit.messages import Header, RefitError
+from rlctl.refit.plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, Box, Plan
+from tests.unit.refit.weights import layout, plan_for, tensors
 
 Row = tuple[str, tuple[int, ...], str]
 LAYOUT: list[Row] = [("a", (3, 5), "float32"), ("b", (), "bfloat16"), ("c", (1000,), "float32")]
-TENSORS = [("a", torch.zeros(3, 5)), ("b", torch.zeros((), dtype=torch.bfloat16)), ("c", torch.zeros(1000))]
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
-layouts = st.lists(st.tuples(st.text(min_size=1, max_size=4), shapes, st.sampled_from([*ITEM_BYTES])), min_size=1)
+dtypes = st.sampled_from([*ITEM_BYTES])
+layouts = st.dictionaries(st.text(min_size=1, max_size=4), st.tuples(shapes, dtypes), min_size=1).map(
+    lambda found: [(name, shape, dtype) for name, (shape, dtype) in found.items()]
+)
+
+
+def row_boxes(rows: list[Row], world: int) -> list[list[Box]]:
+    """Every tensor in runs of rows; scalars are held by all ranks."""
+    boxes: list[list[Box]] = [[] for _ in range(world)]
+    for name, shape, _ in rows:
+        for rank in range(world):
+            if not shape:
+                boxes[rank].append(Box(name, (), ()))
+                continue
+            size = -(-shape[0] // world)
+            begin, end = min(rank * size, shape[0]), min((rank + 1) * size, shape[0])
+            if end > begin:
+                boxes[rank].append(Box(name, (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:])))
+    return boxes
 
 
 def test_entries_keep_their_order_and_are_aligned() -> None:
@@ -22,15 +42,78 @@ def test_entries_keep_their_order_and_are_aligned() -> None:
     assert [entry.nbytes for entry in plan.entries] == [60, 2, 4000]
     assert [entry.offset for entry in plan.entries] == [0, ALIGNMENT, 2 * ALIGNMENT]
     assert plan.nbytes == 2 * ALIGNMENT + 8 * ALIGNMENT
+    assert plan.payload == 4062
 
 
-@given(layouts)
-def test_places_never_overlap_and_waste_less_than_the_alignment(layout: list[Row]) -> None:
-    plan = Plan.build(layout)
-    ends = [entry.offset + entry.nbytes for entry in plan.entries]
-    for end, start in zip(ends, [*(entry.offset for entry in plan.entries[1:]), plan.nbytes]):
-        assert start % ALIGNMENT == 0
-        assert 0 <= start - end < ALIGNMENT
+@given(layouts, st.integers(1, 4), st.integers(2_000, 50_000))
+def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(rows: list[Row], world: int, limit: int) -> None:
+    widest = max((prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in rows), default=0)
+    plan = Plan.build(rows, row_boxes(rows, world), max(limit, widest))
+    covered = [0] * len(rows)
+    for item in plan.items:
+        covered[item.entry] += prod(item.box.shape)
+        assert item.nbytes == prod(item.box.shape) * ITEM_BYTES[plan.entries[item.entry].dtype] > 0
+    assert covered == [prod(shape) for _, shape, _ in rows]
+    assert [n for chunk in plan.chunks for n in chunk.numbers] == list(range(len(plan.items)))
+    for chunk in plan.chunks:
+        assert 0 < chunk.nbytes <= max(limit, widest) + ALIGNMENT
+        places = [(plan.items[n].offset, plan.items[n].nbytes) for n in chunk.numbers]
+        assert all(offset % ALIGNMENT == 0 for offset, _ in places)
+        assert all(a + n <= b for (a, n), (b, _) in pairwise(places))
+
+
+@given(layouts, st.integers(1, 4))
+def test_segments_are_one_large_item_or_a_run_of_small_ones(rows: list[Row], world: int) -> None:
+    plan = Plan.build(rows, row_boxes(rows, world))
+    for chunk in plan.chunks:
+        for segment in chunk.segments:
+            first, last = plan.items[segment.first], plan.items[segment.last - 1]
+            assert (segment.offset, segment.nbytes) == (first.offset, last.offset + last.nbytes - first.offset)
+            if not segment.single:
+                assert all(plan.items[n].nbytes < PACKED_BYTES for n in range(segment.first, segment.last))
+
+
+def test_large_tensors_travel_alone_and_small_ones_between_them_together() -> None:
+    rows = [
+        ("big", (1 << 19,), "float32"),
+        ("s1", (4,), "float32"),
+        ("s2", (4,), "float32"),
+        ("big2", (1 << 19,), "float32"),
+    ]
+    (chunk,) = Plan.build(rows).chunks
+    assert [(segment.first, segment.last) for segment in chunk.segments] == [(0, 1), (1, 3), (3, 4)]
+
+
+def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
+    rows = [("m", (8, 1024), "float32"), ("shared", (100,), "float32")]
+    boxes = [
+        [Box("m", (0, 0), (6, 1024)), Box("shared", (0,), (100,))],
+        [Box("m", (6, 0), (2, 1024)), Box("shared", (0,), (100,))],
+    ]
+    plan = Plan.build(rows, boxes, buffer_bytes=8192)
+    assert [chunk.owner for chunk in plan.chunks] == [0, 1, 0, 1, 0]
+    assert [plan.names(chunk) for chunk in plan.chunks] == ["m", "m", "m", "shared", "m"]
+    assert plan.owners == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([[Box("m", (0, 0), (3, 4))]], r"m: the trainer ranks hold 12 of its 32 numbers"),
+        ([[Box("m", (6, 0), (4, 4))]], r"m: a trainer rank holds \(4, 4\) from \(6, 0\), outside \(8, 4\)"),
+        ([[Box("x", (0, 0), (8, 4))]], r"trainer rank 0 holds x, which its layout does not list"),
+        ([[Box("m", (0, 0), (8, 4))], [Box("m", (0, 0), (4, 4))]], r"m: the trainer ranks hold 48 of its 32"),
+    ],
+    ids=["gap", "outside", "unknown", "overlap"],
+)
+def test_boxes_that_do_not_make_up_the_tensors_are_named(boxes: list[list[Box]], message: str) -> None:
+    with pytest.raises(RefitError, match=message):
+        Plan.build([("m", (8, 4), "float32")], boxes)
+
+
+def test_a_row_that_fits_no_buffer_names_the_knob() -> None:
+    with pytest.raises(RefitError, match=r"m: one row has 4096 bytes, a buffer 4000: raise refit.buffer_memory_ratio"):
+        Plan.build([("m", (2, 1024), "float32")], buffer_bytes=4000)
 
 
 @given(layouts, layouts)
@@ -39,45 +122,29 @@ def test_two_layouts_share_a_digest_only_if_they_are_the_same(one: list[Row], ot
     assert Plan.build(one).digest == Plan.build(list(one)).digest
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        pytest.param([LAYOUT[1], LAYOUT[0], LAYOUT[2]], id="order"),
-        pytest.param([("x", (3, 5), "float32"), *LAYOUT[1:]], id="name"),
-        pytest.param([("a", (5, 3), "float32"), *LAYOUT[1:]], id="shape"),
-        pytest.param([("a", (3, 5), "bfloat16"), *LAYOUT[1:]], id="dtype"),
-        pytest.param(LAYOUT[:2], id="fewer"),
-    ],
-)
-def test_any_difference_is_another_digest(other: list[Row]) -> None:
-    assert Plan.build(other).digest != Plan.build(LAYOUT).digest
+def test_another_owner_or_boundary_is_another_digest() -> None:
+    held = tensors()
+    digests = {plan_for(held, world, size).digest for world in (1, 2, 3) for size in (300_000, 1 << 20)}
+    assert len(digests) == 6
 
 
 def test_a_header_of_another_plan_is_refused() -> None:
     plan = Plan.build(LAYOUT)
-    plan.verify(Header(1, plan.digest, False))
+    plan.verify(Header(1, plan.digest, "all"))
     with pytest.raises(RefitError, match=f"this end was given plan {plan.digest}"):
-        plan.verify(Header(1, Plan.build(LAYOUT[:1]).digest, False))
+        plan.verify(Header(1, Plan.build(LAYOUT[:1]).digest, "all"))
 
 
-def test_an_export_that_follows_the_plan_is_paired_with_its_entries() -> None:
-    plan = Plan.build(LAYOUT)
-    pairs = list(planned(plan, iter(TENSORS)))
-    assert [entry for entry, _ in pairs] == list(plan.entries)
-    assert all(tensor is theirs for (_, tensor), (_, theirs) in zip(pairs, TENSORS))
+def test_sampled_checks_reach_every_item_within_a_sample_of_versions() -> None:
+    plan = plan_for(tensors(), buffer_bytes=4096 * 4)
+    parts = [plan.checked(Header(version, plan.digest, "sampled")) for version in range(SAMPLE)]
+    assert sorted(n for part in parts for n in part) == list(range(len(plan.items)))
+    assert plan.checked(Header(5, plan.digest, "all")) == frozenset(range(len(plan.items)))
+    assert plan.checked(Header(5, plan.digest, "off")) == frozenset()
 
 
-@pytest.mark.parametrize(
-    ("export", "message"),
-    [
-        ([("a", torch.zeros(3, 5).half()), *TENSORS[1:]], r"has a \(3, 5\) float32, .* exported a \(3, 5\) float16"),
-        ([("a", torch.zeros(5, 3)), *TENSORS[1:]], r"has a \(3, 5\) float32, .* exported a \(5, 3\) float32"),
-        ([("x", torch.zeros(3, 5)), *TENSORS[1:]], r"has a \(3, 5\) float32, .* exported x \(3, 5\) float32"),
-        (TENSORS[:2], r"has c \(1000,\) float32, the trainer exported nothing more"),
-        ([*TENSORS, TENSORS[0]], r"has nothing more, the trainer exported a \(3, 5\) float32"),
-    ],
-    ids=["dtype", "shape", "name", "fewer", "more"],
-)
-def test_an_export_that_departs_from_the_plan_is_named(export: list[tuple[str, Tensor]], message: str) -> None:
-    with pytest.raises(RefitError, match=message):
-        list(planned(Plan.build(LAYOUT), iter(export)))
+def test_every_rank_of_an_uneven_split_sends_its_own() -> None:
+    held = tensors()
+    plan = plan_for(held, 3)
+    assert sum(item.nbytes for item in plan.items) == plan.payload
+    assert {name for name, *_ in layout(held)} - {item.box.name for item in plan.items} == {"none"}

@@ -1,94 +1,113 @@
-"""Weights through a file in memory: what arrives is what was sent, or an error that says why."""
+"""Weights through files in memory: what arrives is what was sent, or an error that says why."""
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from rlctl.refit.checksum import checksum
-from rlctl.refit.plan import Header, Plan, RefitError, dtype_name
+from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.plan import Plan
 from rlctl.refit.shm import ShmReceiver, ShmSender
-
-TENSORS: list[tuple[str, Tensor]] = [
-    ("matrix", torch.randn(7, 13)),
-    ("odd", torch.randn(5, 3).to(torch.bfloat16)),
-    ("half", torch.randn(129).to(torch.float16)),
-    ("double", torch.randn(3, 1, 2).to(torch.float64)),
-    ("none", torch.empty(0, 4)),
-    ("scalar", torch.tensor(2.5)),
-    ("transposed", torch.randn(4, 6).T),
-]
+from rlctl.refit.sink import WholeSink
+from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 
 
-def plan_of(tensors: list[tuple[str, Tensor]]) -> Plan:
-    return Plan.build((name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors)
+def spec(folder: Path, timeout_s: float = 1.0) -> TransportSpec:
+    return TransportSpec("shm", 1, timeout_s, folder=str(folder))
 
 
-def test_every_dtype_and_shape_arrives_bit_for_bit(tmp_path: Path) -> None:
-    plan = plan_of(TENSORS)
-    header = Header(3, plan.digest, True)
-    sums = ShmSender(plan, tmp_path, 0).send(iter(TENSORS), header)
-    received = list(ShmReceiver(plan, tmp_path).receive(header))
-    assert [name for name, _ in received] == [name for name, _ in TENSORS]
-    for (_, sent), (_, got) in zip(TENSORS, received):
-        assert got.dtype == sent.dtype
-        assert torch.equal(got, sent)
-    assert sums == [checksum(tensor) for _, tensor in received]
+def header(plan: Plan, version: int) -> Header:
+    return Header(version, plan.digest, "all")
 
 
-def test_only_the_newest_version_stays_and_ranks_above_0_write_nothing(tmp_path: Path) -> None:
-    plan = plan_of(TENSORS)
-    sender, other = ShmSender(plan, tmp_path, 0), ShmSender(plan, tmp_path, 1)
-    for version in (1, 2):
-        sender.send(iter(TENSORS), Header(version, plan.digest, False))
-        assert other.send(iter(TENSORS), Header(version, plan.digest, True)) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["v2"]
-    sender.close()
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_dtype_and_shape_arrives_bit_for_bit_from_every_rank(tmp_path: Path, world: int) -> None:
+    held = tensors()
+    plan = plan_for(held, world)
+    senders = [ShmSender(spec(tmp_path), source_of(plan, held, rank, world)) for rank in range(world)]
+    receiver, sink = ShmReceiver(plan, tmp_path), WholeSink(plan, CPU)
+    for version in (3, 4, 5):
+        for name, tensor in tensors(version).items():
+            held[name].copy_(tensor)
+        sent = [sender.send(header(plan, version)) for sender in senders]
+        assert sum(report["bytes"] for report in sent) == plan.payload
+        receiver.receive(header(plan, version), sink)
+        received = dict(sink.tensors())
+        assert [*received] == [*held]
+        for name, tensor in tensors(version).items():
+            assert received[name].dtype == tensor.dtype
+            assert torch.equal(received[name], tensor)
+    assert sink.extra_bytes == 0
+    receiver.close()
+    for sender in senders:
+        sender.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_travel_in_the_dtype_of_the_plan(tmp_path: Path) -> None:
+    held = {"w": torch.randn(5, 7)}
+    plan = Plan.build([("w", (5, 7), "bfloat16")])
+    ShmSender(spec(tmp_path), source_of(plan, held)).send(header(plan, 1))
+    sink = WholeSink(plan, CPU)
+    ShmReceiver(plan, tmp_path).receive(header(plan, 1), sink)
+    assert torch.equal(dict(sink.tensors())["w"], held["w"].bfloat16())
+
+
+def test_a_version_stays_readable_until_the_next_but_one(tmp_path: Path) -> None:
+    held = tensors()
+    plan = plan_for(held)
+    sender = ShmSender(spec(tmp_path), source_of(plan, held))
+    for version in (1, 2):
+        sender.send(header(plan, version))
+    ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
+    sender.send(header(plan, 3))
+    with pytest.raises(RefitError, match="expected version 1: the part of trainer rank 0 holds version 3"):
+        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
+
+
+def test_a_part_that_a_rank_has_not_written_is_named(tmp_path: Path) -> None:
+    held = tensors()
+    plan = plan_for(held, 2)
+    senders = [ShmSender(spec(tmp_path), source_of(plan, held, rank, 2)) for rank in range(2)]
+    senders[0].send(header(plan, 1))
+    with pytest.raises(RefitError, match="the part of trainer rank 1 is being written"):
+        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
 
 
 def test_a_version_never_written_and_a_foreign_plan_are_errors(tmp_path: Path) -> None:
-    plan = plan_of(TENSORS)
+    held = tensors()
+    plan = plan_for(held)
     receiver = ShmReceiver(plan, tmp_path)
     with pytest.raises(RefitError, match="version 9 was never written"):
-        list(receiver.receive(Header(9, plan.digest, False)))
+        receiver.receive(header(plan, 9), WholeSink(plan, CPU))
     with pytest.raises(RefitError, match="this end was given plan"):
-        list(receiver.receive(Header(9, "0" * 16, False)))
+        receiver.receive(Header(9, "0" * 16, "all"), WholeSink(plan, CPU))
+    ShmSender(spec(tmp_path), source_of(plan, held))
+    with pytest.raises(RefitError, match=f"version 9 of plan {plan.digest} was never written"):
+        receiver.receive(header(plan, 9), WholeSink(plan, CPU))
 
 
-def test_a_tensor_that_departs_from_the_plan_leaves_no_version_behind(tmp_path: Path) -> None:
-    plan = plan_of(TENSORS)
-    wrong = [("matrix", torch.randn(7, 14)), *TENSORS[1:]]
-    with pytest.raises(RefitError, match=r"the trainer exported matrix \(7, 14\)"):
-        ShmSender(plan, tmp_path, 0).send(iter(wrong), Header(1, plan.digest, False))
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("name", ["matrix", "large", "last"])
+def test_a_flipped_bit_is_named_with_its_tensor(tmp_path: Path, name: str) -> None:
+    held = tensors()
+    plan = plan_for(held)
+    ShmSender(spec(tmp_path), source_of(plan, held)).send(header(plan, 1))
+    (entry,) = [entry for entry in plan.entries if entry.name == name]
+    with (tmp_path / "slot1").open("r+b") as file:
+        file.seek(entry.offset + entry.nbytes - 1)
+        byte = file.read(1)[0]
+        file.seek(entry.offset + entry.nbytes - 1)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(RefitError, match=f"{name} arrived changed"):
+        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
 
 
-def test_an_export_that_raises_halfway_leaves_the_last_version_as_it_was(tmp_path: Path) -> None:
-    plan = plan_of(TENSORS)
-    sender = ShmSender(plan, tmp_path, 0)
-    sender.send(iter(TENSORS), Header(1, plan.digest, False))
-
-    def broken() -> Iterator[tuple[str, Tensor]]:
-        yield "matrix", torch.zeros(7, 13)
-        raise RuntimeError("a rank is gone")
-
-    with pytest.raises(RuntimeError, match="a rank is gone"):
-        sender.send(broken(), Header(2, plan.digest, False))
-    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
-    received = dict(ShmReceiver(plan, tmp_path).receive(Header(1, plan.digest, False)))
-    assert torch.equal(received["matrix"], TENSORS[0][1])
-
-
-def test_a_version_sent_again_replaces_itself(tmp_path: Path) -> None:
-    plan = plan_of(TENSORS)
-    sender = ShmSender(plan, tmp_path, 0)
-    for _ in range(2):
-        sender.send(iter(TENSORS), Header(1, plan.digest, False))
-    assert [path.name for path in tmp_path.iterdir()] == ["v1"]
+def test_a_rank_whose_first_rank_never_opens_says_so_in_time(tmp_path: Path) -> None:
+    held = tensors()
+    plan = plan_for(held, 2)
+    with pytest.raises(PeerLost, match=r"trainer rank 1 waited 0.2 s for rank 0 to open"):
+        ShmSender(spec(tmp_path, 0.2), source_of(plan, held, 1, 2))
 
 
 def test_a_folder_without_room_is_an_error_that_says_how_much_is_needed(tmp_path: Path) -> None:
@@ -97,10 +116,10 @@ def test_a_folder_without_room_is_an_error_that_says_how_much_is_needed(tmp_path
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode:
         pytest.skip("mounting a small file system is not permitted")
     try:
-        big = [("big", torch.zeros(1 << 20))]
-        plan = plan_of(big)
-        with pytest.raises(RefitError, match="has no room for 4 MiB"):
-            ShmSender(plan, folder, 0).send(iter(big), Header(1, plan.digest, False))
+        held = {"big": torch.zeros(1 << 20)}
+        plan = plan_for(held, buffer_bytes=1 << 30)
+        with pytest.raises(RefitError, match="has no room for 2 x 4 MiB"):
+            ShmSender(spec(folder), source_of(plan, held))
         assert list(folder.iterdir()) == []
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)

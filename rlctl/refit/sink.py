@@ -1,0 +1,79 @@
+"""Where a receiver puts what arrives: into an engine's parameters, their twins, or whole tensors for its loader."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlctl.refit.plan import ITEM_BYTES, Entry, Plan
+
+
+class Sink(Protocol):
+    """One engine worker's memory for a version of the weights."""
+
+    def target(self, number: int) -> Tensor | None:
+        """Contiguous memory in which item `number` of the plan may be received as it is; None: receive elsewhere."""
+
+    def put(self, number: int, data: Tensor) -> None:
+        """Copy item `number`, shaped as its box (any strides, any float dtype), to where it belongs."""
+
+    def adopt(self, flat: Tensor) -> bool:
+        """Take a whole version at once: uint8 [plan.nbytes], every entry at its offset, unchanged until the next refit.
+
+        False: this sink needs its items put one by one.
+        """
+
+
+class WholeSink:
+    """Whole tensors under their Hugging Face names, for an engine that rearranges weights itself."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._plan, self._device = plan, device
+        self._flat: Tensor | None = None
+        self._adopted = False
+
+    def target(self, number: int) -> Tensor | None:
+        """See `Sink.target`."""
+        view = self._place(number)
+        return view if view.is_contiguous() else None
+
+    def put(self, number: int, data: Tensor) -> None:
+        """See `Sink.put`."""
+        self._place(number).copy_(data, non_blocking=True)
+
+    def adopt(self, flat: Tensor) -> bool:
+        """See `Sink.adopt`."""
+        self._flat, self._adopted = flat, True
+        return True
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the plan, in its order."""
+        return ((entry.name, whole(self._buffer, entry)) for entry in self._plan.entries)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Memory held besides the engine's own."""
+        return 0 if self._flat is None or self._adopted else self._flat.numel()
+
+    @property
+    def _buffer(self) -> Tensor:
+        if self._flat is None:
+            self._flat = torch.empty(self._plan.nbytes, dtype=torch.uint8, device=self._device)
+        return self._flat
+
+    def _place(self, number: int) -> Tensor:
+        item = self._plan.items[number]
+        view: Tensor = whole(self._buffer, self._plan.entries[item.entry])[item.box.slices()]
+        return view
+
+
+def whole(flat: Tensor, entry: Entry) -> Tensor:
+    """The entry's own slice of a flat uint8 buffer, with its dtype and shape."""
+    return typed(flat, entry.offset, entry.dtype, entry.shape)
+
+
+def typed(flat: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Part of a uint8 buffer from byte `offset` on, viewed with a dtype and shape."""
+    size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
+    return flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)

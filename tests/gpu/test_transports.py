@@ -1,0 +1,288 @@
+"""Weights between processes on GPUs, by CUDA IPC and by NCCL: bit for bit, or an error that both ends survive."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.refit.messages import Header, Kind, PeerLost, RefitError, TransportSpec
+from rlctl.refit.plan import Box, Plan
+from rlctl.workers.ports import free_port
+
+pytestmark = pytest.mark.gpu
+BUFFER = 64 << 20
+ROWS, COLUMNS = 4096, 2048
+
+
+def gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def see(device: int) -> None:
+    """Of a new process: the one device that it sees."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ""
+
+
+@contextmanager
+def process(device: int) -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), see, (device,)) as pool:
+        yield pool
+
+
+def layout(dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
+    rows = [(f"layer{i}.{name}", shape, dtype) for i in range(12) for name, shape in SHAPES.items()]
+    return [("embed", (ROWS, COLUMNS), dtype), *rows]
+
+
+SHAPES = {"norm": (COLUMNS,), "q": (ROWS, COLUMNS), "k": (512, COLUMNS), "down": (COLUMNS, ROWS)}
+
+
+def make_plan(world: int) -> Plan:
+    """bfloat16 travels; each rank holds its rows."""
+    boxes: list[list[Box]] = [[] for _ in range(world)]
+    for name, shape, _ in layout("bfloat16"):
+        size = shape[0] // world
+        for rank in range(world):
+            boxes[rank].append(Box(name, (rank * size, *[0] * (len(shape) - 1)), (size, *shape[1:])))
+    return Plan.build(layout("bfloat16"), boxes, BUFFER)
+
+
+def fill(tensors: dict[str, Any], version: int) -> None:
+    """The same on every process: whole tensors of a version, as this process's slices of them."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(version)
+    for name, shape, _ in layout("float32"):
+        whole = torch.randn(shape, device="cuda", generator=generator)
+        first, mine = tensors[name]
+        mine.copy_(whole[first : first + mine.shape[0]])
+
+
+def sender(spec: TransportSpec, plan: Plan, rank: int, master: str) -> Any:
+    import torch
+
+    from rlctl.refit.source import Shard, Source
+    from rlctl.refit.transport import open_sender
+
+    held = {}
+    for box in (box for box in make_boxes(plan, rank)):
+        held[box.name] = (box.start[0], torch.empty(box.shape, dtype=getattr(torch, master), device="cuda"))
+    shards = [Shard(name, (first, *[0] * (tensor.ndim - 1)), tensor) for name, (first, tensor) in held.items()]
+    return held, open_sender(spec, Source(plan, rank, shards), torch.device("cuda:0"))
+
+
+def make_boxes(plan: Plan, rank: int) -> list[Box]:
+    """What rank holds: its items joined again, tensor by tensor."""
+    found: dict[str, list[Box]] = {}
+    for _, chunk in plan.of(rank):
+        for n in chunk.numbers:
+            found.setdefault(plan.items[n].box.name, []).append(plan.items[n].box)
+    joined = []
+    for name, boxes in found.items():
+        first = min(boxes, key=lambda box: box.start)
+        joined.append(Box(name, first.start, (sum(box.shape[0] for box in boxes), *first.shape[1:])))
+    return joined
+
+
+def send(spec: TransportSpec, plan: Plan, rank: int, master: str, versions: int, drop_file: str) -> list[Any]:
+    """A trainer rank: reports, and how an error reads; `drop_file` appearing calls `drop`."""
+    held, end = sender(spec, plan, rank, master)
+
+    def watch() -> None:
+        while not Path(drop_file).exists():
+            time.sleep(0.02)
+        end.drop([1], "it was killed")
+
+    if drop_file:
+        threading.Thread(target=watch, daemon=True).start()
+    answers: list[Any] = []
+    for version in range(versions):
+        fill(held, version)
+        try:
+            answers.append(end.send(Header(version, plan.digest, "all")))
+        except RefitError as error:
+            answers.append(f"{type(error).__name__}: {error}")
+            break
+        Path(f"/tmp/rlctl-sent-{spec.port}").touch()
+    # The process must have outlived it: the device still works.
+    fill(held, 0)
+    end.close()
+    return answers
+
+
+def receive(spec: TransportSpec, plan: Plan, rank: int, versions: int, fused: bool) -> list[Any]:
+    """An engine worker: reports of versions that arrived bit for bit, or how the error reads."""
+    import torch
+
+    from rlctl.refit.regions import Region, RegionSink
+    from rlctl.refit.sink import WholeSink
+    from rlctl.refit.transport import open_receiver
+
+    device = torch.device("cuda:0")
+    memory = {name: torch.empty(shape, dtype=torch.bfloat16, device=device) for name, shape, _ in layout("bfloat16")}
+    for i in range(12):
+        # q and k are rows of one parameter, as fused projections are.
+        both = torch.empty(ROWS + 512, COLUMNS, dtype=torch.bfloat16, device=device)
+        memory[f"layer{i}.q"], memory[f"layer{i}.k"] = both[:ROWS], both[ROWS:]
+    regions = [Region(Box(name, (0,) * t.ndim, tuple(t.shape)), t) for name, t in memory.items()]
+    end = open_receiver(spec, plan, rank, device)
+    sink: Any = RegionSink(plan, regions) if fused else WholeSink(plan, device)
+    wanted = {name: (0, torch.empty_like(tensor)) for name, tensor in memory.items()}
+    answers: list[Any] = []
+    for version in range(versions):
+        try:
+            report = end.receive(Header(version, plan.digest, "all"), sink)
+        except RefitError as error:
+            answers.append(f"{type(error).__name__}: {error}")
+            break
+        fill(wanted, version)
+        arrived = memory if fused else dict(sink.tensors())
+        answers.append(report if all(torch.equal(arrived[name], t) for name, (_, t) in wanted.items()) else "changed")
+    torch.zeros(1, device=device).add_(1).item()
+    end.close()
+    return answers
+
+
+def make_spec(
+    kind: Kind, folder: Path, receivers: int, timeout_s: float = 60, colocated: bool = False
+) -> TransportSpec:
+    return TransportSpec(kind, receivers, timeout_s, 2, str(folder), "127.0.0.1", free_port(), colocated)
+
+
+def check(reports: list[Any], versions: int) -> None:
+    assert len(reports) == versions, reports
+    assert all(isinstance(report, dict) for report in reports), reports
+
+
+@pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")
+@pytest.mark.parametrize("master", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fused", [True, False], ids=["parameters", "whole"])
+def test_ipc_within_a_device(tmp_path: Path, master: str, fused: bool) -> None:
+    spec, plan = make_spec("ipc", tmp_path, 1, colocated=True), make_plan(1)
+    with process(0) as trainer, process(0) as engine:
+        sending = trainer.submit(send, spec, plan, 0, master, 3, "")
+        check(engine.submit(receive, spec, plan, 1, 3, fused).result(200), 3)
+        check(sending.result(100), 3)
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+@pytest.mark.parametrize("master", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_between_devices(tmp_path: Path, kind: Kind, master: str) -> None:
+    spec, plan = make_spec(kind, tmp_path, 1), make_plan(1)
+    with process(0) as trainer, process(1) as engine:
+        sending = trainer.submit(send, spec, plan, 0, master, 3, "")
+        received = engine.submit(receive, spec, plan, 1, 3, True).result(200)
+        check(received, 3)
+        reports = sending.result(100)
+        check(reports, 3)
+        assert reports[-1]["extra_bytes"] <= 2 * BUFFER + (1 << 20)
+        print(kind, master, {name: round(value, 5) for name, value in received[-1].items()})
+
+
+@pytest.mark.skipif("gpus() < 4", reason="needs four CUDA devices")
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+@pytest.mark.parametrize(("trainers", "engines"), [(2, 2), (1, 3)])
+def test_several_trainers_and_engines(tmp_path: Path, kind: Kind, trainers: int, engines: int) -> None:
+    spec, plan = make_spec(kind, tmp_path, engines), make_plan(trainers)
+    with process(0) as a, process(1) as b, process(2) as c, process(3) as d:
+        pools = [a, b, c, d]
+        sending = [pools[r].submit(send, spec, plan, r, "bfloat16", 3, "") for r in range(trainers)]
+        ranks = range(1, engines + 1)
+        receiving = [pools[trainers + r - 1].submit(receive, spec, plan, r, 3, True) for r in ranks]
+        for future in (*receiving, *sending):
+            check(future.result(200), 3)
+
+
+def first_of(answers: Future[list[Any]], seconds: float) -> str:
+    """How the error reads that ended a loop of refits."""
+    last = answers.result(seconds)[-1]
+    assert isinstance(last, str), last
+    return last
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_a_receiver_killed_on_the_way_leaves_the_trainer_alive(tmp_path: Path, kind: Kind) -> None:
+    spec, plan = make_spec(kind, tmp_path, 1), make_plan(1)
+    drop = tmp_path / "drop"
+    with process(0) as trainer:
+        sending = trainer.submit(send, spec, plan, 0, "bfloat16", 10_000, str(drop))
+        engine = multiprocessing.get_context("spawn").Process(target=seen_receive, args=(1, spec, plan))
+        engine.start()
+        await_first(spec)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        engine.join()
+        time.sleep(1)
+        drop.touch()
+        answers = sending.result(60)
+        if kind == "broadcast":
+            assert "engine workers 1 dropped out: it was killed" in str(answers[-1])
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_a_receiver_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind) -> None:
+    spec, plan = make_spec(kind, tmp_path, 1, timeout_s=5), make_plan(1)
+    with process(0) as trainer:
+        sending = trainer.submit(send, spec, plan, 0, "bfloat16", 10_000, "")
+        engine = multiprocessing.get_context("spawn").Process(target=seen_receive, args=(1, spec, plan))
+        engine.start()
+        await_first(spec)
+        os.kill(engine.pid or 0, signal.SIGSTOP)
+        begin = time.monotonic()
+        text = first_of(sending, 60)
+        assert time.monotonic() - begin < 20
+        assert text.startswith(PeerLost.__name__)
+        assert "trainer rank 0 waited 5 s for" in text
+        print(kind, text)
+        os.kill(engine.pid or 0, signal.SIGKILL)
+        engine.join()
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+@pytest.mark.parametrize("kind", ["ipc", "broadcast"])
+def test_a_sender_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind) -> None:
+    spec, plan = make_spec(kind, tmp_path, 1, timeout_s=5), make_plan(1)
+    with process(1) as engine:
+        receiving = engine.submit(receive, spec, plan, 1, 10_000, True)
+        trainer = multiprocessing.get_context("spawn").Process(target=seen_send, args=(0, spec, plan))
+        trainer.start()
+        await_first(spec)
+        os.kill(trainer.pid or 0, signal.SIGSTOP)
+        text = first_of(receiving, 60)
+        assert text.startswith(PeerLost.__name__)
+        assert "engine worker 1 waited 5 s for trainer rank 0" in text
+        print(kind, text)
+        os.kill(trainer.pid or 0, signal.SIGKILL)
+        trainer.join()
+
+
+def seen_receive(device: int, spec: TransportSpec, plan: Plan) -> None:
+    see(device)
+    receive(spec, plan, 1, 10_000, True)
+
+
+def seen_send(device: int, spec: TransportSpec, plan: Plan) -> None:
+    see(device)
+    send(spec, plan, 0, "bfloat16", 10_000, "")
+
+
+def await_first(spec: TransportSpec) -> None:
+    """Until a first version has gone over."""
+    end = time.monotonic() + 100
+    while not Path(f"/tmp/rlctl-sent-{spec.port}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(0.3)
