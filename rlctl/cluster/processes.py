@@ -57,7 +57,8 @@ def start_trainers(
             total_updates=total_updates,
             seed=config.run.seed,
         )
-        env = _environment(config.trainer, placement, rank)
+        threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // ranks)
+        env = trainer_environment(placement, rank, threads)
         specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, f"{session.logs}/trainer-{rank}.log"))
     return WorkerGroup(specs, config.run.deadline_s)
 
@@ -94,7 +95,7 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
     ranks, workers = config.trainer.num_ranks, config.generation.num_engines * config.generation.tensor_parallel_size
     checks: Checks = ("all" if cpu else "sampled") if refit.checksum == "auto" else refit.checksum
     return Options(
-        kind=_transport(placement, ranks, workers) if refit.transport == "auto" else refit.transport,
+        kind=usual_transport(placement, ranks, workers) if refit.transport == "auto" else refit.transport,
         dtype=dtype,
         mode=refit.mode,
         num_buffers=refit.num_buffers,
@@ -107,16 +108,19 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
     )
 
 
-def _transport(placement: Placement, ranks: int, workers: int) -> Kind:
-    """On CPU the mapping of shared memory is the only copy. Engines that read the trainers' memory share its link:
-    a broadcast passes each byte on once, but two NCCL ranks cannot share a device."""
+def usual_transport(placement: Placement, ranks: int, workers: int) -> Kind:
+    """What `auto` stands for.
+
+    On CPU the mapping of shared memory is the only copy. Engines that read the trainers' memory share its link: a
+    broadcast passes each byte on once, but two NCCL ranks cannot share a device.
+    """
     if placement.device == "cpu":
         return "shm"
     return "ipc" if placement.shared or workers <= ranks else "broadcast"
 
 
-def _environment(trainer: TrainerSection, placement: Placement, rank: int) -> dict[str, str]:
-    threads = trainer.threads or max(1, (os.cpu_count() or 1) // trainer.num_ranks)
+def trainer_environment(placement: Placement, rank: int, threads: int) -> dict[str, str]:
+    """Environment variables of a trainer rank's process."""
     # Waiting threads sleep: spinning ones take a busy machine's cores from each other (a step of 0.4 s took 2 to 3 s
     # beside other work), and cost nothing measurable on a quiet one.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}

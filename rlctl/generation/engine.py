@@ -93,6 +93,11 @@ class Engine:
         totals = {key: sum(part[key] for part in parts) for key in parts[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
 
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the extension (`EngineSpec.extension`) on every worker, between two steps."""
+        answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
+        return answers
+
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
         self._commands.put((work, future))

@@ -57,6 +57,11 @@ class Intake:
         """The mode in use."""
         return self._loading.choice
 
+    @property
+    def sink(self) -> Sink:
+        """Where versions are received."""
+        return self._loading.sink
+
     def stage(self, header: Header) -> None:
         """Receive on a thread; `staged` tells when it is done."""
         self._staged = None

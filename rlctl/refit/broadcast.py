@@ -82,7 +82,7 @@ class BroadcastSender:
     def __init__(self, spec: TransportSpec, source: Source, device: torch.device) -> None:
         self._spec, self._source, self._device = spec, source, device
         plan, rank = source.plan, source.rank
-        self._store = _meet(spec, rank == 0)
+        self._store = meet(spec, rank == 0)
         self._chunks = [chunk for _, chunk in plan.of(rank)]
         self._group = Group(self._store, spec, rank, 0, device) if self._chunks else None
         singles = (s.first for chunk in self._chunks for s in chunk.segments if s.single)
@@ -178,7 +178,7 @@ class BroadcastReceiver:
 
     def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
-        self._store = _meet(spec, False)
+        self._store = meet(spec, False)
         self._groups = {owner: Group(self._store, spec, owner, rank, device) for owner in plan.owners}
         self._wires = {owner: Lane(device) for owner in plan.owners}
         self._loading = Lane(device)
@@ -286,7 +286,7 @@ class BroadcastReceiver:
                     raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
 
 
-def _meet(spec: TransportSpec, keeper: bool) -> Any:
+def meet(spec: TransportSpec, keeper: bool) -> Any:
     patience = timedelta(seconds=spec.timeout_s)
     try:
         return TCPStore(spec.host, spec.port, is_master=keeper, timeout=patience, wait_for_workers=False)

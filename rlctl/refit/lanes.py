@@ -55,6 +55,11 @@ class Lane:
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark.event)
 
+    def wait(self) -> None:
+        """Until the device has done everything queued here."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def mark(self) -> Mark:
         """This moment of the lane."""
         if self._stream is None:

@@ -11,7 +11,7 @@ from tests.faults.runs import Run, fates, in_transit, survivors
 
 STEPS, KILLS = 10, 5
 # What depends on the clock or the machine, not on the run.
-LOOSE = ("time", "throughput/", "idle/", "memory/", "device/")
+LOOSE = ("time", "throughput/", "idle/", "memory/", "device/", "refit/")
 
 
 def lasting(record: dict[str, Any]) -> dict[str, Any]:

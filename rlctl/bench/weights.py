@@ -1,0 +1,88 @@
+"""Random weights in a model's shape, sharded over ranks by rows as FSDP2 shards, the same bits in every process."""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlctl.refit.source import Shard
+from rlctl.training import hf_folder
+
+Row = tuple[str, tuple[int, ...]]
+
+
+def parameters_of(folder: Path) -> list[Row]:
+    """(Hugging Face name, shape) of every tensor of a checkpoint of the model, from its config.json alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    # Tied tensors appear once among parameters, as they do on disk.
+    return [
+        (part, tuple(view.shape))
+        for name, parameter in model.named_parameters()
+        for part, view in hf_folder.unfuse(name, parameter.detach())
+    ]
+
+
+def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The whole tensor of a version, in the trainer's dtype. On one kind of device the bits are the same everywhere."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) * 1000 + version)
+    return torch.randn(shape, dtype=dtype, device=device, generator=generator) * 0.02
+
+
+class RandomShards:
+    """One rank's rows of every tensor. Implements `Sharded`."""
+
+    def __init__(self, folder: Path, rank: int, world: int, master: str, device: torch.device) -> None:
+        """master: dtype in which the trainer keeps its weights."""
+        self._rank, self._world, self._device = rank, world, device
+        self._dtype: torch.dtype = getattr(torch, master)
+        self._rows = parameters_of(folder)
+        self._held = {
+            name: torch.zeros(self._padded(shape), dtype=self._dtype, device=device) for name, shape in self._rows
+        }
+
+    def fill(self, version: int) -> None:
+        """Become the weights of a version, in place."""
+        for name, shape in self._rows:
+            mine = self._own(name, shape)
+            first = self._rank * self._padded(shape)[0]
+            mine.copy_(make_tensor(name, shape, version, self._dtype, self._device)[first : first + mine.shape[0]])
+
+    def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
+        """See `Sharded`."""
+        return [(name, shape, dtype or str(self._dtype).removeprefix("torch.")) for name, shape in self._rows]
+
+    def shards(self) -> list[Shard]:
+        """See `Sharded`."""
+        found = []
+        for name, shape in self._rows:
+            mine = self._own(name, shape)
+            if mine.numel():
+                start = (self._rank * self._padded(shape)[0],) + (0,) * (len(shape) - 1)
+                found.append(Shard(name, start, mine))
+        return found
+
+    def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors on every rank, one at a time, as FSDP2's `full_tensor` makes them; all ranks together."""
+        for name, shape in self._rows:
+            held = self._held[name]
+            if self._world > 1:
+                whole = torch.empty(
+                    (held.shape[0] * self._world, *held.shape[1:]), dtype=held.dtype, device=held.device
+                )
+                torch.distributed.all_gather_into_tensor(whole, held)
+                held = whole[: shape[0]]
+            yield name, held.to(dtype)
+
+    def _padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (-(-shape[0] // self._world), *shape[1:])
+
+    def _own(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Without the padding of the last ranks."""
+        rows = self._padded(shape)[0]
+        return self._held[name][: max(0, min(rows, shape[0] - self._rank * rows))]
