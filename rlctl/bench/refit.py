@@ -35,7 +35,7 @@ _BEFORE_UPDATE_S = 0.25
 class RefitBench:
     """What to measure. master: dtype of the trainer's weights; dtype: what travels and is served.
 
-    transports, modes, num_buffers: one row of rlctl's refit for each combination. rounds: refits a row. updates:
+    transports, modes, num_buffers, checks: one row of rlctl's refit for each combination. rounds: refits a row. updates:
     refits while requests run. references: whether the other schemes are measured too.
     """
 
@@ -48,7 +48,7 @@ class RefitBench:
     master: str
     dtype: str
     buffer_memory_ratio: float
-    checks: Checks
+    checks: tuple[Checks, ...]
     timeout_s: float
     rounds: int
     updates: int
@@ -174,8 +174,9 @@ class _Stage:
         for kind in bench.transports:
             for mode in bench.modes:
                 for buffers in bench.num_buffers:
-                    say(f"rlctl: {kind}, {mode}, {buffers} buffers")
-                    yield self._ours(kind, mode, buffers)
+                    for checks in bench.checks:
+                        say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
+                        yield self._ours(kind, mode, buffers, checks)
 
     def _reference(self, scheme: Scheme) -> Row:
         bench = self.bench
@@ -203,32 +204,32 @@ class _Stage:
         gathered = self.trainers.call("gather_rounds", self.bench.dtype, self.bench.rounds)
         return make_row("gathering to every rank alone", gathered, gathered)
 
-    def _ours(self, kind: Kind, mode: str, buffers: int) -> Row:
+    def _ours(self, kind: Kind, mode: str, buffers: int, checks: Checks) -> Row:
         bench = self.bench
         self._clear()
         self._fill()
         refit = Refit(self.trainers, self._options(kind, mode, buffers))
         choice = refit.open(self.ends)[0]
         in_turn = kind == "shm"
-        arguments = (refit.plan, bench.checks, 1, bench.rounds, in_turn)
+        arguments = (refit.plan, checks, 1, bench.rounds, in_turn)
         sending = self.trainers.start("refit_rounds", *arguments)
         received = self._rpc("bench_refit_rounds", *arguments)
         sent = sending.wait(_DEADLINE_S)
         wrong = self._differences()
-        label = f"rlctl {kind}, {choice.mode}, {buffers} buffer{'s' * (buffers > 1)}"
+        label = f"rlctl {kind}, {choice.mode}, {buffers} buffer{'s' * (buffers > 1)}, checks {checks}"
         row = make_row(label, sent, received, wrong, choice.mode)
         if bench.updates:
-            row = replace(row, **self._while_requests_run(refit))
+            row = replace(row, **self._while_requests_run(refit, checks))
         return row
 
-    def _while_requests_run(self, refit: Refit) -> dict[str, Any]:
+    def _while_requests_run(self, refit: Refit, checks: Checks) -> dict[str, Any]:
         """Refits as a run does them, through the driver, while every engine samples."""
         stalls, seconds = [], []
         for number in range(self.bench.updates):
             running = [engine.start("generate", _requests(number)) for engine in self.engines]
             time.sleep(_BEFORE_UPDATE_S)
             begin = time.perf_counter()
-            report = refit.run(self.ends, 1 + self.bench.rounds + number, self.bench.checks)
+            report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
             seconds.append(time.perf_counter() - begin)
             stalls.append(report["stall"])
             for part in running:
@@ -245,7 +246,7 @@ class _Stage:
             buffer_memory_ratio=bench.buffer_memory_ratio,
             timeout_s=bench.timeout_s,
             folder=str(self._folder / "refit"),
-            checks=bench.checks,
+            checks=bench.checks[0],
             colocated=bench.placement.shared and not bench.cpu and len(self.trainers) == self.workers == 1,
             in_flight=True,
         )

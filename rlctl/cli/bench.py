@@ -52,7 +52,9 @@ def refit(
     ] = None,
     colocated: Annotated[bool, typer.Option("--colocated", help="Trainer and engine share devices.")] = False,
     master: Annotated[str, typer.Option(help="dtype of the trainer's weights: float32 or bfloat16.")] = "float32",
-    checksum: Annotated[str | None, typer.Option(help="auto, all, sampled or off. Default: the configs'.")] = None,
+    checksum: Annotated[
+        str | None, typer.Option(help="A row for each: all, sampled, off. Default: a run's; on CPU off too.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=2, help="Refits a row; the first is not counted.")] = 10,
     updates: Annotated[int, typer.Option(min=0, help="Refits a row while requests run, for their stall.")] = 8,
     references: Annotated[bool, typer.Option(help="Measure the other schemes too.")] = True,
@@ -89,7 +91,8 @@ def _checked(
         why = "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged"
         problems.append(Problem("--mode", "", why))
     kinds = _words("--transport", asked["transport"] or _usual(placement, sizes), get_args(Kind), problems)
-    checks = _words("--checksum", asked["checksum"] or defaults.checksum, ("auto", *get_args(Checks)), problems)[0]
+    usual = "sampled" if gpus else "all,off"
+    checks = _words("--checksum", asked["checksum"] or usual, get_args(Checks), problems)
     _words("--master", master, ("float32", "bfloat16"), problems)
     buffers = _numbers(asked["num-buffers"] or str(defaults.num_buffers), problems)
     _check_plot(asked["plot"], problems)
@@ -109,7 +112,7 @@ def _checked(
             master=master,
             dtype="bfloat16" if gpus else "float32",
             buffer_memory_ratio=defaults.buffer_memory_ratio,
-            checks=("sampled" if gpus else "all") if checks == "auto" else checks,
+            checks=tuple(checks),
             timeout_s=defaults.timeout_s,
             logs=logs,
             **counts,

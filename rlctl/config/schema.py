@@ -157,7 +157,9 @@ class RefitSection:
         "weights, no extra memory; auto: staged where sampling goes on and memory allows"
     )
     num_buffers: int = spec("buffers that weights pass through on their way, at each end", ge=1)
-    buffer_memory_ratio: float = spec("size of a buffer as a share of device memory, at most 5 GiB", gt=0, le=0.5)
+    buffer_memory_ratio: float = spec(
+        "most that a buffer may take, as a share of device memory (never over 5 GiB)", gt=0, le=0.5
+    )
     checksum: Literal["auto", "all", "sampled", "off"] = spec(
         "items whose bytes are compared at each refit; auto: all on CPU, one in 16 on GPU"
     )

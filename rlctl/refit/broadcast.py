@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rlctl.refit.checksum import checksum, checksums
+from rlctl.refit.copies import Copies
 from rlctl.refit.lanes import Lane, Span, elapsed
 from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.plan import Chunk, Plan, Segment
-from rlctl.refit.ring import Slots, pack
+from rlctl.refit.ring import Packing, Slots
 from rlctl.refit.shared import Deadline, digest_word
 from rlctl.refit.sink import Sink
 from rlctl.refit.source import Source
@@ -87,6 +88,7 @@ class BroadcastSender:
         self._group = Group(self._store, spec, rank, 0, device) if self._chunks else None
         singles = (s.first for chunk in self._chunks for s in chunk.segments if s.single)
         self._ring = Slots(plan, self._chunks, spec.num_buffers, device, {n for n in singles if source.ready(n)})
+        self._pack = Packing(self._ring, source)
         self._packing, self._wire = Lane(device), Lane(device)
         self._dropped = ""
 
@@ -130,7 +132,7 @@ class BroadcastSender:
                 if number >= self._spec.num_buffers:
                     lane.after(sent[number - self._spec.num_buffers][1])
                 begin = lane.mark()
-                pack(self._ring, chunk, slot, self._source)
+                self._pack.run(chunk, slot)
                 packed.append((begin, lane.mark()))
             with self._wire as lane:
                 lane.after(packed[-1][1])
@@ -211,6 +213,7 @@ class BroadcastReceiver:
             in_place = {n for n in singles if sink.target(n) is not None}
             self._ring = Slots(self._plan, self._plan.chunks, self._spec.num_buffers, self._device, in_place)
             self._sink = sink
+            self._copies: dict[tuple[int, int], Copies] = {}
         return self._ring
 
     def _await_header(self, header: Header, deadline: Deadline) -> None:
@@ -250,11 +253,18 @@ class BroadcastReceiver:
             with self._loading as lane:
                 lane.after(arrived[-1][1])
                 begin = lane.mark()
-                for n, data in _landed(ring, chunk, slot, sink):
-                    if n in checked:
-                        sums[n] = checksum(data)
+                self._load(number, slot, ring, sink).run()
+                sums |= {n: checksum(_arrived(ring, s, n, slot, sink)) for s, n in _numbered(chunk) if n in checked}
                 loaded.append((begin, lane.mark()))
         return arrived, loaded, sums
+
+    def _load(self, number: int, slot: int, ring: Slots, sink: Sink) -> Copies:
+        """What brings the items of chunk `number` that came through the ring to where they belong."""
+        if (number, slot) not in self._copies:
+            chunk = self._plan.chunks[number]
+            passing = ((n, ring.view(s, n, slot)) for s, n in _numbered(chunk) if ring.has(s))
+            self._copies[number, slot] = sink.copies(passing)
+        return self._copies[number, slot]
 
     def _wait(self, arrived: list[Span], loaded: list[Span], deadline: Deadline) -> None:
         def message() -> str:
@@ -306,17 +316,17 @@ def _make(store: Any, rank: int, world: int, timeout_s: float, device: torch.dev
 
 @contextmanager
 def _errors_stay_here() -> Iterator[None]:
-    """A group made meanwhile reports a dead peer as an error; by default its watchdog would end this process."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    """A group made meanwhile reports a dead peer as an error; by default its watchdogs would end this process."""
+    changed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _brief(error: Exception) -> str:
@@ -343,16 +353,15 @@ def _place(ring: Slots, segment: Segment, slot: int, sink: Sink) -> Tensor:
     return _raw(target)
 
 
-def _landed(ring: Slots, chunk: Chunk, slot: int, sink: Sink) -> Iterator[tuple[int, Tensor]]:
-    """Put what came through the ring where it belongs; every item, where it can be read as it came."""
-    for segment in chunk.segments:
-        for n in range(segment.first, segment.last):
-            if ring.has(segment):
-                data = ring.view(segment, n, slot)
-                sink.put(n, data)
-            else:
-                data = sink.target(n)  # type: ignore[assignment]
-            yield n, data
+def _numbered(chunk: Chunk) -> Iterator[tuple[Segment, int]]:
+    """Its items, each with the segment that carries it."""
+    return ((segment, n) for segment in chunk.segments for n in range(segment.first, segment.last))
+
+
+def _arrived(ring: Slots, segment: Segment, number: int, slot: int, sink: Sink) -> Tensor:
+    """An item where it can be read as it came."""
+    target = None if ring.has(segment) else sink.target(number)
+    return ring.view(segment, number, slot) if target is None else target
 
 
 def _raw(tensor: Tensor) -> Tensor:

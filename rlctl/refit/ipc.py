@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import checksum, checksums
+from rlctl.refit.copies import Copies
 from rlctl.refit.lanes import Lane, Span, elapsed
 from rlctl.refit.messages import Header, RefitError, TransportSpec
 from rlctl.refit.plan import Chunk, Plan
-from rlctl.refit.ring import Slots, pack
+from rlctl.refit.ring import Packing, Slots
 from rlctl.refit.shared import Deadline, Words, digest_word
 from rlctl.refit.sink import Sink, typed
 from rlctl.refit.source import Source
@@ -40,6 +41,7 @@ class IpcSender:
         self._place = {n: place for place, n in enumerate(self._items)}
         self._in_place = self._lying()
         self._ring = Slots(source.plan, self._chunks, spec.num_buffers, device, self._in_place)
+        self._pack = Packing(self._ring, source)
         self._segment = {n: s for c in self._chunks for s in c.segments for n in range(s.first, s.last)}
         self._lane = Lane(device)
         self._dropped: set[int] = set()
@@ -63,7 +65,7 @@ class IpcSender:
                 if self._ring.used(chunk):
                     self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
                 start, slot = lane.mark(), number % self._spec.num_buffers
-                pack(self._ring, chunk, slot, self._source)
+                self._pack.run(chunk, slot)
                 packing.append((start, lane.mark()))
                 self._announce(packing)
             while self._announce(packing):
@@ -155,6 +157,8 @@ class IpcReceiver:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self._lane = Lane(device)
         self._owners: dict[int, _Mapped] = {}
+        self._sink: Sink | None = None
+        self._copies: dict[tuple[Chunk, int], Copies] = {}
 
     def receive(self, header: Header, sink: Sink) -> dict[str, float]:
         """See `Receiver.receive`."""
@@ -170,11 +174,9 @@ class IpcReceiver:
                 owner = self._owner(chunk.owner, deadline)
                 owner.await_ready(header, self._message(chunk), deadline, lambda: self._finish(copying))
                 start = lane.mark()
-                for n in chunk.numbers:
-                    data = owner.view(n, self._plan, owner.begun)
-                    sink.put(n, data)
-                    if n in checked:
-                        sums[n] = checksum(_delivered(sink, n, data, self._plan))
+                self._load(chunk, owner, sink).run()
+                for n in checked.intersection(chunk.numbers):
+                    sums[n] = checksum(_delivered(sink, n, owner.view(n, self._plan, owner.begun), self._plan))
                 owner.begun += 1
                 copying.append((chunk.owner, (start, lane.mark())))
             events = [span for _, span in copying]
@@ -190,6 +192,15 @@ class IpcReceiver:
         for owner in self._owners.values():
             owner.words.close()
         self._owners = {}
+
+    def _load(self, chunk: Chunk, owner: "_Mapped", sink: Sink) -> Copies:
+        """What brings a chunk's items out of the owner's memory; prepared once for each buffer they pass through."""
+        key = (chunk, owner.slot(owner.begun))
+        if self._sink is not sink:
+            self._sink, self._copies = sink, {}
+        if key not in self._copies:
+            self._copies[key] = sink.copies((n, owner.view(n, self._plan, owner.begun)) for n in chunk.numbers)
+        return self._copies[key]
 
     def _owner(self, rank: int, deadline: Deadline) -> "_Mapped":
         if rank not in self._owners:
@@ -243,8 +254,12 @@ class _Mapped:
             tensor: Tensor = self._shared[number]
             return tensor
         item = plan.items[number]
-        buffer = self._rings[begun % self._parts % len(self._rings)]
+        buffer = self._rings[self.slot(begun)]
         return typed(buffer, self._places[number], plan.entries[item.entry].dtype, item.box.shape)
+
+    def slot(self, begun: int) -> int:
+        """Which buffer the owner's part number `begun` passes through."""
+        return begun % self._parts % max(1, len(self._rings))
 
     def await_ready(
         self, header: Header, message: Callable[[], str], deadline: Deadline, meanwhile: Callable[[], None]

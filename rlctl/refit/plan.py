@@ -18,8 +18,9 @@ from rlctl.refit.messages import Header, RefitError
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512
 # Items below this size are packed and travel together; larger ones travel each on its own, from and into place.
-# Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s).
-PACKED_BYTES = 1 << 20
+# Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a broadcast
+# of its own costs a small tensor more than a copy through a buffer.
+PACKED_BYTES = 16 << 20
 # One check in this many items a refit where checks are sampled; the sample moves on with the version.
 SAMPLE = 16
 

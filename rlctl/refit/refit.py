@@ -5,10 +5,11 @@ back as `EnginesLost`, to be built anew.
 """
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from rlctl.refit.messages import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import ITEM_BYTES, Plan
 from rlctl.refit.sending import Holding
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
@@ -20,6 +21,10 @@ MAX_BUFFER_BYTES = 5 << 30
 # Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
 _GRACE_S = 30.0
 _SETTLE_S = 10.0
+# The first chunk's packing and the last one's loading hide behind nothing: a rank's share travels in this many, unless
+# they become so small that starting them takes longer than sending them.
+_CHUNKS = 24
+_LEAST_BUFFER_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,9 @@ def _first_ranks(engines: list[EngineEnd]) -> list[int]:
 
 def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
-    return min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
+    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
+    sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout) // len(holdings)
+    return min(most, max(sent // _CHUNKS, _LEAST_BUFFER_BYTES))
 
 
 def _blames_others(failure: Exception) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlctl.refit.copies import Copies
 from rlctl.refit.messages import RefitError
 from rlctl.refit.plan import Box, Plan
 
@@ -50,10 +51,9 @@ class RegionSink:
         view = parts[0].view
         return view if view.is_contiguous() and view.dtype == self._dtypes[number] else None
 
-    def put(self, number: int, data: Tensor) -> None:
-        """See `Sink.put`."""
-        for part in self._parts[number]:
-            part.view.copy_(data[part.inside], non_blocking=True)
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
+        """See `Sink.copies`."""
+        return Copies((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
 
     def adopt(self, flat: Tensor) -> bool:
         """See `Sink.adopt`."""
@@ -69,12 +69,11 @@ class Twins:
         by_storage = {live.untyped_storage().data_ptr(): (live, twin) for live, twin in self._pairs}
         self.regions = [Region(region.box, _twin_view(region.view, by_storage)) for region in regions]
         self.nbytes = sum(twin.numel() * twin.element_size() for _, twin in self._pairs)
+        self._copies = Copies(self._pairs)
 
-    @torch.no_grad()
     def commit(self) -> None:
         """The live parameters become what the twins hold; queued on the current stream."""
-        for live, twin in self._pairs:
-            live.copy_(twin, non_blocking=True)
+        self._copies.run()
 
 
 def verify_complete(regions: Iterable[Region], parameters: Mapping[str, Tensor], padded: set[str]) -> None:

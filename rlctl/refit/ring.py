@@ -9,6 +9,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from rlctl.refit.copies import Copies
 from rlctl.refit.plan import Chunk, Plan, Segment, aligned
 from rlctl.refit.sink import typed
 from rlctl.refit.source import Source
@@ -65,9 +66,20 @@ class Slots:
         return self._offsets[segment] + self._plan.items[number].offset - segment.offset
 
 
-def pack(slots: Slots, chunk: Chunk, slot: int, source: Source) -> None:
-    """Copy what needs a place into buffer `slot`, converted to the dtype it travels as; on the current stream."""
-    for segment in chunk.segments:
-        if slots.has(segment):
-            for number in range(segment.first, segment.last):
-                slots.view(segment, number, slot).copy_(source.view(number), non_blocking=True)
+class Packing:
+    """Copies into a ring's buffers, converted to the dtype that travels; prepared once for each chunk and buffer."""
+
+    def __init__(self, slots: Slots, source: Source) -> None:
+        self._slots, self._source = slots, source
+        self._copies: dict[tuple[Chunk, int], Copies] = {}
+
+    def run(self, chunk: Chunk, slot: int) -> None:
+        """Copy what of the chunk needs a place into buffer `slot`; on the current stream."""
+        if (chunk, slot) not in self._copies:
+            self._copies[chunk, slot] = Copies(
+                (self._slots.view(segment, number, slot), self._source.view(number))
+                for segment in chunk.segments
+                if self._slots.has(segment)
+                for number in range(segment.first, segment.last)
+            )
+        self._copies[chunk, slot].run()

@@ -88,8 +88,7 @@ class ShmReceiver:
                 item = self._plan.items[n]
                 raise RefitError(f"{item.box.name} arrived changed (version {header.version})")
         if not sink.adopt(slots.flat(header.version)):
-            for n in range(len(self._plan.items)):
-                sink.put(n, slots.view(header.version, n))
+            sink.copies((n, slots.view(header.version, n)) for n in range(len(self._plan.items))).run()
         # A slot that was written again meanwhile holds a mixture.
         slots.verify(header)
         seconds = time.perf_counter() - begin

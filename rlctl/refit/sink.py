@@ -1,11 +1,12 @@
 """Where a receiver puts what arrives: into an engine's parameters, their twins, or whole tensors for its loader."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rlctl.refit.copies import Copies
 from rlctl.refit.plan import ITEM_BYTES, Entry, Plan
 
 
@@ -15,13 +16,13 @@ class Sink(Protocol):
     def target(self, number: int) -> Tensor | None:
         """Contiguous memory in which item `number` of the plan may be received as it is; None: receive elsewhere."""
 
-    def put(self, number: int, data: Tensor) -> None:
-        """Copy item `number`, shaped as its box (any strides, any float dtype), to where it belongs."""
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
+        """What brings items, each shaped as its box (any strides, any float dtype), to where they belong."""
 
     def adopt(self, flat: Tensor) -> bool:
         """Take a whole version at once: uint8 [plan.nbytes], every entry at its offset, unchanged until the next refit.
 
-        False: this sink needs its items put one by one.
+        False: this sink needs its items brought one by one.
         """
 
 
@@ -38,9 +39,9 @@ class WholeSink:
         view = self._place(number)
         return view if view.is_contiguous() else None
 
-    def put(self, number: int, data: Tensor) -> None:
-        """See `Sink.put`."""
-        self._place(number).copy_(data, non_blocking=True)
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
+        """See `Sink.copies`."""
+        return Copies((self._place(number), data) for number, data in arrived)
 
     def adopt(self, flat: Tensor) -> bool:
         """See `Sink.adopt`."""

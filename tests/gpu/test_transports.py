@@ -108,6 +108,8 @@ def send(spec: TransportSpec, plan: Plan, rank: int, master: str, versions: int,
         threading.Thread(target=watch, daemon=True).start()
     answers: list[Any] = []
     for version in range(versions):
+        if drop_file and Path(drop_file).exists():
+            break
         fill(held, version)
         try:
             answers.append(end.send(Header(version, plan.digest, "all")))

@@ -96,8 +96,7 @@ def deliver(plan: Plan, shards: list[Shard], sink: RegionSink) -> None:
     for rank in plan.owners:
         source = Source(plan, rank, shards)
         for _, chunk in plan.of(rank):
-            for n in range(chunk.segments[0].first, chunk.segments[-1].last):
-                sink.put(n, source.view(n))
+            sink.copies((n, source.view(n)) for n in chunk.numbers).run()
 
 
 @pytest.mark.slow

@@ -75,10 +75,10 @@ def test_segments_are_one_large_item_or_a_run_of_small_ones(rows: list[Row], wor
 
 def test_large_tensors_travel_alone_and_small_ones_between_them_together() -> None:
     rows = [
-        ("big", (1 << 19,), "float32"),
+        ("big", (PACKED_BYTES // 4,), "float32"),
         ("s1", (4,), "float32"),
         ("s2", (4,), "float32"),
-        ("big2", (1 << 19,), "float32"),
+        ("big2", (PACKED_BYTES // 4,), "float32"),
     ]
     (chunk,) = Plan.build(rows).chunks
     assert [(segment.first, segment.last) for segment in chunk.segments] == [(0, 1), (1, 3), (3, 4)]

@@ -23,8 +23,8 @@ def fused() -> tuple[Tensor, list[Region]]:
 
 
 def fill(sink: RegionSink, plan: Plan) -> None:
-    for number, item in enumerate(plan.items):
-        sink.put(number, {"q": Q, "k": K}[item.box.name][item.box.slices()])
+    tensors = {"q": Q, "k": K}
+    sink.copies((n, tensors[item.box.name][item.box.slices()]) for n, item in enumerate(plan.items)).run()
 
 
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 48, 32, 16])

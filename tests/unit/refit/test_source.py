@@ -5,7 +5,7 @@ import torch
 
 from rlctl.refit.messages import RefitError
 from rlctl.refit.plan import Plan
-from rlctl.refit.ring import Slots, pack
+from rlctl.refit.ring import Packing, Slots
 from rlctl.refit.source import Shard, Source
 from tests.unit.refit.weights import CPU, plan_for, shards_of, source_of, tensors
 
@@ -51,7 +51,7 @@ def test_a_packed_segment_is_one_run_of_bytes_converted_on_the_way() -> None:
     (chunk,) = plan.chunks
     (segment,) = chunk.segments
     slots = Slots(plan, plan.chunks, 2, CPU, in_place=())
-    pack(slots, chunk, 1, source_of(plan, held))
+    Packing(slots, source_of(plan, held)).run(chunk, 1)
     assert slots.run(segment, 1).numel() == segment.nbytes
     for n, tensor in enumerate(held.values()):
         assert torch.equal(slots.view(segment, n, 1), tensor.bfloat16())
