@@ -35,7 +35,7 @@ _BEFORE_UPDATE_S = 0.25
 class RefitBench:
     """What to measure. master: dtype of the trainer's weights; dtype: what travels and is served.
 
-    transports, modes, num_buffers, checks: one row of rlctl's refit for each combination. rounds: refits a row. updates:
+    transports, modes, num_buffers, checks: a row of rlctl's refit for each combination. rounds: refits a row. updates:
     refits while requests run. references: whether the other schemes are measured too.
     """
 
@@ -113,7 +113,7 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         model_path=str(model),
         dtype=bench.dtype,
         device=bench.placement.device,
-        max_model_len=_PROMPT_TOKENS + _REQUEST_TOKENS,
+        max_model_len=2 * (_PROMPT_TOKENS + _REQUEST_TOKENS),
         tensor_parallel_size=bench.tensor_parallel,
         max_num_seqs=_REQUESTS,
         # Room beside the engine for staging, and for a trainer on the same device.

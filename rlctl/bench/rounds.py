@@ -55,6 +55,8 @@ def run_rounds(
     """work(round) returns seconds by phase, and of the commit. before: device memory held before anything was made."""
     measured = Measured()
     settled = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     for number in range(count):
         meeting.wait()
         measured.begins.append(time.perf_counter())

@@ -134,7 +134,8 @@ class Engine:
             for future in self._waiting.values():
                 future.set_exception(error)
             self._waiting.clear()
-            raise
+            # The thread lives on: whoever asks next gets an answer, not silence.
+            return
         self._steps.append(time.perf_counter())
         for output in outputs:
             if output.finished:

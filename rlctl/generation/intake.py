@@ -117,6 +117,8 @@ class _Twinned:
 
     def __init__(self, plan: Plan, regions: list[Region], parameters: dict[str, Tensor], why: str) -> None:
         self._twins = Twins(parameters, regions)
+        # Made on this thread's stream; what is received comes on others.
+        torch.cuda.synchronize()
         self.sink: Sink = RegionSink(plan, self._twins.regions)
         self.choice = Choice("staged", why, self._twins.nbytes)
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from rlctl.refit.checksum import checksum, checksums
 from rlctl.refit.copies import Copies
 from rlctl.refit.lanes import Lane, Span, elapsed
 from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
@@ -30,6 +29,7 @@ from rlctl.refit.ring import Packing, Slots
 from rlctl.refit.shared import Deadline, digest_word
 from rlctl.refit.sink import Sink
 from rlctl.refit.source import Source
+from rlctl.refit.sums import Sums
 
 # NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
@@ -90,6 +90,8 @@ class BroadcastSender:
         self._ring = Slots(plan, self._chunks, spec.num_buffers, device, {n for n in singles if source.ready(n)})
         self._pack = Packing(self._ring, source)
         self._packing, self._wire = Lane(device), Lane(device)
+        self._found: dict[tuple[int, int], list[Tensor]] = {}
+        self._sums: Tensor | None = None
         self._dropped = ""
 
     def send(self, header: Header) -> dict[str, float]:
@@ -132,35 +134,39 @@ class BroadcastSender:
                 if number >= self._spec.num_buffers:
                     lane.after(sent[number - self._spec.num_buffers][1])
                 begin = lane.mark()
-                self._pack.run(chunk, slot)
+                self._pack.run(number, chunk, slot)
                 packed.append((begin, lane.mark()))
             with self._wire as lane:
                 lane.after(packed[-1][1])
                 begin = lane.mark()
-                pieces = [self._piece(segment, slot) for segment in chunk.segments]
-                group.broadcast(pieces, self._source.plan.names(chunk))
+                group.broadcast(self._pieces(number, chunk, slot), self._source.plan.names(chunk))
                 sent.append((begin, lane.mark()))
         sent.append(self._send_sums(header, group))
         return packed, sent
 
     def _send_sums(self, header: Header, group: Group) -> Span:
-        """Taken from the weights themselves, while chunks are on the wire: a fault of the ring would show."""
-        source = self._source
-        numbers = _checked(source.plan, source.rank, header)
+        """Taken while chunks are on the wire."""
+        numbers = self._source.plan.checked_of(self._source.rank, header)
         with self._packing as lane:
-            sums = [checksum(source.view(n).to(source.dtype(n))) for n in numbers]
+            sums = self._source.checksums(numbers) if numbers else None
             taken = lane.mark()
         with self._wire as lane:
             lane.after(taken)
             begin = lane.mark()
-            if numbers:
-                group.broadcast([checksums(sums)], "the checksums")
+            if sums is not None:
+                group.broadcast([sums], "the checksums")
+            # Freed only when the wire is done with it, for it belongs to the other lane's memory.
+            self._sums = sums
             return begin, lane.mark()
 
-    def _piece(self, segment: Segment, slot: int) -> Tensor:
-        if self._ring.has(segment):
-            return self._ring.run(segment, slot)
-        return _raw(self._source.view(segment.first))
+    def _pieces(self, number: int, chunk: Chunk, slot: int) -> list[Tensor]:
+        """What chunk `number` sends, segment by segment; found once for each buffer."""
+        if (number, slot) not in self._found:
+            self._found[number, slot] = [
+                self._ring.run(s, slot) if self._ring.has(s) else _raw(self._source.view(s.first))
+                for s in chunk.segments
+            ]
+        return self._found[number, slot]
 
     def _wait(self, sent: list[Span], deadline: Deadline) -> None:
         def message() -> str:
@@ -184,6 +190,7 @@ class BroadcastReceiver:
         self._groups = {owner: Group(self._store, spec, owner, rank, device) for owner in plan.owners}
         self._wires = {owner: Lane(device) for owner in plan.owners}
         self._loading = Lane(device)
+        self._sums = Sums(device)
         self._sink: Sink | None = None
 
     def receive(self, header: Header, sink: Sink) -> dict[str, float]:
@@ -194,9 +201,9 @@ class BroadcastReceiver:
             lane.follow()
         try:
             self._await_header(header, deadline)
-            arrived, loaded, sums = self._queue(header, self._ring_for(sink), sink)
+            arrived, loaded = self._queue(header, self._ring_for(sink), sink)
             self._wait(arrived, loaded, deadline)
-            self._compare(header, sums)
+            self._compare(header)
         except RefitError:
             self.close()
             raise
@@ -213,15 +220,15 @@ class BroadcastReceiver:
             in_place = {n for n in singles if sink.target(n) is not None}
             self._ring = Slots(self._plan, self._plan.chunks, self._spec.num_buffers, self._device, in_place)
             self._sink = sink
-            self._copies: dict[tuple[int, int], Copies] = {}
+            self._found: dict[tuple[int, int], tuple[list[Tensor], Copies]] = {}
         return self._ring
 
     def _await_header(self, header: Header, deadline: Deadline) -> None:
         """Every owner must be about to send what was announced: found out before any weight is overwritten."""
         expected = _words(header, torch.device("cpu"))
         for owner, group in self._groups.items():
-            words = torch.zeros(len(expected), dtype=torch.int64, device=self._device)
             with self._wires[owner] as lane:
+                words = torch.zeros(len(expected), dtype=torch.int64, device=self._device)
                 group.broadcast([words], "the header")
                 mark = lane.mark()
             late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner} to begin"
@@ -235,36 +242,39 @@ class BroadcastReceiver:
                     f"version {version} of {known}"
                 )
 
-    def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[list[Span], list[Span], dict[int, Tensor]]:
-        """Queue everything; returns the spans of each chunk on the wire and in loading, and the sums of what came."""
+    def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[list[Span], list[Span]]:
+        """Queue everything; returns the spans of each chunk on the wire and in loading."""
         checked = self._plan.checked(header)
         arrived: list[Span] = []
         loaded: list[Span] = []
-        sums: dict[int, Tensor] = {}
         for number, chunk in enumerate(self._plan.chunks):
             slot = number % self._spec.num_buffers
+            places, copies = self._prepared(number, slot, ring, sink)
             with self._wires[chunk.owner] as lane:
                 if number >= self._spec.num_buffers:
                     lane.after(loaded[number - self._spec.num_buffers][1])
                 begin = lane.mark()
-                places = [_place(ring, segment, slot, sink) for segment in chunk.segments]
                 self._groups[chunk.owner].broadcast(places, self._plan.names(chunk))
                 arrived.append((begin, lane.mark()))
             with self._loading as lane:
                 lane.after(arrived[-1][1])
                 begin = lane.mark()
-                self._load(number, slot, ring, sink).run()
-                sums |= {n: checksum(_arrived(ring, s, n, slot, sink)) for s, n in _numbered(chunk) if n in checked}
+                copies.run()
+                taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
+                passing = [n for n in taken if sink.target(n) is None]
+                self._sums.here(passing, lambda n, taken=taken, slot=slot: ring.view(taken[n], n, slot))  # type: ignore[misc]
                 loaded.append((begin, lane.mark()))
-        return arrived, loaded, sums
+            self._sums.beside([n for n in taken if n not in passing], sink, loaded[-1][1])
+        return arrived, loaded
 
-    def _load(self, number: int, slot: int, ring: Slots, sink: Sink) -> Copies:
-        """What brings the items of chunk `number` that came through the ring to where they belong."""
-        if (number, slot) not in self._copies:
+    def _prepared(self, number: int, slot: int, ring: Slots, sink: Sink) -> tuple[list[Tensor], Copies]:
+        """Where chunk `number` is received, and what brings its items to where they belong; found once a buffer."""
+        if (number, slot) not in self._found:
             chunk = self._plan.chunks[number]
             passing = ((n, ring.view(s, n, slot)) for s, n in _numbered(chunk) if ring.has(s))
-            self._copies[number, slot] = sink.copies(passing)
-        return self._copies[number, slot]
+            places = [_place(ring, segment, slot, sink) for segment in chunk.segments]
+            self._found[number, slot] = places, sink.copies(passing)
+        return self._found[number, slot]
 
     def _wait(self, arrived: list[Span], loaded: list[Span], deadline: Deadline) -> None:
         def message() -> str:
@@ -276,22 +286,22 @@ class BroadcastReceiver:
             while not end.reached():
                 deadline.check(message)
 
-    def _compare(self, header: Header, sums: dict[int, Tensor]) -> None:
+    def _compare(self, header: Header) -> None:
+        received = self._sums.values()
         for owner, group in self._groups.items():
-            numbers = _checked(self._plan, owner, header)
+            numbers = self._plan.checked_of(owner, header)
             if not numbers:
                 continue
-            theirs = torch.zeros(len(numbers), dtype=torch.int64, device=self._device)
             with self._wires[owner] as lane:
+                theirs = torch.zeros(len(numbers), dtype=torch.int64, device=self._device)
                 group.broadcast([theirs], "the checksums")
                 mark = lane.mark()
             deadline = Deadline(self._spec.timeout_s)
             while not mark.reached():
                 late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner}'s checksums"
                 deadline.check(lambda late=late: late)  # type: ignore[misc]
-            ours = checksums([sums[n] for n in numbers])
-            for n, sent, received in zip(numbers, theirs.tolist(), ours.tolist()):
-                if sent != received:
+            for n, value in zip(numbers, theirs.tolist()):
+                if received[n] != value:
                     name = self._plan.items[n].box.name
                     raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
 
@@ -338,12 +348,6 @@ def _words(header: Header, device: torch.device) -> Tensor:
     return torch.tensor([header.version, digest_word(header.digest)], dtype=torch.int64, device=device)
 
 
-def _checked(plan: Plan, owner: int, header: Header) -> list[int]:
-    """The items of an owner whose checksums are compared, in sending order."""
-    checked = plan.checked(header)
-    return [n for _, chunk in plan.of(owner) for n in chunk.numbers if n in checked]
-
-
 def _place(ring: Slots, segment: Segment, slot: int, sink: Sink) -> Tensor:
     """Where a segment is received."""
     if ring.has(segment):
@@ -356,12 +360,6 @@ def _place(ring: Slots, segment: Segment, slot: int, sink: Sink) -> Tensor:
 def _numbered(chunk: Chunk) -> Iterator[tuple[Segment, int]]:
     """Its items, each with the segment that carries it."""
     return ((segment, n) for segment in chunk.segments for n in range(segment.first, segment.last))
-
-
-def _arrived(ring: Slots, segment: Segment, number: int, slot: int, sink: Sink) -> Tensor:
-    """An item where it can be read as it came."""
-    target = None if ring.has(segment) else sink.target(number)
-    return ring.view(segment, number, slot) if target is None else target
 
 
 def _raw(tensor: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ import os
 import pickle
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import checksum, checksums
 from rlctl.refit.copies import Copies
 from rlctl.refit.lanes import Lane, Span, elapsed
 from rlctl.refit.messages import Header, RefitError, TransportSpec
@@ -27,6 +27,7 @@ from rlctl.refit.ring import Packing, Slots
 from rlctl.refit.shared import Deadline, Words, digest_word
 from rlctl.refit.sink import Sink, typed
 from rlctl.refit.source import Source
+from rlctl.refit.sums import Sums
 
 _VERSION, _DIGEST, _READY, _FIRST = range(4)
 
@@ -56,7 +57,6 @@ class IpcSender:
         begin = time.perf_counter()
         deadline = Deadline(self._spec.timeout_s)
         plan, words = self._source.plan, self._words.array
-        checked = plan.checked(header)
         words[_VERSION], words[_DIGEST] = header.version, digest_word(header.digest)
         self._lane.follow()
         packing: list[Span] = []
@@ -65,15 +65,13 @@ class IpcSender:
                 if self._ring.used(chunk):
                     self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
                 start, slot = lane.mark(), number % self._spec.num_buffers
-                self._pack.run(chunk, slot)
+                self._pack.run(number, chunk, slot)
                 packing.append((start, lane.mark()))
                 self._announce(packing)
             while self._announce(packing):
                 deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
-            # Only now: receivers copy meanwhile. From the weights themselves: a fault of the ring would show.
-            numbers = [n for n in self._items if n in checked]
-            sums = [checksum(self._source.view(n).to(self._source.dtype(n))) for n in numbers]
-            self._announce_sums(numbers, sums)
+            # Only now: receivers copy meanwhile.
+            self._announce_sums(plan.checked_of(self._source.rank, header))
         self._wait_taken(len(self._chunks) + 1, packing, deadline)
         self._sent += len(self._chunks) + 1
         seconds = time.perf_counter() - begin
@@ -124,9 +122,9 @@ class IpcSender:
             words[_READY] += 1
         return self._sent + len(packing) - int(words[_READY])
 
-    def _announce_sums(self, numbers: list[int], sums: list[Tensor]) -> None:
+    def _announce_sums(self, numbers: list[int]) -> None:
         first = _FIRST + self._spec.receivers
-        for n, value in zip(numbers, checksums(sums).tolist()):
+        for n, value in zip(numbers, self._source.checksums(numbers).tolist() if numbers else []):
             self._words.array[first + self._place[n]] = value
         self._words.array[_READY] += 1
 
@@ -156,9 +154,10 @@ class IpcReceiver:
     def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self._lane = Lane(device)
+        self._sums = Sums(device)
         self._owners: dict[int, _Mapped] = {}
         self._sink: Sink | None = None
-        self._copies: dict[tuple[Chunk, int], Copies] = {}
+        self._copies: dict[tuple[int, int], Copies] = {}
 
     def receive(self, header: Header, sink: Sink) -> dict[str, float]:
         """See `Receiver.receive`."""
@@ -166,24 +165,25 @@ class IpcReceiver:
         self._plan.verify(header)
         deadline = Deadline(self._spec.timeout_s)
         checked = self._plan.checked(header)
-        sums: dict[int, Tensor] = {}
         copying: list[tuple[int, Span]] = []
+        events: list[Span] = []
         self._lane.follow()
         with self._lane as lane:
-            for chunk in self._plan.chunks:
+            for number, chunk in enumerate(self._plan.chunks):
                 owner = self._owner(chunk.owner, deadline)
                 owner.await_ready(header, self._message(chunk), deadline, lambda: self._finish(copying))
                 start = lane.mark()
-                self._load(chunk, owner, sink).run()
-                for n in checked.intersection(chunk.numbers):
-                    sums[n] = checksum(_delivered(sink, n, owner.view(n, self._plan, owner.begun), self._plan))
+                self._load(number, owner, sink).run()
+                taken = [n for n in chunk.numbers if n in checked]
+                self._sums.here([n for n in taken if sink.target(n) is None], partial(self._passing, owner))
+                events.append((start, lane.mark()))
+                self._sums.beside([n for n in taken if sink.target(n) is not None], sink, events[-1][1])
                 owner.begun += 1
-                copying.append((chunk.owner, (start, lane.mark())))
-            events = [span for _, span in copying]
+                copying.append((chunk.owner, events[-1]))
             while copying:
                 self._finish(copying)
                 deadline.check(lambda: f"refit: engine worker {self._rank} did not finish copying")
-        self._compare(sums, header, deadline)
+        self._compare(self._sums.values(), header, deadline)
         seconds = time.perf_counter() - begin
         return {"wire": elapsed(events), "load": 0.0, "seconds": seconds, "bytes": self._plan.payload, "extra_bytes": 0}
 
@@ -193,9 +193,14 @@ class IpcReceiver:
             owner.words.close()
         self._owners = {}
 
-    def _load(self, chunk: Chunk, owner: "_Mapped", sink: Sink) -> Copies:
-        """What brings a chunk's items out of the owner's memory; prepared once for each buffer they pass through."""
-        key = (chunk, owner.slot(owner.begun))
+    def _passing(self, owner: "_Mapped", number: int) -> Tensor:
+        """An item in the owner's memory, as it is to be delivered."""
+        dtype = getattr(torch, self._plan.entries[self._plan.items[number].entry].dtype)
+        return owner.view(number, self._plan, owner.begun).to(dtype)
+
+    def _load(self, number: int, owner: "_Mapped", sink: Sink) -> Copies:
+        """What brings chunk `number` out of the owner's memory; prepared once for each buffer it passes through."""
+        chunk, key = self._plan.chunks[number], (number, owner.slot(owner.begun))
         if self._sink is not sink:
             self._sink, self._copies = sink, {}
         if key not in self._copies:
@@ -211,8 +216,7 @@ class IpcReceiver:
         while copying and copying[0][1][1].reached():
             self._owners[copying.pop(0)[0]].take()
 
-    def _compare(self, sums: dict[int, Tensor], header: Header, deadline: Deadline) -> None:
-        received = dict(zip(sums, checksums(list(sums.values())).tolist()))
+    def _compare(self, received: dict[int, int], header: Header, deadline: Deadline) -> None:
         for rank, owner in self._owners.items():
             late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {rank}'s checksums"
             owner.await_ready(header, lambda late=late: late, deadline, lambda: None)  # type: ignore[misc]
@@ -281,14 +285,6 @@ class _Mapped:
 
     def sums(self) -> list[tuple[int, int]]:
         return [(n, int(value)) for n, value in zip(self._items, self.words.array[self._first :])]
-
-
-def _delivered(sink: Sink, number: int, data: Tensor, plan: Plan) -> Tensor:
-    """What arrived: read from its place where it lies there whole, else what was copied from."""
-    target = sink.target(number)
-    if target is not None:
-        return target
-    return data.to(getattr(torch, plan.entries[plan.items[number].entry].dtype))
 
 
 def _share(tensor: Tensor) -> Any:

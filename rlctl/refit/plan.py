@@ -146,6 +146,16 @@ class Plan:
         return sum(entry.nbytes for entry in self.entries)
 
     @cached_property
+    def _samples(self) -> dict[tuple[int, int], frozenset[int]]:
+        return {}
+
+    def _every(self, step: int, first: int) -> frozenset[int]:
+        # Counted once: a mixture of experts has tens of thousands of items.
+        if (step, first) not in self._samples:
+            self._samples[step, first] = frozenset(range(first, len(self.items), step))
+        return self._samples[step, first]
+
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """The trainer ranks that send anything."""
         return tuple(sorted({chunk.owner for chunk in self.chunks}))
@@ -168,7 +178,12 @@ class Plan:
         if header.checks == "off":
             return frozenset()
         every = 1 if header.checks == "all" else SAMPLE
-        return frozenset(i for i in range(len(self.items)) if (i + header.version) % every == 0)
+        return self._every(every, -header.version % every)
+
+    def checked_of(self, owner: int, header: Header) -> list[int]:
+        """Those that `owner` sends, in sending order."""
+        checked = self.checked(header)
+        return [n for _, chunk in self.of(owner) for n in chunk.numbers if n in checked] if checked else []
 
     def of(self, owner: int) -> Iterator[tuple[int, Chunk]]:
         """The chunks that `owner` sends, with their indices."""

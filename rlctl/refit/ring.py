@@ -71,15 +71,15 @@ class Packing:
 
     def __init__(self, slots: Slots, source: Source) -> None:
         self._slots, self._source = slots, source
-        self._copies: dict[tuple[Chunk, int], Copies] = {}
+        self._copies: dict[tuple[int, int], Copies] = {}
 
-    def run(self, chunk: Chunk, slot: int) -> None:
-        """Copy what of the chunk needs a place into buffer `slot`; on the current stream."""
-        if (chunk, slot) not in self._copies:
-            self._copies[chunk, slot] = Copies(
+    def run(self, number: int, chunk: Chunk, slot: int) -> None:
+        """Copy what of the sender's chunk `number` needs a place into buffer `slot`; on the current stream."""
+        if (number, slot) not in self._copies:
+            self._copies[number, slot] = Copies(
                 (self._slots.view(segment, number, slot), self._source.view(number))
                 for segment in chunk.segments
                 if self._slots.has(segment)
                 for number in range(segment.first, segment.last)
             )
-        self._copies[chunk, slot].run()
+        self._copies[number, slot].run()

@@ -49,7 +49,7 @@ class ShmSender:
             place = slots.view(header.version, n)
             place.copy_(self._source.view(n))
             if n in checked:
-                slots.set_sum(header.version, n, int(checksum(self._source.view(n).to(place.dtype))))
+                slots.set_sum(header.version, n, checksum(self._source.view(n).to(place.dtype)))
         slots.written(header, rank)
         seconds = time.perf_counter() - begin
         size = sum(plan.items[n].nbytes for n in self._items)
@@ -84,7 +84,7 @@ class ShmReceiver:
         slots = self._slots
         slots.verify(header)
         for n in sorted(self._plan.checked(header)):
-            if int(checksum(slots.view(header.version, n))) != slots.sum(header.version, n):
+            if checksum(slots.view(header.version, n)) != slots.sum(header.version, n):
                 item = self._plan.items[n]
                 raise RefitError(f"{item.box.name} arrived changed (version {header.version})")
         if not sink.adopt(slots.flat(header.version)):

@@ -51,7 +51,7 @@ def test_a_packed_segment_is_one_run_of_bytes_converted_on_the_way() -> None:
     (chunk,) = plan.chunks
     (segment,) = chunk.segments
     slots = Slots(plan, plan.chunks, 2, CPU, in_place=())
-    Packing(slots, source_of(plan, held)).run(chunk, 1)
+    Packing(slots, source_of(plan, held)).run(0, chunk, 1)
     assert slots.run(segment, 1).numel() == segment.nbytes
     for n, tensor in enumerate(held.values()):
         assert torch.equal(slots.view(segment, n, 1), tensor.bfloat16())
