@@ -119,7 +119,7 @@ class _Twinned:
         self._twins = Twins(parameters, regions)
         # Made on this thread's stream; what is received comes on others.
         torch.cuda.synchronize()
-        self.sink: Sink = RegionSink(plan, self._twins.regions)
+        self.sink: Sink = RegionSink(plan, self._twins.regions, beside_requests=True)
         self.choice = Choice("staged", why, self._twins.nbytes)
 
     def commit(self) -> None:

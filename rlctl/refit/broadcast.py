@@ -89,9 +89,10 @@ class BroadcastSender:
         singles = (s.first for chunk in self._chunks for s in chunk.segments if s.single)
         self._ring = Slots(plan, self._chunks, spec.num_buffers, device, {n for n in singles if source.ready(n)})
         self._pack = Packing(self._ring, source)
-        self._packing, self._wire = Lane(device), Lane(device)
+        self._packing, self._wire = Lane(device), Lane(device, urgent=True)
         self._found: dict[tuple[int, int], list[Tensor]] = {}
-        self._sums: Tensor | None = None
+        self._sums = Sums(device)
+        self._last: Tensor | None = None
         self._dropped = ""
 
     def send(self, header: Header) -> dict[str, float]:
@@ -126,6 +127,8 @@ class BroadcastSender:
         """Queue everything; returns the spans of packing, and of each chunk on the wire with the sums' at the end."""
         packed: list[Span] = []
         sent: list[Span] = []
+        checked = self._source.plan.checked(header)
+        self._sums.start()
         with self._wire:
             group.broadcast([_words(header, self._device)], "the header")
         for number, chunk in enumerate(self._chunks):
@@ -136,19 +139,19 @@ class BroadcastSender:
                 begin = lane.mark()
                 self._pack.run(number, chunk, slot)
                 packed.append((begin, lane.mark()))
+                taken = {n: self._pack.sent(segment, n, slot) for segment, n in _numbered(chunk) if n in checked}
+                self._sums.here(taken)
             with self._wire as lane:
                 lane.after(packed[-1][1])
                 begin = lane.mark()
                 group.broadcast(self._pieces(number, chunk, slot), self._source.plan.names(chunk))
                 sent.append((begin, lane.mark()))
-        sent.append(self._send_sums(header, group))
+        sent.append(self._send_sums(group))
         return packed, sent
 
-    def _send_sums(self, header: Header, group: Group) -> Span:
-        """Taken while chunks are on the wire."""
-        numbers = self._source.plan.checked_of(self._source.rank, header)
+    def _send_sums(self, group: Group) -> Span:
         with self._packing as lane:
-            sums = self._source.checksums(numbers) if numbers else None
+            sums = self._sums.all()
             taken = lane.mark()
         with self._wire as lane:
             lane.after(taken)
@@ -156,7 +159,7 @@ class BroadcastSender:
             if sums is not None:
                 group.broadcast([sums], "the checksums")
             # Freed only when the wire is done with it, for it belongs to the other lane's memory.
-            self._sums = sums
+            self._last = sums
             return begin, lane.mark()
 
     def _pieces(self, number: int, chunk: Chunk, slot: int) -> list[Tensor]:
@@ -188,7 +191,7 @@ class BroadcastReceiver:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self._store = meet(spec, False)
         self._groups = {owner: Group(self._store, spec, owner, rank, device) for owner in plan.owners}
-        self._wires = {owner: Lane(device) for owner in plan.owners}
+        self._wires = {owner: Lane(device, urgent=True) for owner in plan.owners}
         self._loading = Lane(device)
         self._sums = Sums(device)
         self._sink: Sink | None = None
@@ -245,6 +248,7 @@ class BroadcastReceiver:
     def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[list[Span], list[Span]]:
         """Queue everything; returns the spans of each chunk on the wire and in loading."""
         checked = self._plan.checked(header)
+        self._sums.start()
         arrived: list[Span] = []
         loaded: list[Span] = []
         for number, chunk in enumerate(self._plan.chunks):
@@ -261,10 +265,10 @@ class BroadcastReceiver:
                 begin = lane.mark()
                 copies.run()
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
-                passing = [n for n in taken if sink.target(n) is None]
-                self._sums.here(passing, lambda n, taken=taken, slot=slot: ring.view(taken[n], n, slot))  # type: ignore[misc]
+                lying = {n: place for n in taken if (place := sink.target(n)) is not None}
+                self._sums.here({n: ring.view(segment, n, slot) for n, segment in taken.items() if n not in lying})
                 loaded.append((begin, lane.mark()))
-            self._sums.beside([n for n in taken if n not in passing], sink, loaded[-1][1])
+            self._sums.beside(lying, loaded[-1][1])
         return arrived, loaded
 
     def _prepared(self, number: int, slot: int, ring: Slots, sink: Sink) -> tuple[list[Tensor], Copies]:
@@ -319,6 +323,8 @@ def _make(store: Any, rank: int, world: int, timeout_s: float, device: torch.dev
         return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=_NCCL_PATIENCE_S)
+    # The wire must not wait for packing kernels to leave the multiprocessors.
+    options.is_high_priority_stream = True
     torch.cuda.set_device(device)
     with _errors_stay_here():
         return dist.ProcessGroupNCCL(store, rank, world, options)

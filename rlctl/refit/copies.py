@@ -1,7 +1,9 @@
-"""Many copies prepared once and made again at every refit: small ones in few kernels, large ones by the copy engines.
+"""Many copies prepared once and made again at every refit.
 
 A launch costs about 10 microseconds of Python: copied one by one, the 310 tensors of Qwen3-0.6B took 6.2 ms to cross
-between two H200s, at whose link's rate they need 3.3 ms.
+between two H200s, at whose link's rate they need 3.3 ms. Small copies go together in few kernels; large ones by the
+copy engines, unless requests run meanwhile: their own small copies would queue behind (an engine of Qwen3-8B then
+stood still for 39 ms of 47, and for 9 with kernels).
 """
 
 from collections.abc import Iterable
@@ -9,20 +11,21 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Above this a copy of its own costs nothing, and leaves the multiprocessors to whoever samples.
+# Above this a launch of its own costs nothing.
 _LARGE = 32 << 20
 
 
 class Copies:
     """(target, source) pairs of equal shapes; dtypes may differ."""
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], beside_requests: bool = False) -> None:
+        """beside_requests: whether requests run on the device meanwhile."""
         self._large: list[tuple[Tensor, Tensor]] = []
         groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for target, source in pairs:
             dense = target.is_contiguous() and source.is_contiguous()
             same = dense and target.dtype == source.dtype
-            if same and target.numel() * target.element_size() >= _LARGE:
+            if same and not beside_requests and target.numel() * target.element_size() >= _LARGE:
                 self._large.append((target, source))
                 continue
             # What has no common kernel would keep the others of a group from theirs.

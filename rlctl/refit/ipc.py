@@ -12,7 +12,6 @@ import os
 import pickle
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ class IpcSender:
         self._ring = Slots(source.plan, self._chunks, spec.num_buffers, device, self._in_place)
         self._pack = Packing(self._ring, source)
         self._segment = {n: s for c in self._chunks for s in c.segments for n in range(s.first, s.last)}
-        self._lane = Lane(device)
+        self._lane, self._sums = Lane(device), Sums(device)
         self._dropped: set[int] = set()
         self._sent = 0
         Path(spec.folder).mkdir(parents=True, exist_ok=True)
@@ -57,6 +56,8 @@ class IpcSender:
         begin = time.perf_counter()
         deadline = Deadline(self._spec.timeout_s)
         plan, words = self._source.plan, self._words.array
+        checked = plan.checked(header)
+        self._sums.start()
         words[_VERSION], words[_DIGEST] = header.version, digest_word(header.digest)
         self._lane.follow()
         packing: list[Span] = []
@@ -67,11 +68,12 @@ class IpcSender:
                 start, slot = lane.mark(), number % self._spec.num_buffers
                 self._pack.run(number, chunk, slot)
                 packing.append((start, lane.mark()))
+                taken = {n: self._pack.sent(self._segment[n], n, slot) for n in chunk.numbers if n in checked}
+                self._sums.here(self._as_delivered(taken))
                 self._announce(packing)
             while self._announce(packing):
                 deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
-            # Only now: receivers copy meanwhile.
-            self._announce_sums(plan.checked_of(self._source.rank, header))
+            self._announce_sums()
         self._wait_taken(len(self._chunks) + 1, packing, deadline)
         self._sent += len(self._chunks) + 1
         seconds = time.perf_counter() - begin
@@ -122,9 +124,13 @@ class IpcSender:
             words[_READY] += 1
         return self._sent + len(packing) - int(words[_READY])
 
-    def _announce_sums(self, numbers: list[int]) -> None:
+    def _as_delivered(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Receivers that share the device convert by themselves."""
+        return {n: tensor.to(self._source.dtype(n)) for n, tensor in tensors.items()}
+
+    def _announce_sums(self) -> None:
         first = _FIRST + self._spec.receivers
-        for n, value in zip(numbers, self._source.checksums(numbers).tolist() if numbers else []):
+        for n, value in self._sums.values().items():
             self._words.array[first + self._place[n]] = value
         self._words.array[_READY] += 1
 
@@ -165,6 +171,7 @@ class IpcReceiver:
         self._plan.verify(header)
         deadline = Deadline(self._spec.timeout_s)
         checked = self._plan.checked(header)
+        self._sums.start()
         copying: list[tuple[int, Span]] = []
         events: list[Span] = []
         self._lane.follow()
@@ -175,9 +182,10 @@ class IpcReceiver:
                 start = lane.mark()
                 self._load(number, owner, sink).run()
                 taken = [n for n in chunk.numbers if n in checked]
-                self._sums.here([n for n in taken if sink.target(n) is None], partial(self._passing, owner))
+                lying = {n: place for n in taken if (place := sink.target(n)) is not None}
+                self._sums.here({n: self._passing(owner, n) for n in taken if n not in lying})
                 events.append((start, lane.mark()))
-                self._sums.beside([n for n in taken if sink.target(n) is not None], sink, events[-1][1])
+                self._sums.beside(lying, events[-1][1])
                 owner.begun += 1
                 copying.append((chunk.owner, events[-1]))
             while copying:

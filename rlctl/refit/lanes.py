@@ -29,10 +29,11 @@ class Mark:
 class Lane:
     """`with lane:` queues device work on it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, urgent: bool = False) -> None:
+        """urgent: its kernels are started before those of other lanes."""
         cuda = device.type == "cuda"
         self._device = device
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-int(urgent)) if cuda else None  # type: ignore[no-untyped-call]
         self._entered: list[Any] = []
 
     def __enter__(self) -> "Lane":

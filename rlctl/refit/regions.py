@@ -36,7 +36,9 @@ class _Part:
 class RegionSink:
     """Puts items where the engine keeps them; items that the engine does not keep go nowhere."""
 
-    def __init__(self, plan: Plan, regions: Iterable[Region]) -> None:
+    def __init__(self, plan: Plan, regions: Iterable[Region], beside_requests: bool = False) -> None:
+        """beside_requests: see `Copies`."""
+        self._beside_requests = beside_requests
         by_name: dict[str, list[Region]] = {}
         for region in regions:
             by_name.setdefault(region.box.name, []).append(region)
@@ -53,7 +55,8 @@ class RegionSink:
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
         """See `Sink.copies`."""
-        return Copies((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
+        pairs = ((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
+        return Copies(pairs, self._beside_requests)
 
     def adopt(self, flat: Tensor) -> bool:
         """See `Sink.adopt`."""

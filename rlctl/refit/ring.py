@@ -83,3 +83,7 @@ class Packing:
                 for number in range(segment.first, segment.last)
             )
         self._copies[number, slot].run()
+
+    def sent(self, segment: Segment, number: int, slot: int) -> Tensor:
+        """Item `number` as it travels: in buffer `slot`, or where it lies."""
+        return self._slots.view(segment, number, slot) if self._slots.has(segment) else self._source.view(number)

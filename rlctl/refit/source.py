@@ -6,7 +6,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import checksums
 from rlctl.refit.messages import RefitError
 from rlctl.refit.plan import Box, Item, Plan
 
@@ -58,16 +57,6 @@ class Source:
         """What item `number` travels as."""
         dtype: torch.dtype = getattr(torch, self.plan.entries[self.plan.items[number].entry].dtype)
         return dtype
-
-    def checksums(self, numbers: list[int]) -> Tensor:
-        """Of items as they travel, int64 [n]: from the weights themselves, so that a fault of packing would show."""
-        # Chunk by chunk: what is converted for it is never the whole model.
-        parts, wanted = [], set(numbers)
-        for _, chunk in self.plan.of(self.rank):
-            found = [self.view(n).to(self.dtype(n)) for n in chunk.numbers if n in wanted]
-            if found:
-                parts.append(checksums(found))
-        return torch.cat(parts)
 
     def ready(self, number: int) -> bool:
         """Whether item `number` can be sent from where it lies: right dtype, contiguous."""

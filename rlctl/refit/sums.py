@@ -1,43 +1,42 @@
-"""Checksums of what a receiver got, taken on a lane of their own while later chunks still arrive."""
-
-from collections.abc import Callable
+"""Checksums of what one end sends or gets, taken while other chunks are under way."""
 
 import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import checksums
 from rlctl.refit.lanes import Lane, Mark
-from rlctl.refit.sink import Sink
 
 
 class Sums:
-    """Of one refit after the other: queue them with `here` and `beside`, then ask for `values`."""
+    """Of one refit after the other: queue them with `here` and `beside`, then ask for all."""
 
     def __init__(self, device: torch.device) -> None:
         self._lane = Lane(device)
         self._taken: list[tuple[list[int], Tensor]] = []
 
-    def here(self, numbers: list[int], data: Callable[[int], Tensor]) -> None:
-        """Of items in memory that is soon used again: on the current stream, before it goes on."""
-        if numbers:
-            self._taken.append((numbers, checksums([data(n) for n in numbers])))
+    def start(self) -> None:
+        """A new refit begins."""
+        self._taken = []
 
-    def beside(self, numbers: list[int], sink: Sink, arrived: Mark) -> None:
-        """Of items that lie where they belong once `arrived` is reached."""
-        if numbers:
+    def here(self, tensors: dict[int, Tensor]) -> None:
+        """Of items, by number, in memory that is soon used again: on the current stream, before it goes on."""
+        if tensors:
+            self._taken.append(([*tensors], checksums([*tensors.values()])))
+
+    def beside(self, tensors: dict[int, Tensor], arrived: Mark) -> None:
+        """Of items that stay where they lie once `arrived` is reached."""
+        if tensors:
             with self._lane as lane:
                 lane.after(arrived)
-                self._taken.append((numbers, checksums([_target(sink, n) for n in numbers])))
+                self._taken.append(([*tensors], checksums([*tensors.values()])))
+
+    def all(self) -> Tensor | None:
+        """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
+        return torch.cat([sums for _, sums in self._taken]) if self._taken else None
 
     def values(self) -> dict[int, int]:
-        """Of every item queued since the last call; waits for them."""
+        """Every item's; what was queued must have been reached, except `beside`."""
         self._lane.wait()
-        found = {n: value for numbers, sums in self._taken for n, value in zip(numbers, sums.tolist())}
-        self._taken = []
-        return found
-
-
-def _target(sink: Sink, number: int) -> Tensor:
-    target = sink.target(number)
-    assert target is not None, "an item that lies where it belongs has a target"
-    return target
+        numbers = [n for taken, _ in self._taken for n in taken]
+        sums = self.all()
+        return dict(zip(numbers, sums.tolist())) if sums is not None else {}

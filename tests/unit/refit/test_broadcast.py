@@ -82,7 +82,7 @@ def test_another_plan_is_found_out_before_anything_is_received(others: ProcessPo
     foreign = plan_for(held, buffer_bytes=300_000)
     answer = others.submit(receive, spec, foreign, [1], "all")
     sender = open_sender(spec, source_of(plan, held), CPU)
-    with pytest.raises(PeerLost, match="the group broke at matrix to transposed: .*peer"):
+    with pytest.raises(PeerLost, match=r"the group broke at matrix to transposed: .*peer"):
         sender.send(Header(1, plan.digest, "all"))
     (text,) = answer.result(60)
     assert f"expected version 1 of plan {foreign.digest}, trainer rank 0 sends version 1 of another plan" in text
