@@ -48,6 +48,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 _COMMON = {"hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "bos_token_id": None}
 
 
+def longest(folder: Path) -> int:
+    """Tokens of the model's longest sequence."""
+    return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+
+
 def model_folder(model: str, parent: Path) -> Path:
     """A folder with the model's config.json: `model` itself if it is one, else written under `parent`.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.models import model_folder
+from rlctl.bench.models import longest, model_folder
 from rlctl.bench.results import Results, Row, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
@@ -113,7 +113,7 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         model_path=str(model),
         dtype=bench.dtype,
         device=bench.placement.device,
-        max_model_len=2 * (_PROMPT_TOKENS + _REQUEST_TOKENS),
+        max_model_len=min(2 * (_PROMPT_TOKENS + _REQUEST_TOKENS), longest(model)),
         tensor_parallel_size=bench.tensor_parallel,
         max_num_seqs=_REQUESTS,
         # Room beside the engine for staging, and for a trainer on the same device.

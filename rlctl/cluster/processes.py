@@ -14,6 +14,10 @@ from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from rlctl.workers.ports import free_port
 
+# Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
+# 0.25.1, H200, one run); with room the same requests went through.
+_ROOM = 16
+
 
 @dataclass(frozen=True)
 class MakeTrainer:
@@ -68,7 +72,7 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> 
     generation, cpu = config.generation, placement.device == "cpu"
     longest = config.model.max_length or files.max_length
     if config.data.max_prompt_length:
-        longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens)
+        longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
         model_path=files.folder,
         dtype=compute_dtype(config.trainer, placement.device) if generation.dtype == "auto" else generation.dtype,

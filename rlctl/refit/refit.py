@@ -19,7 +19,7 @@ from rlctl.workers.ports import free_port
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
 # Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
-_GRACE_S = 30.0
+_GRACE_S = 10.0
 _SETTLE_S = 10.0
 # The first chunk's packing and the last one's loading hide behind nothing: a rank's share travels in this many, unless
 # they become so small that starting them takes longer than sending them.

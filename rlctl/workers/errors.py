@@ -42,5 +42,5 @@ class WorkerTimeout(RuntimeError):
         self.call, self.workers, self.seconds = call, workers, seconds
         super().__init__(
             f"the driver waited {seconds:.0f} s for {', '.join(workers)} to finish {call}; "
-            f"if the work is just long, raise {knob}"
+            f"if the work is just long, raise {knob}; kill -USR1 PID makes a process write what it does into its log"
         )

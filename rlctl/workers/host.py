@@ -6,7 +6,9 @@ a raised exception never looks like a dead process. Output of the process goes t
 """
 
 import contextlib
+import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -62,6 +64,8 @@ def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    # `kill -USR1 PID` writes what every thread is doing into the log: for a process that seems to hang.
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -1,0 +1,132 @@
+"""A refit that goes wrong is found out in time, says who is at fault, and never leaves old and new weights mixed."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Columns
+from rlctl.refit.messages import Kind
+from rlctl.refit.plan import Plan
+from rlctl.refit.refit import EnginesLost, Refit
+from rlctl.workers.errors import WorkerTimeout
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.conftest import ray_here
+from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, spec_for
+from tests.tiny_models import make_model
+
+__all__ = ["ray_here"]
+DEADLINE = 280.0
+TIMEOUT = 4.0
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+@dataclass
+class Stage:
+    """A source of new weights and two engines with old ones."""
+
+    pool: GeneratorPool
+    source: WorkerGroup
+    folder: Path
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    def refit(self, kind: Kind) -> Refit:
+        refit = Refit(self.source, refit_options(kind, self.folder / "refit", timeout_s=TIMEOUT))
+        self.pool.open_refit(refit)
+        return refit
+
+    def sample(self, engine: int) -> Columns:
+        columns: Columns = self.pool.engines[engine].start("generate", greedy(PROMPTS, 12)).wait(DEADLINE)[0]
+        return columns
+
+
+@pytest.fixture
+def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
+    old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
+    events: list[tuple[str, dict[str, Any]]] = []
+    emit: Callable[..., None] = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
+    pool = GeneratorPool(spec_for(old), [[], []], str(ray_here), DEADLINE, 2, emit)
+    source = WorkerGroup([WorkerSpec("trainer-0", MakeSource(new, FolderSource), threads=2)], DEADLINE)
+    try:
+        for part in (*pool.built(), source.built()):
+            part.wait(DEADLINE)
+        yield Stage(pool, source, tmp_path, events)
+    finally:
+        source.kill()
+        pool.kill()
+
+
+def same(one: Columns, other: Columns) -> bool:
+    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.log_probs, other.log_probs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(stage: Stage) -> None:
+    before = stage.sample(1)
+    an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage, before)
+    before = stage.sample(0)
+    a_trainer_that_stands_still_is_named(stage)
+    assert same(stage.sample(0), before)
+    an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage)
+
+
+def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: Columns) -> None:
+    refit = stage.refit("shm")
+    plan = refit.plan
+    other = Plan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
+    stage.pool.engines[1].start("refit_open", refit._spec(2), other, 2, "auto", False).wait(DEADLINE)
+    with pytest.raises(EnginesLost, match=f"the trainer sends by plan {plan.digest}, this end was given plan") as lost:
+        refit.run(stage.pool.ends(), 1)
+    assert [*lost.value.reasons] == lost.value.intact == [1]
+    assert same(stage.sample(1), before)
+    stage.pool.open_refit(refit)
+    stage.pool.refit(refit, 2)
+    assert same(stage.sample(0), stage.sample(1))
+    assert not same(stage.sample(1), before)
+    assert set(stage.sample(1).versions.tolist()) == {2}
+
+
+def a_trainer_that_stands_still_is_named(stage: Stage) -> None:
+    refit = stage.refit("broadcast")
+    trainer = stage.source.workers[0].pid()
+    os.kill(trainer, signal.SIGSTOP)
+    begin = time.monotonic()
+    try:
+        with pytest.raises(WorkerTimeout, match=r"waited \d+ s for trainer-0 to finish refit_send"):
+            stage.pool.refit(refit, 3)
+    finally:
+        os.kill(trainer, signal.SIGCONT)
+    assert time.monotonic() - begin < TIMEOUT + 30
+
+
+def an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage: Stage) -> None:
+    refit = stage.refit("broadcast")
+    trainer, engine = stage.source.workers[0].pid(), stage.pool.engines[0].pid()
+    # While the trainer stands still both engines wait for it in the middle of the refit.
+    os.kill(trainer, signal.SIGSTOP)
+
+    def kill() -> None:
+        time.sleep(1)
+        os.kill(engine, signal.SIGKILL)
+        time.sleep(0.5)
+        os.kill(trainer, signal.SIGCONT)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    stage.pool.refit(refit, 5)
+    killer.join()
+    lost = [fields for kind, fields in stage.events if kind == "engine_lost"]
+    assert [fields["engine"] for fields in lost] == [0]
+    assert "engine-0 died during refit_receive" in lost[0]["reason"]
+    first, second = stage.sample(0), stage.sample(1)
+    assert same(first, second)
+    assert set(first.versions.tolist()) == set(second.versions.tolist()) == {5}

@@ -1,0 +1,80 @@
+"""`rlctl bench refit` on CPU: real engines, real transports; a changed bit ends it with 1; memory does not grow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny_models import make_model
+
+MIB = 1 << 20
+FLIP = """
+import sys
+from pathlib import Path
+from rlctl.bench.refit import _Stage
+
+compare = _Stage._differences
+
+def flip_then_compare(self):
+    for file in (self._folder / "refit").glob("slot*"):
+        with file.open("r+b") as slot:
+            slot.seek(4000)
+            byte = slot.read(1)[0]
+            slot.seek(4000)
+            slot.write(bytes([byte ^ 1]))
+    return compare(self)
+
+_Stage._differences = flip_then_compare
+from rlctl.cli.main import main
+main()
+"""
+
+
+def bench(*arguments: str, program: tuple[str, ...] = ("-m", "rlctl.cli.main")) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *program, "bench", "refit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    return {row["label"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+@pytest.mark.slow
+def test_every_scheme_delivers_the_same_bits_and_three_hundred_refits_leave_memory_as_it_was(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    plot = tmp_path / "refit.svg"
+    many = ("--rounds", "300", "--updates", "1", "--trainers", "2", "--transport", "shm,broadcast")
+    result = bench("--model", str(folder), *many, "--json", "--plot", str(plot))
+    assert result.returncode == 0, result.stderr
+    found = rows(result)
+    assert [*found] == [
+        "memcpy",
+        "one broadcast a tensor",
+        "packed, one buffer",
+        "packed, two buffers (NeMo-RL's)",
+        "gathering to every rank alone",
+        "rlctl shm, staged, 2 buffers, checks all",
+        "rlctl shm, staged, 2 buffers, checks off",
+        "rlctl broadcast, staged, 2 buffers, checks all",
+        "rlctl broadcast, staged, 2 buffers, checks off",
+    ]
+    assert sum(row["checked"] for row in found.values()) == 7
+    assert all(row["wrong"] == [] and row["seconds"] > 0 for row in found.values())
+    for row in (row for label, row in found.items() if label.startswith("rlctl")):
+        assert row["stall"] >= 0
+        assert row["trainer_growth"] < 16 * MIB
+        assert row["engine_growth"] < 16 * MIB
+    assert "GB/s" in plot.read_text()
+
+
+@pytest.mark.slow
+def test_one_flipped_bit_ends_with_1_and_names_the_tensor(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    few = ("--rounds", "2", "--updates", "0", "--no-references", "--checksum", "off")
+    result = bench("--model", str(folder), *few, program=("-c", FLIP))
+    assert result.returncode == 1
+    assert "delivered weights differ from the sent ones: model.embed_tokens.weight" in result.stderr
+    assert "differ" in result.stdout

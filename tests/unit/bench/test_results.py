@@ -1,0 +1,74 @@
+"""The bench's arithmetic: from moments in every process to milliseconds, shares, overlap and pauses."""
+
+import json
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from rlctl.bench.models import SHAPES, model_folder
+from rlctl.bench.results import Results, Row, make_row
+from rlctl.bench.rounds import Measured
+from rlctl.bench.weights import parameters_of
+
+
+def seen(begins: list[float], ends: list[float], commit: float = 0.0, **phases: float) -> Measured:
+    return Measured(begins, ends, [commit] * len(ends), [phases] * len(ends), extra_bytes=7, growth_bytes=3)
+
+
+def test_a_round_lasts_from_the_first_begin_to_the_last_arrival_without_its_commit() -> None:
+    sent = [seen([0.0, 10.0, 20.0], [0.5, 10.5, 20.5], pack=0.2, wire=0.4)]
+    received = [
+        seen([0.1, 10.1, 20.1], [9.0, 11.0, 21.0], commit=0.1, wire=0.3),
+        seen([0.1, 10.1, 20.1], [9.0, 11.5, 22.0], commit=0.1, wire=0.6, load=0.1),
+    ]
+    row = make_row("x", sent, received, [], "staged")
+    # The first round, slow for being the first, does not count: 1.5 - 0.1 and 2.0 - 0.1.
+    assert row.seconds == pytest.approx(1.65)
+    assert row.commit == row.pause == pytest.approx(0.1)
+    # Of the wire the end that waited less.
+    assert row.phases == {"pack": 0.2, "wire": 0.4, "load": 0.1}
+    assert (row.trainer_extra, row.engine_growth, row.checked, row.wrong) == (7, 3, True, [])
+    assert replace(row, mode="direct").pause == pytest.approx(1.75)
+
+
+@pytest.mark.parametrize(
+    ("phases", "seconds", "expected"),
+    [
+        ({"pack": 1.0, "wire": 2.0}, 2.0, 1.0),
+        ({"pack": 1.0, "wire": 2.0}, 3.0, 0.0),
+        ({"pack": 1.0, "wire": 2.0}, 2.5, 0.5),
+        ({"wire": 2.0}, 2.0, None),
+        ({}, 2.0, None),
+    ],
+)
+def test_overlap_is_what_hides_of_what_could(phases: dict[str, float], seconds: float, expected: float | None) -> None:
+    row = Row("x", "direct", seconds, 0.0, phases, 0, 0, 0, 0, True)
+    assert row.overlap == expected
+
+
+def test_rates_and_shares_are_of_the_payload_and_the_plain_link() -> None:
+    row = Row("x", "direct", 2.0, 0.0, {}, 0, 0, 0, 0, True, wrong=["w"])
+    results = Results("m", 8 * 10**9, 1, 1, 1, 1.5, [row])
+    assert results.rate(row) == 4.0
+    assert results.share(row) == 0.75
+    assert results.wrong == [row]
+    assert json.loads(json.dumps(results.as_json()))["rows"][0]["share"] == 0.75
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_has_the_parameters_of_its_name(name: str, tmp_path: Path) -> None:
+    rows = parameters_of(model_folder(name, tmp_path))
+    millions = sum(prod(shape) for _, shape in rows) / 1e6
+    # The published models' own counts.
+    expected = {
+        "tiny": 30.02,
+        "qwen3-0.6b": 596,
+        "qwen3-1.7b": 1721,
+        "qwen3-4b": 4022,
+        "qwen3-8b": 8191,
+        "qwen3-30b-a3b": 30532,
+        "llama-8b": 8030,
+    }
+    assert millions == pytest.approx(expected[name], rel=0.005)

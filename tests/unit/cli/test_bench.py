@@ -1,0 +1,90 @@
+"""`rlctl bench refit`: every mistake in one go, before anything starts; a table that fits the terminal."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlctl.bench.plot import write_plot
+from rlctl.bench.results import Results, Row
+from rlctl.cli.bench_view import print_results
+from tests.unit.cli.conftest import Rlctl
+
+
+def test_all_mistakes_are_told_at_once(rlctl: Rlctl) -> None:
+    wrong = ["--model", "qwen3-9b", "--mode", "dirct", "--num-buffers", "0,2", "--transport", "nccl", "--master", "fp8"]
+    done = rlctl("bench", "refit", *wrong, "--checksum", "some", "--tensor-parallel", "2", "--plot", "nowhere/x.pdf")
+    assert done.code == 2
+    lines = done.err.splitlines()
+    expected = [
+        "--model: qwen3-9b is no model; did you mean qwen3-8b?",
+        "--tensor-parallel: on CPU an engine is one process: allowed is 1",
+        "--mode: 'dirct' is not allowed; did you mean direct?; allowed: auto, direct, staged",
+        "--transport: 'nccl' is not allowed; allowed: shm, broadcast, ipc",
+        "--checksum: 'some' is not allowed; allowed: all, sampled, off",
+        "--master: 'fp8' is not allowed; allowed: float32, bfloat16",
+        "--num-buffers: '0,2': numbers from 1 on with commas, like 1,2,3",
+        "--plot: nowhere/x.pdf: allowed are names that end in .png or .svg",
+    ]
+    assert [text for text in expected if not any(text in line for line in lines)] == []
+    assert lines[-1].endswith("problems; nothing was started")
+
+
+def test_direct_needs_a_gpu(rlctl: Rlctl) -> None:
+    done = rlctl("bench", "refit", "--mode", "direct")
+    assert done.code == 2
+    assert "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged" in done.err
+
+
+def test_too_few_gpus_are_told_with_the_arithmetic(rlctl: Rlctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    done = rlctl("bench", "refit", "--trainers", "2", "--generators", "2")
+    assert done.code == 2
+    assert "4 GPUs needed, apart for 2 trainer ranks and 2 engines x 1" in done.err
+
+
+def results() -> Results:
+    phases = {"pack": 0.0156, "wire": 0.0452}
+    rows = [
+        Row("raw link", "", 0.0445, 0.0, {"wire": 0.0443}, 1 << 30, 1 << 30, 0, 0, False),
+        Row("packed, two buffers (NeMo-RL's)", "", 0.0569, 0.0, phases, 3 << 30, 2 << 30, 0, 0, True),
+        Row(
+            "rlctl ipc, staged, 2 buffers, checks sampled",
+            "staged",
+            0.0471,
+            0.0082,
+            phases,
+            0,
+            0,
+            0,
+            0,
+            True,
+            [],
+            0.1,
+            0.02,
+        ),
+        Row("rlctl shm, staged, 2 buffers, checks off", "staged", 0.05, 0.0, {}, 0, 0, 0, 0, True, ["w"]),
+    ]
+    return Results("qwen3-8b", 16_381_000_000, 2, 2, 2, 0.0445, rows)
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_fits_and_says_what_decides(width: int) -> None:
+    out = io.StringIO()
+    print_results(results(), Console(file=out, width=width, force_terminal=True, color_system=None))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "qwen3-8b, 2 trainer ranks to 2 engines x 2 devices" in text
+    for cell in ("44.5", "368.1", "100%", "94%", "8.2", "20.0", "equal", "differ"):
+        assert cell in text
+    assert "…" not in text
+    assert ("88%" in text) == (width == 140)
+
+
+@pytest.mark.parametrize("name", ["refit.png", "refit.svg"])
+def test_a_plot_appears_whole(tmp_path: Path, name: str) -> None:
+    write_plot(results(), tmp_path / name)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    begin = (tmp_path / name).read_bytes()[:8]
+    assert begin.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
