@@ -226,14 +226,15 @@ class _Stage:
         """Refits as a run does them, through the driver, while every engine samples."""
         stalls, seconds = [], []
         for number in range(self.bench.updates):
-            running = [engine.start("generate", _requests(number)) for engine in self.engines]
+            for engine in self.engines:
+                engine.start("generate", _requests(number))
             time.sleep(_BEFORE_UPDATE_S)
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
             seconds.append(time.perf_counter() - begin)
             stalls.append(report["stall"])
-            for part in running:
-                part.wait(_DEADLINE_S)
+            for engine in self.engines:
+                engine.start("cancel").wait(_DEADLINE_S)
         return {"stall": median(stalls), "driver": median(seconds)}
 
     def _options(self, kind: Kind, mode: str, buffers: int) -> Options:

@@ -26,6 +26,11 @@ class Boundaries:
         for request, index, tokens in running:
             self._of[request, index].append((tokens, version))
 
+    def forget(self, request: str) -> None:
+        """A request ended without an answer."""
+        for name in [name for name in self._of if name[0] == request]:
+            del self._of[name]
+
     def end(self, request: str, lengths: list[int]) -> NDArray[np.int32]:
         """A request ended with rollouts of these lengths: the version of every token, int32 [sum of lengths]."""
         return np.concatenate([_spread(self._of.pop((request, index)), n) for index, n in enumerate(lengths)])

@@ -93,6 +93,10 @@ class Engine:
         totals = {key: sum(part[key] for part in parts) for key in parts[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
 
+    def cancel(self) -> None:
+        """End every running request: its `generate` raises RuntimeError."""
+        self._on_thread(self._cancel)
+
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension (`EngineSpec.extension`) on every worker, between two steps."""
         answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
@@ -131,7 +135,8 @@ class Engine:
             outputs = self._llm.step()
         except Exception as error:
             self._poisoned = f"vLLM failed in a step: {error}"
-            for future in self._waiting.values():
+            for request, future in self._waiting.items():
+                self._boundaries.forget(request)
                 future.set_exception(error)
             self._waiting.clear()
             # The thread lives on: whoever asks next gets an answer, not silence.
@@ -156,6 +161,13 @@ class Engine:
             self._waiting[request.id] = Future()
             futures.append(self._waiting[request.id])
         return futures
+
+    def _cancel(self) -> None:
+        self._llm.abort_request([*self._waiting])
+        for request, future in self._waiting.items():
+            self._boundaries.forget(request)
+            future.set_exception(RuntimeError(f"request {request} was cancelled"))
+        self._waiting.clear()
 
     def _stage(self, header: Header) -> list[Report]:
         """Receive beside the live weights while requests go on. Raises Untouched."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import checksum
+from rlctl.refit.checksum import checksums
 from rlctl.refit.messages import Header, RefitError, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.shared import Deadline, Words, digest_word
@@ -48,8 +48,10 @@ class ShmSender:
         for n in self._items:
             place = slots.view(header.version, n)
             place.copy_(self._source.view(n))
-            if n in checked:
-                slots.set_sum(header.version, n, checksum(self._source.view(n).to(place.dtype)))
+        taken = [n for n in self._items if n in checked]
+        # As they stand in the slot: converted once.
+        for n, value in zip(taken, checksums([slots.view(header.version, n) for n in taken]).tolist()):
+            slots.set_sum(header.version, n, value)
         slots.written(header, rank)
         seconds = time.perf_counter() - begin
         size = sum(plan.items[n].nbytes for n in self._items)
@@ -83,8 +85,9 @@ class ShmReceiver:
             self._slots = _Slots(self._folder, self._plan)
         slots = self._slots
         slots.verify(header)
-        for n in sorted(self._plan.checked(header)):
-            if checksum(slots.view(header.version, n)) != slots.sum(header.version, n):
+        taken = sorted(self._plan.checked(header))
+        for n, value in zip(taken, checksums([slots.view(header.version, n) for n in taken]).tolist()):
+            if value != slots.sum(header.version, n):
                 item = self._plan.items[n]
                 raise RefitError(f"{item.box.name} arrived changed (version {header.version})")
         if not sink.adopt(slots.flat(header.version)):

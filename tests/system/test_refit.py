@@ -148,28 +148,12 @@ def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: 
         after, fresh = (engine.start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
-    finally:
-        source.kill()
-        for engine in engines:
-            engine.kill()
-
-
-@pytest.mark.slow
-def test_broadcast_brings_two_engines_to_one_version(ray_here: Path, tmp_path: Path) -> None:
-    old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
-    engines = [start_engine(folder, ray_here, f"b{index}") for index, folder in enumerate((old, old))]
-    source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
-    try:
-        for engine in engines:
-            engine.built().wait(DEADLINE)
-        refit = Refit(source, refit_options("broadcast"))
-        ends = [EngineEnd(engine, 1) for engine in engines]
-        refit.open(ends)
-        refit.run(ends, version=1)
-        refit.run(ends, version=2, checks="off")
-        first, second = (engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0] for engine in engines)
-        assert np.array_equal(first.tokens, second.tokens)
-        assert set(first.versions.tolist()) == {2}
+        running = engines[0].start("generate", requests)
+        engines[0].start("cancel").wait(DEADLINE)
+        with pytest.raises(WorkerError, match="request r0 was cancelled"):
+            running.wait(DEADLINE)
+        again = engines[0].start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0]
+        assert np.array_equal(again.tokens, fresh.tokens)
     finally:
         source.kill()
         for engine in engines:

@@ -1,6 +1,7 @@
 """Workers: errors carry the worker's name and traceback, a dead or silent process is an error, never a wait."""
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,6 +88,15 @@ def test_a_worker_that_cannot_be_built_says_why(ray_here: Path) -> None:
 class Broken:
     def __call__(self) -> None:
         raise OSError("no such model")
+
+
+def test_a_signal_makes_a_worker_say_where_it_is(group: WorkerGroup, ray_here: Path) -> None:
+    sleeping = group.start("sleep", 2.0)
+    time.sleep(0.5)
+    os.kill(group.workers[0].pid(), signal.SIGUSR1)
+    sleeping.wait(30)
+    assert "in sleep" in (ray_here / "probe-0.log").read_text()
+    assert "in sleep" not in (ray_here / "probe-1.log").read_text()
 
 
 def test_all_output_of_a_worker_goes_to_its_own_log(group: WorkerGroup, ray_here: Path) -> None:

@@ -9,14 +9,19 @@ from tests.unit.cli.conftest import Rlctl
 COMMAND = [sys.executable, "-m", "rlctl.cli.main"]
 
 
-def test_help_comes_in_under_half_a_second() -> None:
+def fastest(command: list[str]) -> float:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        subprocess.run([*COMMAND, "--help"], check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True)
         seconds.append(time.perf_counter() - start)
-    # The fastest: what others do on the machine is not ours to answer for.
-    assert min(seconds) < 0.5
+    return min(seconds)
+
+
+def test_help_takes_hardly_longer_than_the_library_that_shows_it() -> None:
+    # 0.45 s on a quiet machine of two cores; a ratio, for others may be busy on it.
+    bare = fastest([sys.executable, "-c", "import typer, typer.rich_utils, rich.markdown"])
+    assert fastest([*COMMAND, "--help"]) < 1.8 * bare
 
 
 def test_no_command_imports_what_is_slow_before_it_needs_it() -> None:

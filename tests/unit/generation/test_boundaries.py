@@ -30,6 +30,15 @@ def test_a_token_in_flight_at_a_change_that_is_thrown_away_counts_for_nobody() -
     assert boundaries.end("r", [4]).tolist() == [0, 0, 0, 0]
 
 
+def test_a_request_that_is_forgotten_leaves_the_others() -> None:
+    boundaries = Boundaries()
+    boundaries.begin("r", 2, version=0)
+    boundaries.begin("rr", 1, version=0)
+    boundaries.forget("r")
+    boundaries.change([("rr", 0, 1)], version=1)
+    assert boundaries.end("rr", [2]).tolist() == [0, 1]
+
+
 @given(st.lists(st.integers(0, 5), max_size=5), st.integers(0, 10))
 def test_versions_never_fall_and_every_token_has_the_one_that_was_live(steps: list[int], rest: int) -> None:
     boundaries, expected = Boundaries(), []

@@ -28,7 +28,8 @@ def test_a_death_names_all_that_died_and_why() -> None:
 def test_a_silence_says_who_waits_for_whom_how_long_and_what_to_turn() -> None:
     error = WorkerTimeout("refit_receive", ["engine-1"], 300.4, "refit.timeout_s")
     assert str(error) == (
-        "the driver waited 300 s for engine-1 to finish refit_receive; if the work is just long, raise refit.timeout_s"
+        "the driver waited 300 s for engine-1 to finish refit_receive; if the work is just long, raise "
+        "refit.timeout_s; kill -USR1 PID makes a process write what it does into its log"
     )
 
 
