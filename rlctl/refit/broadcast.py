@@ -45,9 +45,7 @@ class Group:
         world = 1 + spec.receivers
         try:
             self._group = _make(PrefixStore(f"owner-{owner}", store), rank, world, spec.timeout_s, device)
-            if device.type == "cuda":
-                self._group.eager_connect_single_device(device)
-            # Gloo connects at the first collective: now, while nobody waits for weights.
+            # The communicator is made by the first collective: now, while nobody waits for weights.
             self.broadcast([torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
         except Exception as error:
             place = f"{spec.host}:{spec.port}"
