@@ -163,11 +163,14 @@ class _Stage:
             row = make_row("memcpy" if bench.cpu else "device copy", [copied], [copied])
             self.bound = row.seconds
             yield row
-        if bench.references and (bench.cpu or not shared):
-            for scheme in LABELS:
-                if scheme != "raw" or not shared:
-                    say(LABELS[scheme])
-                    yield self._reference(scheme)
+        # The plain link is what every row is compared with; where devices are shared, the copy above is.
+        plain: list[Scheme] = [] if shared else ["raw"]
+        others: list[Scheme] = (
+            ["each", "packed-1", "packed-2"] if bench.references and (bench.cpu or not shared) else []
+        )
+        for scheme in plain + others:
+            say(LABELS[scheme])
+            yield self._reference(scheme)
         if len(self.trainers) > 1:
             say("gathering alone")
             yield self._gathering()

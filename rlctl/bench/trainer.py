@@ -11,8 +11,7 @@ from rlctl.bench.weights import RandomShards
 from rlctl.refit.broadcast import Group, meet
 from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
-from rlctl.refit.sending import Holding, SendingEnd
-from rlctl.refit.transport import Report
+from rlctl.refit.sending import SendingEnd, SendsWeights
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class BenchTrainerSpec:
         return BenchTrainer(self)
 
 
-class BenchTrainer:
+class BenchTrainer(SendsWeights):
     """Hosted by `workers.Host`."""
 
     def __init__(self, spec: BenchTrainerSpec) -> None:
@@ -80,22 +79,6 @@ class BenchTrainer:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
-
-    def refit_holding(self, dtype: str) -> Holding:
-        """See `SendingEnd.holding`."""
-        return self._sending.holding(dtype)
-
-    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
-        """See `SendingEnd.open`."""
-        self._sending.open(spec, plan)
-
-    def refit_send(self, header: Header) -> Report:
-        """See `SendingEnd.send`."""
-        return self._sending.send(header)
-
-    def refit_drop(self, receivers: list[int], reason: str) -> None:
-        """See `SendingEnd.drop`."""
-        self._sending.drop(receivers, reason)
 
     def refit_rounds(self, plan: Plan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Send one version several times. in_turn: receivers begin when this is done."""

@@ -61,6 +61,28 @@ class SendingEnd:
         self._sender = None
 
 
+class SendsWeights:
+    """What a hosted trainer rank offers the driver's `Refit`, whoever trains: its `SendingEnd`, call by call."""
+
+    _sending: SendingEnd
+
+    def refit_holding(self, dtype: str) -> Holding:
+        """See `SendingEnd.holding`."""
+        return self._sending.holding(dtype)
+
+    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
+        """See `SendingEnd.open`."""
+        self._sending.open(spec, plan)
+
+    def refit_send(self, header: Header) -> Report:
+        """See `SendingEnd.send`."""
+        return self._sending.send(header)
+
+    def refit_drop(self, receivers: list[int], reason: str) -> None:
+        """See `SendingEnd.drop`; called beside a running `refit_send`."""
+        self._sending.drop(receivers, reason)
+
+
 def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

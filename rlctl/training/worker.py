@@ -11,10 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import TrainerSection
-from rlctl.refit.messages import Header, TransportSpec
-from rlctl.refit.plan import Plan
-from rlctl.refit.sending import Holding, SendingEnd
-from rlctl.refit.transport import Report
+from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals, TrainerRank
 from rlctl.training.sequences import Sequence
 
@@ -74,7 +71,7 @@ class Share:
         return [sequences[stop - size : stop] for stop, size in zip(stops, self.sizes)]
 
 
-class TrainerWorker:
+class TrainerWorker(SendsWeights):
     """Hosted by `workers.Host`, one a rank; every method is called on all ranks together."""
 
     def __init__(self, spec: TrainerSpec) -> None:
@@ -98,22 +95,6 @@ class TrainerWorker:
         batches = compute(share.micro_batches())
         joined: NDArray[np.float32] = _join([row for batch in batches for row in batch], np.dtype(np.float32))
         return joined
-
-    def refit_holding(self, dtype: str) -> Holding:
-        """See `SendingEnd.holding`."""
-        return self._sending.holding(dtype)
-
-    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
-        """Join the refit transport."""
-        self._sending.open(spec, plan)
-
-    def refit_send(self, header: Header) -> Report:
-        """Send this rank's part of the weights as they are now."""
-        return self._sending.send(header)
-
-    def refit_drop(self, receivers: list[int], reason: str) -> None:
-        """See `Sender.drop`; called beside a running `refit_send`."""
-        self._sending.drop(receivers, reason)
 
     def save(self, folder: str, export: str | None, dtype: str | None) -> None:
         """Training state into `folder`; if named, a Hugging Face folder of `dtype` into `export` too."""

@@ -45,7 +45,7 @@ def test_trainer_and_engine_apart() -> None:
 @pytest.mark.parametrize("model", ["qwen3-1.7b", "llama-8b"])
 def test_two_trainer_ranks_to_an_engine_over_two_devices(model: str) -> None:
     shape = ("--trainers", "2", "--tensor-parallel", "2", "--no-references")
-    assert len(rows("--model", model, *shape, "--transport", "ipc,broadcast")) == 1 + 2 * 2
+    assert len(rows("--model", model, *shape, "--transport", "ipc,broadcast")) == 2 + 2 * 2
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")

@@ -8,12 +8,10 @@ from typing import Any
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
-from rlctl.refit.messages import Header, Kind, TransportSpec
-from rlctl.refit.plan import Plan
+from rlctl.refit.messages import Kind
 from rlctl.refit.refit import Options
-from rlctl.refit.sending import Holding, SendingEnd
+from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.refit.source import Shard
-from rlctl.refit.transport import Report
 from rlctl.training.hf_folder import WeightFiles
 from rlctl.workers.group import Worker, WorkerSpec
 
@@ -56,7 +54,7 @@ class MakeSource:
         return self.make(self.folder)
 
 
-class FolderSource:
+class FolderSource(SendsWeights):
     """Sends the tensors of a Hugging Face folder, as a trainer rank would send its own."""
 
     def __init__(self, folder: Path) -> None:
@@ -64,25 +62,13 @@ class FolderSource:
 
         files = WeightFiles(folder)
         self.tensors = {name: files.tensor(name).clone() for name in files.names()}
-        self.sending = SendingEnd(self, 0, torch.device("cpu"))
+        self._sending = SendingEnd(self, 0, torch.device("cpu"))
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
         return [(name, tuple(tensor.shape), dtype or "float32") for name, tensor in self.tensors.items()]
 
     def shards(self) -> list[Shard]:
         return [Shard(name, (0,) * tensor.ndim, tensor) for name, tensor in self.tensors.items()]
-
-    def refit_holding(self, dtype: str) -> Holding:
-        return self.sending.holding(dtype)
-
-    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
-        self.sending.open(spec, plan)
-
-    def refit_send(self, header: Header) -> Report:
-        return self.sending.send(header)
-
-    def refit_drop(self, receivers: list[int], reason: str) -> None:
-        self.sending.drop(receivers, reason)
 
 
 def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> Options:
