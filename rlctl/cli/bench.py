@@ -147,7 +147,7 @@ def _placement(gpus: int, sizes: dict[str, int], colocated: bool, problems: list
 def _usual(placement: Placement, sizes: dict[str, int]) -> str:
     from rlctl.cluster.processes import usual_transport
 
-    return usual_transport(placement, sizes["trainers"], sizes["generators"] * sizes["tensor_parallel"])
+    return usual_transport(placement, sizes["generators"])
 
 
 def _words(option: str, given: str, allowed: tuple[str, ...], problems: list[Problem]) -> list[Any]:
