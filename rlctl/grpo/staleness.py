@@ -1,0 +1,206 @@
+"""Which groups may be sampled, and which are trained next: the bound on staleness as a pure state machine.
+
+Contract 1: a group trains at version v only if its age, v minus the oldest version among its tokens, is at most
+`max_age` (`max_trajectory_age_steps`). Contract 2: a group admitted leaves by `release` alone, so none is lost.
+
+Symbols: N groups a step, S = max_age. A group admitted while the generator serves version g holds no older token, so it
+keeps the bound if it trains at version g + S or before: its deadline. At most C = (S + 1) N groups are anywhere between
+admission and the end of their step, hence (with F(d) the groups with a deadline of at most d, v the version to train)
+
+    F(d) <= (d - v + 1) N   for every d >= v                                                            (feasible)
+
+at the start; and `select` never takes a group with a later deadline where F(d) is tight. A step then removes N groups
+from every tight F(d) while v grows by one, and groups admitted afterwards have deadline v + S, where F is at most C: so
+the line holds again. At most N groups are ever due at once, all of them fit into the step, and none is born stale.
+
+No policy deadlocks: what `select` waits for is being sampled already (every active group is), the version does not move
+while it waits, and sampling never waits for the trainer. For `in_order` that is the oldest group. For `windowed_fifo`
+the oldest always lies in its own window, so once it is complete the window moves on. `ready_first` waits only for due
+groups, or for N complete ones, of which C >= N are on their way.
+
+No clock, no processes: callers say what happened.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any, Literal
+
+Policy = Literal["windowed_fifo", "in_order", "ready_first"]
+Status = Literal["running", "sampled", "ready", "taken"]
+_DONE: dict[bool, tuple[Status, ...]] = {True: ("ready",), False: ("ready", "sampled")}
+
+
+@dataclass
+class Slot:
+    """One active group. ordinal: among all groups ever admitted. version: no token of it is older.
+
+    place: in the order of training; a group drawn anew goes to its end. finished: in the order in which groups were
+    sampled. failures: samplings lost with an engine.
+    """
+
+    ordinal: int
+    version: int
+    place: int
+    status: Status = "running"
+    finished: int = 0
+    redrawn: bool = False
+    failures: int = 0
+
+
+class Staleness:
+    """The active groups of a run, by ordinal. Every method that changes one raises KeyError for a group unknown."""
+
+    def __init__(self, num_prompts_per_step: int, max_age: int, policy: Policy, window_fraction: float) -> None:
+        self._step, self._max_age, self._policy = num_prompts_per_step, max_age, policy
+        self.capacity = (max_age + 1) * num_prompts_per_step
+        # A step's worth must fit into the window, or nothing could be trained while the oldest is running.
+        self._window = num_prompts_per_step + ceil(window_fraction * self.capacity)
+        self._slots: dict[int, Slot] = {}
+        self._admitted = self._placed = self._sampled = 0
+
+    def room(self) -> int:
+        """Groups that may be admitted now."""
+        return self.capacity - len(self._slots)
+
+    def admit(self, count: int, version: int) -> list[int]:
+        """The ordinals of `count` new groups; `version` is the one that the generator serves.
+
+        Raises ValueError if there is no room for them.
+        """
+        if count > self.room():
+            raise ValueError(f"{count} groups do not fit beside {len(self._slots)} of at most {self.capacity}")
+        ordinals = list(range(self._admitted, self._admitted + count))
+        for ordinal in ordinals:
+            self._slots[ordinal] = Slot(ordinal, version, self._next_place())
+        self._admitted += count
+        return ordinals
+
+    def sampled(self, ordinal: int) -> None:
+        """Every rollout of the group is there; it is not scored yet."""
+        self._slots[ordinal].status, self._slots[ordinal].finished = "sampled", self._sampled
+        self._sampled += 1
+
+    def ready(self, ordinal: int) -> None:
+        """The group is scored."""
+        self._slots[ordinal].status = "ready"
+
+    def restart(self, ordinal: int, version: int, *, failed: bool = False) -> int:
+        """Sampling begins again, at `version`; returns how often it failed so far."""
+        slot = self._slots[ordinal]
+        slot.status, slot.version = "running", max(slot.version, version)
+        slot.failures += failed
+        return slot.failures
+
+    def redraw(self, ordinal: int, version: int) -> None:
+        """Like `restart`, for a group that `overdue` named: it will not be named again."""
+        self.restart(ordinal, version)
+        slot = self._slots.pop(ordinal)
+        slot.redrawn, slot.place = True, self._next_place()
+        self._slots[ordinal] = slot
+
+    def select(self, version: int, *, scored: bool = True) -> list[int] | None:
+        """The ordinals of the groups that train at `version`, oldest first; None while some have to be waited for.
+
+        scored: only groups whose scores are there; else it is enough that they are sampled.
+        """
+        left = [slot for slot in self._slots.values() if slot.status != "taken"]
+        if sum(slot.status in _DONE[scored] for slot in left) < self._step:
+            return None
+        chosen: list[int] = []
+        while len(chosen) < self._step:
+            allowed = self._allowed(left, version, self._step - len(chosen))
+            pick = next((slot for slot in self._candidates(left, scored) if allowed(slot)), None)
+            if pick is None:
+                return None
+            left.remove(pick)
+            chosen.append(pick.ordinal)
+        return sorted(chosen)
+
+    def take(self, ordinals: list[int], version: int) -> None:
+        """The groups go into the step that trains at `version`. Raises RuntimeError rather than break the bound."""
+        stale = [o for o in ordinals if version - self._slots[o].version > self._max_age]
+        if stale:
+            raise RuntimeError(f"groups {stale} are older than {self._max_age} steps at version {version}")
+        for ordinal in ordinals:
+            self._slots[ordinal].status = "taken"
+
+    def release(self) -> list[int]:
+        """The step ended: its groups leave, and make room. Returns their ordinals."""
+        gone = self.with_status("taken")
+        for ordinal in gone:
+            del self._slots[ordinal]
+        return gone
+
+    def overdue(self, version: int) -> list[int]:
+        """Running groups, drawn but once, that the step at `version` waits for although it could do without them.
+
+        Drawn anew they need not train now. Empty while complete groups are too few anyway.
+        """
+        left = [slot for slot in self._slots.values() if slot.status != "taken"]
+        complete = [slot for slot in left if slot.status != "running"]
+        due = [slot for slot in left if self._deadline(slot) == version and slot.status == "running"]
+        if self._max_age == 0 or len(complete) < self._step or any(slot.redrawn for slot in due):
+            return []
+        return [slot.ordinal for slot in due]
+
+    def waits_for(self, version: int) -> Literal["rollouts", "oldest"]:
+        """What keeps the step at `version` from starting: too few complete groups, or older ones that come first."""
+        complete = sum(slot.status == "ready" for slot in self._slots.values())
+        return "rollouts" if complete < self._step else "oldest"
+
+    def with_status(self, status: Status) -> list[int]:
+        """Ordinals of the groups in a state, oldest first."""
+        return sorted(slot.ordinal for slot in self._slots.values() if slot.status == status)
+
+    def occupancy(self) -> dict[int, int]:
+        """Active groups by the version they were admitted at."""
+        return dict(sorted(Counter(slot.version for slot in self._slots.values()).items()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint between two steps: every active group, and the next ordinal."""
+        return {
+            "admitted": self._admitted,
+            "placed": self._placed,
+            "slots": [asdict(slot) for slot in self._slots.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any], version: int) -> list[int]:
+        """What `state_dict` gave; groups that were not ready begin anew at `version`. Returns those."""
+        self._admitted, self._placed = state["admitted"], state["placed"]
+        self._slots = {slot["ordinal"]: Slot(**slot) for slot in state["slots"]}
+        self._sampled = len(self._slots)
+        again = [slot.ordinal for slot in self._slots.values() if slot.status != "ready"]
+        for ordinal in again:
+            self.restart(ordinal, version)
+        return again
+
+    def _next_place(self) -> int:
+        self._placed += 1
+        return self._placed - 1
+
+    def _deadline(self, slot: Slot) -> int:
+        return slot.version + self._max_age
+
+    def _allowed(self, left: list[Slot], version: int, places: int) -> Callable[[Slot], bool]:
+        """Which of the groups left may take one of this step's `places` so that all deadlines can still be kept."""
+        deadlines = Counter(self._deadline(slot) for slot in left)
+        due, tight = 0, None
+        for deadline in sorted(deadlines):
+            due += deadlines[deadline]
+            if tight is None and due - (deadline - version) * self._step >= places:
+                tight = deadline
+        return lambda slot: tight is None or self._deadline(slot) <= tight
+
+    def _candidates(self, left: list[Slot], scored: bool) -> Iterator[Slot]:
+        """Complete groups in the order in which the policy would have them."""
+        done = _DONE[scored]
+        # They stand in the order of their places.
+        if self._policy == "in_order":
+            yield from (slot for slot in left[:1] if slot.status in done)
+        elif self._policy == "windowed_fifo":
+            end = left[0].place + self._window if left else 0
+            yield from (slot for slot in left if slot.status in done and slot.place < end)
+        else:
+            yield from sorted((slot for slot in left if slot.status in done), key=lambda slot: slot.finished)
