@@ -127,6 +127,8 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         seed=0,
         load_format="dummy",
         extension="rlctl.bench.engine.BenchWorker",
+        recompute_kv_cache=False,
+        forced_lengths=None,
     )
     env = environment(bench.placement.device, bench.placement.engines[index])
     return Worker(WorkerSpec(f"engine-{index}", _MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))

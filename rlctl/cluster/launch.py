@@ -12,6 +12,7 @@ from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
 from rlctl.cluster.reaper import Reaper
 from rlctl.cluster.session import Session, run_session
+from rlctl.config.resolve import colocated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.data.prompts import Prompt
@@ -37,7 +38,7 @@ def _grpo(session: Session, probe_only: bool) -> None:
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     generation = config.generation
-    shape = (generation.num_engines, generation.tensor_parallel_size, generation.colocated)
+    shape = (generation.num_engines, generation.tensor_parallel_size, colocated(config))
     placement = place(count_gpus(), config.trainer.num_ranks, *shape)
     announce(session, config, config.grpo.num_steps, placement)
     with ExitStack() as stack:
@@ -62,6 +63,7 @@ def _assembled(
     from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import Devices, GrpoLoop, Parts
     from rlctl.grpo.probe import probe
+    from rlctl.grpo.scoring import GroupScorer
     from rlctl.refit.refit import Refit
     from rlctl.rewards.base import Item
     from rlctl.rewards.scorer import Scorer
@@ -97,7 +99,7 @@ def _assembled(
         refit = Refit(group, refit_options(config, placement, spec.dtype, str(folder)))
         pool.open_refit(refit)
     stack.callback(group.call, "close")
-    decode = _decoder(prompts.tokenizer)
+    score = GroupScorer(scorer, _decoder(prompts.tokenizer))
     trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
     facts = trainer.info()
     devices = Devices(
@@ -109,7 +111,7 @@ def _assembled(
     )
     memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
     vitals = Vitals(placement.device, memories)
-    parts = Parts(trainer, pool, refit, source, prompts.validation, scorer, decode, session.keeper, devices, vitals)
+    parts = Parts(trainer, pool, refit, source, prompts.validation, score, session.keeper, devices, vitals)
     if config.run.probe or probe_only:
         with session.starting("probe"):
             gap = probe(config, parts, prompts.validation or prompts.train, session.start, spec.dtype)
@@ -117,7 +119,11 @@ def _assembled(
     else:
         pool.refit(refit, session.start)
     if not probe_only:
-        GrpoLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
+        loop = GrpoLoop(config, parts, lambda: session.interrupts.asked)
+        stack.callback(loop.close)
+        if session.checkpoint:
+            loop.resume(session.checkpoint)
+        loop.run(session.start)
 
 
 @contextmanager

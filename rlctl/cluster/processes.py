@@ -7,7 +7,7 @@ from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import Session
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
-from rlctl.generation.spec import EngineSpec
+from rlctl.generation.spec import EngineSpec, ForcedLengths
 from rlctl.refit.messages import Checks, Kind
 from rlctl.refit.refit import Options
 from rlctl.training.worker import TrainerSpec, TrainerWorker
@@ -90,6 +90,8 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> 
         seed=config.run.seed,
         load_format="auto",
         extension="rlctl.generation.worker.RefitWorker",
+        recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
+        forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
     )
 
 
@@ -108,7 +110,7 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
         folder=folder,
         checks=checks,
         colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
-        in_flight=False,
+        in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
     )
 
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from rlctl.config import resolve
 from rlctl.config.architecture import Architecture, config_file, read_architecture
 from rlctl.config.broken import BrokenValueError
+from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
 from rlctl.config.errors import Problem
 from rlctl.config.plan import longest_sequence
@@ -67,7 +69,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> lis
     view = View(config, origins)
     checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _chat, _validation, _data)]
     if isinstance(config, GrpoConfig):
-        checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines)]
+        checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines, _async)]
     else:
         checks += [_sft_batch(view, config)]
     checks += [] if resume else [_run(view)]
@@ -86,12 +88,20 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     loss, schedule = config.grpo.loss, config.trainer.optimizer.schedule
     idle = {
         "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
-        "grpo.loss.importance_cap": loss.proximal == "behaviour" and "grpo.loss.proximal is behaviour",
+        "grpo.loss.force_on_policy_ratio": resolve.proximal(config) == "behaviour"
+        and "grpo.loss.proximal is behaviour",
+        "grpo.loss.importance_cap": resolve.proximal(config) == "behaviour" and "grpo.loss.proximal is behaviour",
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
     given = {key: origin for key, origin in origins.items() if origin.override}
-    return [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
+    if not config.async_.enabled:
+        idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
+    said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
+    age = "async.max_trajectory_age_steps"
+    if age in given and resolve.max_age(config) > WISE_AGE:
+        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    return said
 
 
 def _model(view: View) -> Problems:
@@ -220,12 +230,18 @@ def _sft_batch(view: View, config: SftConfig) -> Problems:
 
 
 def _sampling(view: View, config: GrpoConfig) -> Problems:
-    if config.grpo.loss.proximal == "behaviour":
+    if resolve.proximal(config) == "behaviour":
         why = "with grpo.loss.proximal=behaviour the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
             yield view.problem("generation.top_p", why.format("1"), "grpo.loss.proximal")
         if config.generation.top_k > 0:
             yield view.problem("generation.top_k", why.format("0"), "grpo.loss.proximal")
+
+
+def _async(view: View, config: GrpoConfig) -> Problems:
+    for found in (check_async(config), check_corrections(config)):
+        with suppress(BrokenValueError):
+            yield from (view.problem(key, what, *others) for key, what, others in found)
 
 
 def _engines(view: View, config: GrpoConfig) -> Problems:

@@ -8,7 +8,7 @@ from rlctl.config.compose import compose, find_recipe
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.config.tree import Node, Origin, dump, leaves, show_path
-from rlctl.config.typed import Converter
+from rlctl.config.typed import Converter, key_of
 
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
@@ -27,7 +27,7 @@ class Composed:
 
     def to_yaml(self) -> str:
         """The resolved config: no `defaults:`, no `${...}`, paths absolute; runs again as it is."""
-        return dump(asdict(self.config))
+        return dump(asdict(self.config, dict_factory=lambda pairs: {key_of(name): value for name, value in pairs}))
 
 
 def load(kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False) -> Composed:

@@ -7,6 +7,7 @@ counted tensor by tensor for a gated MLP and attention that stores no scores.
 
 from dataclasses import dataclass
 
+from rlctl.config import resolve
 from rlctl.config.architecture import Architecture
 from rlctl.config.schema import GrpoConfig, RunConfig
 
@@ -55,7 +56,7 @@ def forecast(
         engine = {name: size * config.generation.num_engines for name, size in engine.items()}
         both = trainer | {f"engines: {name}": size for name, size in engine.items()}
         return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences)
-    return Memory(trainer, engine, device_memory, shared=config.generation.colocated, kv_sequences=sequences)
+    return Memory(trainer, engine, device_memory, shared=resolve.colocated(config), kv_sequences=sequences)
 
 
 def compute_bytes(dtype: str, gpus: int) -> int:

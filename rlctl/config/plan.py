@@ -7,6 +7,7 @@ made (the model's config.json is not on this machine) is None.
 from dataclasses import dataclass
 
 from rlctl.cluster.placement import Placement, place
+from rlctl.config import resolve
 from rlctl.config.architecture import Architecture
 from rlctl.config.memory import Memory, compute_bytes, forecast, refit_bytes
 from rlctl.config.schema import GrpoConfig, RunConfig
@@ -96,7 +97,7 @@ def _placement(config: RunConfig, gpus: int) -> tuple[Placement | None, str | No
     engines, size, colocated = 0, 1, True
     if isinstance(config, GrpoConfig):
         engines, size = config.generation.num_engines, config.generation.tensor_parallel_size
-        colocated = config.generation.colocated
+        colocated = resolve.colocated(config)
     try:
         return place(gpus, config.trainer.num_ranks, engines, size, colocated), None
     except ValueError as error:

@@ -1,5 +1,7 @@
 """What a run is: one dataclass a section, every field with its meaning and its limits, none with a default.
 
+A key that is a Python keyword has an underscore behind it here (`async_`), and nowhere else.
+
 Defaults stand in `configs/*.yaml` alone. `spec(...)` puts the one-line meaning and the allowed range beside
 the field; `check.py` enforces both, and `rlctl config show` prints the meaning.
 """
@@ -27,6 +29,7 @@ class RunSection:
     probe: bool = spec("before step 1, compare weights and log-probs of trainer and generator; stop if they differ")
     log_every: int = spec("print a line every this many steps when the output is not a terminal", ge=1)
     deadline_s: float = spec("longest wait, in seconds, for any one answer of a worker", gt=0)
+    explain_after_s: float = spec("say who waits for whom when nothing was sampled for this many seconds", gt=0)
 
 
 @dataclass
@@ -84,11 +87,26 @@ class LossSection:
     kl_estimator: Literal["k1", "k2", "k3"] = spec("estimator of the KL")
     entropy_coef: float = spec("weight of the entropy bonus", ge=0)
     reduction: Literal["token", "sequence"] = spec("mean over all tokens of the update, or over sequences' own means")
-    proximal: Literal["behaviour", "recompute"] = spec(
-        "old policy of the ratio: the generator's own log-probs, or the trainer's before the update"
+    proximal: Literal["auto", "behaviour", "recompute"] = spec(
+        "old policy of the ratio: the generator's own log-probs, or the trainer's before the update (the decoupled "
+        "objective); auto: behaviour in a synchronous run, recompute in an asynchronous one"
+    )
+    force_on_policy_ratio: bool | None = spec(
+        "recompute: take the policy being updated for the one before the update, which saves a pass over all tokens; "
+        "null: where a step makes one update, so that they are the same"
     )
     importance_cap: float | None = spec(
-        "recompute: weight tokens by min(proximal / behaviour, this); null: no correction", gt=0
+        "recompute: weight tokens by min(proximal / behaviour, this) (TIS); null: no correction by weight", gt=0
+    )
+    importance_mask: list[float] | None = spec(
+        "recompute: leave out tokens whose proximal / behaviour is outside [low, high] (IcePop); null: off", ge=0
+    )
+    sequence_mask: list[float] | None = spec(
+        "recompute: leave out rollouts whose geometric mean of proximal / behaviour is outside [low, high]; null: off",
+        ge=0,
+    )
+    age_decay: float = spec(
+        "clip_low, clip_high and importance_cap - 1 shrink by this for each step of age", gt=0, le=1
     )
 
 
@@ -101,6 +119,27 @@ class GrpoSection:
     skip_uniform_groups: bool = spec("leave out groups whose rewards are all equal: their advantage is 0")
     advantage: AdvantageSection = spec("advantage of a rollout within its group")
     loss: LossSection = spec("policy loss")
+
+
+@dataclass
+class AsyncSection:
+    enabled: bool = spec("train and generate at the same time, on devices of their own")
+    max_trajectory_age_steps: int = spec(
+        "most steps that a group's oldest token may lag behind; 4 at most is wise", ge=1
+    )
+    in_flight_weight_updates: bool = spec("running rollouts go on across a refit; false: drain them first")
+    recompute_kv_cache_after_weight_updates: bool = spec(
+        "running rollouts compute their keys and values anew with the new weights; false: they keep them"
+    )
+    policy: Literal["windowed_fifo", "in_order", "ready_first"] = spec(
+        "which complete groups train next: those within a window from the oldest on; strictly the oldest; any"
+    )
+    window_fraction: float = spec(
+        "windowed_fifo: groups beyond a step's worth, as a share of all that are active", ge=0
+    )
+    on_bound: Literal["wait", "requeue"] = spec(
+        "when the oldest group must train now and is still being sampled: wait for it, or draw it anew, once"
+    )
 
 
 @dataclass
@@ -132,7 +171,9 @@ class TrainerSection:
 class GenerationSection:
     num_engines: int = spec("vLLM engines", ge=1)
     tensor_parallel_size: int = spec("devices an engine", ge=1)
-    colocated: bool = spec("GPU: engines share the trainer's devices and sleep while it trains")
+    colocated: bool | None = spec(
+        "GPU: engines share the trainer's devices and sleep while it trains; null: unless async.enabled"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = spec("weights' dtype; auto: the trainer's compute dtype")
     max_new_tokens: int = spec("longest answer in tokens", ge=1)
     temperature: float = spec("sampling temperature; log-probs are of the tempered distribution", gt=0)
@@ -144,6 +185,10 @@ class GenerationSection:
     kv_cache_mib: int = spec("CPU: key-value cache of an engine, in MiB", ge=1)
     enforce_eager: bool | None = spec("no CUDA graphs; null: true on CPU, false on GPU")
     max_restarts: int = spec("dead engines replaced in a run before it stops", ge=0)
+    max_generation_failures: int = spec("times that a group may lose its engine before it is dropped", ge=0)
+    forced_lengths: list[float] | None = spec(
+        "for measuring: answers of drawn lengths instead of stop tokens, log-normal, [mean, sigma]; null: off", gt=0
+    )
 
 
 @dataclass
@@ -210,6 +255,7 @@ class GrpoConfig:
     data: DataSection = spec("prompts")
     rewards: list[RewardSection] = spec("rewards, summed by weight")
     grpo: GrpoSection = spec("the algorithm")
+    async_: AsyncSection = spec("generation beside training")
     trainer: TrainerSection = spec("what learns")
     generation: GenerationSection = spec("what samples")
     refit: RefitSection = spec("from trainer to generator")

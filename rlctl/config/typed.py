@@ -39,7 +39,8 @@ class Converter:
                 self._wrong(child, _join(key, name), f"unknown key{_where_it_belongs(name, key, list(hints))}")
         values: dict[str, Any] = {}
         for each in fields(cast(Any, kind)):
-            values[each.name] = self._field(each, hints[each.name], node.value.get(each.name), _join(key, each.name))
+            name = key_of(each.name)
+            values[each.name] = self._field(each, hints[name], node.value.get(name), _join(key, name))
         return kind(**values)
 
     def _field(self, spec: "Field[Any]", hint: Any, node: Node | None, key: str) -> Any:
@@ -62,13 +63,14 @@ class Converter:
     def _value(self, hint: Any, node: Node, key: str, limits: Any) -> Any:
         if is_dataclass(hint):
             return self.section(cast(type[Any], hint), node, key)
-        if get_origin(hint) is list:
-            if not isinstance(node.value, list):
-                return self._wrong(node, key, f"must be a list, not {_shown(node)}")
-            item = get_args(hint)[0]
-            return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
         if node.value is None and NoneType in get_args(hint):
             return None
+        if lists := [each for each in _alternatives(hint) if get_origin(each) is list]:
+            if not isinstance(node.value, list):
+                null = " or null" * (NoneType in get_args(hint))
+                return self._wrong(node, key, f"must be a list{null}, not {_shown(node)}")
+            item = get_args(lists[0])[0]
+            return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
         value = _scalar(node, hint)
         if value is None:
             return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{_near_literal(hint, node)}")
@@ -84,7 +86,7 @@ class Converter:
 def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
     """(dotted key, field) of every section and value of a schema; a list entry's number is `N`."""
     for each in fields(kind):
-        hint, name = _hints(kind)[each.name], _join(key, each.name)
+        hint, name = _hints(kind)[key_of(each.name)], _join(key, key_of(each.name))
         yield name, each
         item = get_args(hint)[0] if get_origin(hint) is list else hint
         if is_dataclass(item):
@@ -92,7 +94,12 @@ def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[An
 
 
 def _hints(kind: type[Any]) -> dict[str, Any]:
-    return get_type_hints(kind)
+    return {key_of(name): hint for name, hint in get_type_hints(kind).items()}
+
+
+def key_of(name: str) -> str:
+    """The key of a field: `async` of `async_`, which Python would not take without."""
+    return name.removesuffix("_")
 
 
 def _join(key: str, name: str) -> str:

@@ -44,6 +44,17 @@ class Cursor:
             self._move_to(self._epoch, self._index + len(rows))
         return draws
 
+    @property
+    def position(self) -> int:
+        """The number of the next draw, from 0 on."""
+        return self._epoch * self._num_rows + self._index
+
+    def at(self, number: int) -> Draw:
+        """The draw of that number, whether it is past or to come."""
+        epoch, index = divmod(number, self._num_rows)
+        order = self._order if epoch == self._epoch else self._order_of(epoch)
+        return Draw(epoch, int(order[index]))
+
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "index": self._index, "rows": self._num_rows}
 
@@ -77,8 +88,15 @@ class Source(Generic[Drawn]):
         self.cursor = cursor
 
     def draw(self, n: int) -> list[Drawn]:
-        drawn = [(draw.epoch, self._rows[draw.row]) for draw in self.cursor.draw(n)]
-        return [replace(row, id=f"e{epoch}-{row.id}") for epoch, row in drawn]
+        return [self._named(draw) for draw in self.cursor.draw(n)]
+
+    def at(self, number: int) -> Drawn:
+        """What the draw of that number gave, or will give."""
+        return self._named(self.cursor.at(number))
+
+    def _named(self, draw: Draw) -> Drawn:
+        row = self._rows[draw.row]
+        return replace(row, id=f"e{draw.epoch}-{row.id}")
 
 
 PromptSource = Source[Prompt]

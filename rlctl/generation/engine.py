@@ -9,14 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rlctl.generation.boundaries import Boundaries
 from rlctl.generation.intake import Choice, Mode
-from rlctl.generation.requests import FINISHES, Columns, SampleRequest
+from rlctl.generation.llm import begun, build_llm, sampling_params
+from rlctl.generation.requests import Columns, SampleRequest
+from rlctl.generation.running import Cancelled, Counters, Running, Sample, columns
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.stall import stall
 from rlctl.refit.messages import Header, TransportSpec, Untouched
@@ -25,7 +25,6 @@ from rlctl.refit.transport import Report
 
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
-_CPU_BATCH_TOKENS = 8192
 _STEPS_REMEMBERED = 4096
 
 
@@ -35,7 +34,9 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._waiting: dict[str, Future[Any]] = {}
+        self._running = Running()
+        self._finished: queue.SimpleQueue[tuple[str, Future[list[Sample]]]] = queue.SimpleQueue()
+        self._counters = Counters(0.0, 0.0, 0)
         self._version = -1
         self._boundaries = Boundaries()
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
@@ -48,7 +49,30 @@ class Engine:
 
     def generate(self, requests: list[SampleRequest]) -> Columns:
         """Sample every request; returns when all are done, in the requests' order."""
-        return _columns([future.result() for future in self._on_thread(lambda: self._add(requests))])
+        return columns([future.result() for future in self._on_thread(lambda: self._add(requests))])
+
+    def submit(self, requests: list[SampleRequest]) -> None:
+        """Begin to sample; `collect` hands out each group when it is done. Returns at once."""
+        for request, future in zip(requests, self._on_thread(lambda: self._add(requests))):
+            future.add_done_callback(partial(self._keep, request.id))
+
+    def collect(self, patience_s: float) -> tuple[list[str], Columns, Counters]:
+        """Ids and rollouts of the submitted groups that ended since the last call; waits for one at most that long.
+
+        Raises what ended them otherwise than by `abort`.
+        """
+        ended: list[tuple[str, Future[list[Sample]]]] = []
+        while True:
+            try:
+                ended.append(self._finished.get(timeout=0.0 if ended else patience_s))
+            except queue.Empty:
+                break
+        kept = [(name, future) for name, future in ended if not isinstance(future.exception(), Cancelled)]
+        return [name for name, _ in kept], columns([future.result() for _, future in kept]), self._counters
+
+    def abort(self, ids: list[str]) -> None:
+        """End these groups, as far as they run."""
+        self._on_thread(lambda: self._drop(ids, Cancelled(f"requests {ids} were aborted")))
 
     def refit_open(self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool) -> Choice:
         """Join the refit transport. in_flight: requests go on during a refit. See `intake.choose_loading`."""
@@ -93,14 +117,21 @@ class Engine:
         totals = {key: sum(part[key] for part in parts) for key in parts[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
 
+    def counters(self) -> Counters:
+        """What the engine did so far."""
+        return self._counters
+
     def cancel(self) -> None:
-        """End every running request: its `generate` raises RuntimeError."""
-        self._on_thread(self._cancel)
+        """End every running request: its `generate` raises Cancelled."""
+        self._on_thread(lambda: self._drop(self._running.names(), Cancelled("every request was cancelled")))
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension (`EngineSpec.extension`) on every worker, between two steps."""
         answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
+
+    def _keep(self, name: str, future: "Future[list[Sample]]") -> None:
+        self._finished.put((name, future))
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
@@ -109,20 +140,20 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._llm = _build(self._spec)
+            self._llm = build_llm(self._spec)
         except BaseException as error:
             # Whoever asks learns why: construction waits for the first command's answer.
             while True:
                 self._commands.get()[1].set_exception(error)
         while True:
             self._run_commands()
-            if self._waiting:
+            if self._running:
                 self._step()
 
     def _run_commands(self) -> None:
         while True:
             try:
-                work, future = self._commands.get(block=not self._waiting, timeout=_IDLE_POLL_S)
+                work, future = self._commands.get(block=not self._running, timeout=_IDLE_POLL_S)
             except queue.Empty:
                 return
             try:
@@ -131,43 +162,44 @@ class Engine:
                 future.set_exception(error)
 
     def _step(self) -> None:
+        begin = time.perf_counter()
         try:
             outputs = self._llm.step()
         except Exception as error:
             self._poisoned = f"vLLM failed in a step: {error}"
-            for request, future in self._waiting.items():
-                self._boundaries.forget(request)
-                future.set_exception(error)
-            self._waiting.clear()
+            for rollout in self._running.drop(self._running.names(), error):
+                self._boundaries.forget(rollout)
             # The thread lives on: whoever asks next gets an answer, not silence.
             return
         self._steps.append(time.perf_counter())
+        self._counters = self._counters.worked(self._steps[-1] - begin)
         for output in outputs:
             if output.finished:
-                samples = sorted(output.outputs, key=lambda sample: sample.index)
-                versions = self._boundaries.end(output.request_id, [len(sample.token_ids) for sample in samples])
-                self._waiting.pop(output.request_id).set_result((samples, versions))
+                sample = output.outputs[0]
+                versions = self._boundaries.end(output.request_id, len(sample.token_ids))
+                self._counters = self._counters.sampled(len(sample.token_ids))
+                self._running.finish(output.request_id, Sample(sample, versions))
 
-    def _add(self, requests: list[SampleRequest]) -> list[Future[Any]]:
+    def _add(self, requests: list[SampleRequest]) -> list["Future[list[Sample]]"]:
         if self._poisoned:
             raise RuntimeError(f"this engine must not be used: {self._poisoned}")
-        futures: list[Future[Any]] = []
-        for request in requests:
-            params = _params(self._spec, request)
-            # The salt keeps prefixes that older weights computed out of the cache's reach.
-            prompt = {"prompt_token_ids": request.prompt_tokens, "cache_salt": f"v{self._version}"}
-            self._llm.add_request(request.id, prompt, params)
-            self._boundaries.begin(request.id, request.num_samples, self._version)
-            self._waiting[request.id] = Future()
-            futures.append(self._waiting[request.id])
-        return futures
+        groups = [self._running.add(request) for request in requests]
+        for group in groups:
+            for index, rollout in enumerate(group.rollouts()):
+                self._enter(group.request, index, rollout)
+        return [group.done for group in groups]
 
-    def _cancel(self) -> None:
-        self._llm.abort_request([*self._waiting])
-        for request, future in self._waiting.items():
-            self._boundaries.forget(request)
-            future.set_exception(RuntimeError(f"request {request} was cancelled"))
-        self._waiting.clear()
+    def _enter(self, request: SampleRequest, index: int, rollout: str) -> None:
+        # The salt keeps prefixes that older weights computed out of the cache's reach.
+        prompt = {"prompt_token_ids": request.prompt_tokens, "cache_salt": f"v{self._version}"}
+        self._llm.add_request(rollout, prompt, sampling_params(self._spec, request, index))
+        self._boundaries.begin(rollout, self._version)
+
+    def _drop(self, names: list[str], reason: Exception) -> None:
+        rollouts = self._running.drop(names, reason)
+        self._llm.abort_request(rollouts)
+        for rollout in rollouts:
+            self._boundaries.forget(rollout)
 
     def _stage(self, header: Header) -> list[Report]:
         """Receive beside the live weights while requests go on. Raises Untouched."""
@@ -187,7 +219,8 @@ class Engine:
             self._poisoned = f"the refit to version {header.version} failed: {error}"
             raise
         self._version = header.version
-        self._boundaries.change(self._running(), header.version)
+        self._boundaries.change(self._sampling(), header.version)
+        self._counters = self._counters.stood(seconds)
         return seconds
 
     def _commit(self) -> float:
@@ -200,88 +233,39 @@ class Engine:
         self._commit()
         return time.perf_counter() - begin
 
-    def _running(self) -> list[tuple[str, int, int]]:
-        """(request, index, tokens sampled) of every rollout that has not ended.
+    def _sampling(self) -> list[tuple[str, int]]:
+        """(rollout, tokens sampled) of every rollout that has not ended, as the change of weights leaves them.
 
-        A token that the device still works on counts: it was begun with the weights of before.
+        A token that the device still works on counts: it was begun with the weights of before. Where keys and values
+        are computed anew it is thrown away. A rollout that has not begun enters anew, for its salt is of before.
         """
-        requests = self._llm.engine_core.engine_core.scheduler.requests
+        scheduler = self._llm.engine_core.engine_core.scheduler
+        states = [(scheduler.requests.get(name), state) for name, state in self._request_states()]
+        found = [(request, state.external_req_id) for request, state in states if request is not None]
+        fresh = [rollout for request, rollout in found if not begun(request)]
+        if self._spec.recompute_kv_cache:
+            self._llm.reset_prefix_cache(reset_running_requests=True)
+        self._reenter(fresh)
+        late = 0 if self._spec.recompute_kv_cache else 1
         return [
-            (state.external_req_id, state.request_index, request.num_output_tokens + request.num_output_placeholders)
-            for name, state in self._llm.output_processor.request_states.items()
-            if (request := requests.get(name)) is not None
+            (rollout, request.num_output_tokens + late * request.num_output_placeholders)
+            for request, rollout in found
+            if begun(request)
         ]
+
+    def _request_states(self) -> list[tuple[str, Any]]:
+        return list(self._llm.output_processor.request_states.items())
+
+    def _reenter(self, rollouts: list[str]) -> None:
+        if not rollouts:
+            return
+        self._llm.abort_request(rollouts)
+        requests = {group.request.id: group.request for group in self._running}
+        for rollout in rollouts:
+            name, _, index = rollout.rpartition("#")
+            self._enter(requests[name], int(index), rollout)
 
     def _let_steps_pass(self, end: float) -> None:
         """The gap that a change of weights makes ends with the step after it."""
-        while self._waiting and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
+        while self._running and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
             time.sleep(_STAGED_POLL_S)
-
-
-def _build(spec: EngineSpec) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    extra: dict[str, Any] = {}
-    if spec.device == "cpu":
-        extra = {
-            "kv_cache_memory_bytes": spec.kv_cache_mib << 20,
-            # Prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
-            "block_size": 32,
-            # A seeded request whose prompt is prefilled in chunks rewinds its generator by an offset, which CPU
-            # generators do not have: vLLM 0.32 then fails in the step.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(spec.max_model_len, _CPU_BATCH_TOKENS),
-        }
-    else:
-        extra = {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=spec.model_path,
-            skip_tokenizer_init=True,
-            dtype=spec.dtype,
-            seed=spec.seed,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
-            tensor_parallel_size=spec.tensor_parallel_size,
-            enforce_eager=spec.enforce_eager,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            worker_extension_cls=spec.extension,
-            load_format=spec.load_format,
-            **extra,
-        )
-    )
-
-
-def _params(spec: EngineSpec, request: SampleRequest) -> Any:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    greedy = request.temperature == 0
-    return SamplingParams(
-        n=request.num_samples,
-        temperature=request.temperature,
-        top_p=1.0 if greedy else spec.top_p,
-        top_k=0 if greedy else spec.top_k,
-        seed=None if greedy else request.seed,
-        max_tokens=request.max_new_tokens,
-        stop_token_ids=list(spec.stop_token_ids),
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def _columns(results: list[tuple[list[Any], NDArray[np.int32]]]) -> Columns:
-    samples = [sample for group, _ in results for sample in group]
-    lengths = np.array([len(sample.token_ids) for sample in samples], np.int32)
-    tokens = [np.asarray(sample.token_ids, np.int32) for sample in samples]
-    log_probs = [np.asarray(sample.logprobs.logprobs, np.float32) for sample in samples]
-    versions = np.concatenate([versions for _, versions in results])
-    finishes = [FINISHES.index(sample.finish_reason) for sample in samples]
-    return Columns(lengths, np.concatenate(tokens), np.concatenate(log_probs), versions, np.array(finishes, np.int8))

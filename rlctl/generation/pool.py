@@ -7,6 +7,7 @@ the trainer's version and its requests are sampled again, with the same seeds.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
@@ -18,6 +19,8 @@ from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
 
 Emit = Callable[..., None]
+# Of an engine's calls that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
+_THREADS = 6
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,20 @@ class GeneratorPool:
         return report
 
     @property
+    def at_a_time(self) -> int:
+        """Rollouts that an engine decodes at a time."""
+        return self._spec.max_num_seqs
+
+    def replace(self, lost: dict[int, Exception], refit: Refit) -> None:
+        """New engines, at the pool's version, for those that were lost, with the reason of each.
+
+        Raises RuntimeError when `generation.max_restarts` are used up.
+        """
+        for index, reason in lost.items():
+            self._count_loss(index, reason)
+        self._replace(list(lost), refit, self.version)
+
+    @property
     def sleeps(self) -> bool:
         """Whether engines stand on the trainer's devices and take turns with it."""
         return self._spec.sleeps
@@ -103,8 +120,8 @@ class GeneratorPool:
                 self._replace(lost, refit, self.version)
         return [answers[request.id] for request in requests]
 
-    def call(self, method: str, *args: object) -> list[dict[str, float]]:
-        """One control call on every engine (`sleep`, `wake`, `memory`)."""
+    def call(self, method: str, *args: object) -> list[Any]:
+        """One control call on every engine (`sleep`, `wake`, `memory`, `counters`)."""
         pending = [engine.start(method, *args) for engine in self.engines]
         return [part.wait(self._deadline_s)[0] for part in pending]
 
@@ -116,7 +133,7 @@ class GeneratorPool:
     def _start(self, index: int) -> Worker:
         env = environment(self._spec.device, self._devices[index])
         log = f"{self._logs}/engine-{index}.log"
-        return Worker(WorkerSpec(f"engine-{index}", _Make(self._spec), env, log, threads=4))
+        return Worker(WorkerSpec(f"engine-{index}", _Make(self._spec), env, log, threads=_THREADS))
 
     def _gather(self, index: int, part: Pending) -> Columns | None:
         try:

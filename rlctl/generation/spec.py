@@ -1,6 +1,9 @@
 """What an engine is made of: plain data that travels to its process, and the environment it needs there."""
 
 from dataclasses import dataclass
+from math import exp
+
+import numpy as np
 
 _QUIET = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -12,10 +15,28 @@ _QUIET = {
 
 
 @dataclass(frozen=True)
+class ForcedLengths:
+    """Answers of drawn lengths, log-normal: what random weights answer says nothing of how long real answers are.
+
+    mean: of the distribution before it is cut, tokens. sigma: standard deviation of its logarithm.
+    """
+
+    mean: float
+    sigma: float
+
+    def draw(self, seed: int, most: int) -> int:
+        """The length of the rollout drawn with `seed`, from 1 to `most` tokens."""
+        number = np.random.default_rng(seed).standard_normal()
+        return min(most, max(1, round(self.mean * exp(self.sigma * number - self.sigma**2 / 2))))
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """One vLLM engine. dtype: float32 or bfloat16. stop_token_ids: tokens that end an answer (kept in it).
 
     load_format: vLLM's; "dummy" needs no weights on disk. extension: class mixed into vLLM's workers.
+    recompute_kv_cache: running requests compute keys and values anew after a change of weights. forced_lengths: answers
+    end by these instead of stop tokens.
     """
 
     model_path: str
@@ -34,6 +55,8 @@ class EngineSpec:
     seed: int
     load_format: str
     extension: str
+    recompute_kv_cache: bool
+    forced_lengths: ForcedLengths | None
 
 
 def environment(device: str, devices: list[int]) -> dict[str, str]:

@@ -50,8 +50,11 @@ class Batch:
         return [[self.sequences[row] for row in np.flatnonzero(np.isin(self.owners, part))] for part in parts]
 
 
-def make_batch(groups: Rows[Group], config: GrpoSection) -> Batch:
-    """Rollouts without a score are left out; a group left with none is dropped, a uniform one may be filtered."""
+def make_batch(groups: Rows[Group], config: GrpoSection, version: int | None = None) -> Batch:
+    """Rollouts without a score are left out; a group left with none is dropped, a uniform one may be filtered.
+
+    version: of the weights that are trained; then sequences tell how many steps old each token is.
+    """
     fates = Fates()
     rewards, owners, completions = [], [], []
     for index, group in enumerate(groups):
@@ -70,7 +73,7 @@ def make_batch(groups: Rows[Group], config: GrpoSection) -> Batch:
     owner_array = np.array(owners, np.int64)
     worth = advantages(np.array(rewards, np.float64), owner_array, config.advantage) if owners else np.zeros(0)
     rows = zip(owners, completions, worth)
-    sequences = [to_sequence(groups[owner].prompt, completion, float(value)) for owner, completion, value in rows]
+    sequences = [to_sequence(groups[owner].prompt, one, float(value), version) for owner, one, value in rows]
     return Batch(sequences, owner_array, fates)
 
 
@@ -79,8 +82,8 @@ def with_field(sequences: Rows[Sequence], name: str, columns: Rows[NDArray[np.fl
     return [Sequence(s.tokens, s.mask, {**s.fields, name: column}) for s, column in zip(sequences, columns)]
 
 
-def to_sequence(prompt: Prompt, completion: Completion, advantage: float) -> Sequence:
-    """A rollout to train on, with fields "advantage" and "behaviour_log_prob"."""
+def to_sequence(prompt: Prompt, completion: Completion, advantage: float, version: int | None = None) -> Sequence:
+    """A rollout to train on, with fields "advantage" and "behaviour_log_prob", and with a version "age"."""
     start, length = len(prompt.tokens), len(prompt.tokens) + len(completion.tokens)
     tokens = np.empty(length, np.int32)
     tokens[:start], tokens[start:] = prompt.tokens, completion.tokens
@@ -88,4 +91,8 @@ def to_sequence(prompt: Prompt, completion: Completion, advantage: float) -> Seq
     behaviour = np.zeros(length, np.float32)
     behaviour[start:] = completion.log_probs
     worth = np.where(mask, np.float32(advantage), np.float32(0))
-    return Sequence(tokens, mask, {"advantage": worth, "behaviour_log_prob": behaviour})
+    fields = {"advantage": worth, "behaviour_log_prob": behaviour}
+    if version is not None:
+        fields["age"] = np.zeros(length, np.float32)
+        fields["age"][start:] = version - completion.versions
+    return Sequence(tokens, mask, fields)

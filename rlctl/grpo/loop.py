@@ -1,30 +1,48 @@
-"""The GRPO loop: draw, generate, score, compare, train, refit. Synchronous: every rollout has age 0.
+"""The GRPO loop: groups that were sampled and scored, compared, trained on, the generator brought up to date.
+
+Synchronous and asynchronous are one: `Feed` bounds the age of what is trained, by 0 in a synchronous run.
 
 Each line of `step` is a phase with typed input and output; whatever feeds two phases is an argument, not state.
 What comes between the steps, and what a resume needs, is in training/loop.py.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from rlctl.config.resolve import max_age
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.requests import SampleRequest
+from rlctl.generation.running import Counters
+from rlctl.generation.stream import Deliver, RolloutStream
 from rlctl.grpo.batch import Batch, Group, make_batch, with_field
+from rlctl.grpo.feed import Feed, Span
 from rlctl.grpo.loss import GrpoLoss
-from rlctl.grpo.metrics import refit_metrics, rollout_metrics, speed_metrics, update_metrics
+from rlctl.grpo.metrics import (
+    Lane,
+    age_metrics,
+    generator_metrics,
+    length_metrics,
+    refit_metrics,
+    rollout_metrics,
+    speed_metrics,
+    update_metrics,
+)
 from rlctl.grpo.mismatch import mismatch
-from rlctl.grpo.seeds import TRAIN, VALIDATION, rollout_seeds
+from rlctl.grpo.scoring import GroupScorer
+from rlctl.grpo.seeds import VALIDATION, rollout_seeds
 from rlctl.refit.refit import Refit
-from rlctl.rewards.base import Item
-from rlctl.rewards.scorer import Scorer
+from rlctl.refit.transport import Report
 from rlctl.telemetry.recorder import StepRecorder
 from rlctl.telemetry.throughput import mfu
+from rlctl.training.checkpoints import Checkpoint
 from rlctl.training.client import TrainerClient
 from rlctl.training.keeper import Keeper
 from rlctl.training.loop import Loop
@@ -54,8 +72,7 @@ class Parts:
     refit: Refit
     source: PromptSource
     validation: list[Prompt]
-    scorer: Scorer
-    decode: Callable[[list[list[int]]], list[str]]
+    score: GroupScorer
     keeper: Keeper
     devices: Devices
     vitals: Vitals
@@ -66,21 +83,40 @@ class GrpoLoop(Loop):
 
     def __init__(self, config: GrpoConfig, parts: Parts, stop: Callable[[], bool]) -> None:
         super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
-        self._config, self._parts = config, parts
-        self._loss = GrpoLoss.from_config(config.grpo.loss)
+        self._config, self._parts, self._async = config, parts, config.async_.enabled
+        self._loss = GrpoLoss.from_config(config)
+
+        def stream(deliver: Deliver) -> RolloutStream:
+            return RolloutStream(parts.pool, deliver, config.run.deadline_s)
+
+        self._feed = Feed(config, parts.source, stream, parts.refit, parts.score, parts.keeper.events.emit)
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take up the groups that waited for their step, or were being sampled, at a checkpoint."""
+        if "groups" in checkpoint.state:
+            self._feed.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
+
+    def save(self) -> None:
+        """See `Loop.save`; with the groups between admission and training."""
+        state, write = self._feed.snapshot()
+        self.save_with({"groups": state}, write)
+
+    def close(self) -> None:
+        """Sample no more."""
+        self._feed.close()
 
     def step(self) -> None:
-        """One step: N prompts, their groups, `updates_per_step` updates, the generator brought up to date."""
+        """One step: N groups, `updates_per_step` updates, the generator brought up to date."""
         number, config = self.done + 1, self._config.grpo
         record = StepRecorder(self._parts.keeper.events, number)
+        before = self._counters()
+        span = partial(_waiting, record, self._async)
         with record.phase("data"):
-            prompts = self._parts.source.draw(config.num_prompts_per_step)
-        with record.phase("generation"):
-            completions = self._generate(prompts, number)
-        with record.phase("reward"):
-            groups = self._score(prompts, completions)
+            self._feed.fill(self.done)
+        self._feed.wait(self.done, span)
+        groups = self._feed.take(self.done, span)
         with record.phase("advantage"):
-            batch = make_batch(groups, config)
+            batch = make_batch(groups, config, self.done if self._async else None)
         if self._parts.pool.sleeps:
             with record.phase("sleep"):
                 self._parts.pool.rest()
@@ -90,13 +126,31 @@ class GrpoLoop(Loop):
                 batch, measured = self._add_log_probs(batch)
         with record.phase("train"):
             updates = [self._parts.trainer.train(share, self._loss) for share in batch.shares(config.updates_per_step)]
+        moved = self._refit(number, record, span)
+        self.done = number
+        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
+        if self._async:
+            bound = max_age(self._config)
+            metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
+            metrics |= length_metrics(self._feed.sampled_lengths())
+        self._record(record, groups, batch, metrics, before)
+
+    def _counters(self) -> list[Counters]:
+        return self._parts.pool.call("counters") if self._async else []
+
+    def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
+        """The generator comes to `version`; what was trained makes room, which async fills at once."""
+        if self._async and not self._config.async_.in_flight_weight_updates:
+            self._feed.drain(span)
         with record.phase("refit"):
             if self._parts.pool.asleep:
                 self._parts.trainer.group.call("rest")
-            moved = self._parts.pool.refit(self._parts.refit, number)
-        self.done = number
-        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
-        self._record(record, groups, batch, metrics)
+            moved = self._parts.pool.refit(self._parts.refit, version)
+            self._feed.release()
+            self._feed.stream.go_on()
+            if self._async:
+                self._feed.fill(version)
+        return moved
 
     def validate(self) -> None:
         """Every held-out prompt, greedy or k samples of each. A reward that fails counts as a wrong answer."""
@@ -105,40 +159,23 @@ class GrpoLoop(Loop):
             return
         with self._parts.keeper.validation(self.done) as metrics:
             seeds = rollout_seeds(self._config.run.seed, VALIDATION, self.done, len(prompts))
-            requests = self._requests(prompts, seeds, config.num_generations, config.temperature)
-            groups = self._score(prompts, self._parts.pool.generate(requests, self._parts.refit))
-            right = np.array([[score.right for score in group.scores] for group in groups])
-            lengths = [len(completion.tokens) for group in groups for completion in group.completions]
+            longest = self._config.generation.max_new_tokens
+            requests = [
+                SampleRequest(prompt.id, prompt.tokens, config.num_generations, longest, config.temperature, seed)
+                for prompt, seed in zip(prompts, seeds)
+            ]
+            groups = self._parts.pool.generate(requests, self._parts.refit)
+            right = np.array([[score.right for score in scores] for scores in self._parts.score(prompts, groups)])
+            lengths = [len(completion.tokens) for group in groups for completion in group]
             metrics["validation/accuracy"] = float(right.mean())
             if config.num_generations > 1:
                 metrics["validation/pass_at_k"] = float(right.any(axis=1).mean())
             metrics["validation/length"] = float(np.mean(lengths))
             metrics["validation/prompts"] = float(len(prompts))
 
-    def _generate(self, prompts: list[Prompt], step: int) -> list[list[Completion]]:
-        seeds = rollout_seeds(self._config.run.seed, TRAIN, step, len(prompts))
-        group, temperature = self._config.grpo.num_generations_per_prompt, self._config.generation.temperature
-        return self._parts.pool.generate(self._requests(prompts, seeds, group, temperature), self._parts.refit)
-
-    def _requests(
-        self, prompts: list[Prompt], seeds: list[int], samples: int, temperature: float
-    ) -> list[SampleRequest]:
-        longest = self._config.generation.max_new_tokens
-        return [
-            SampleRequest(prompt.id, prompt.tokens, samples, longest, temperature, seed)
-            for prompt, seed in zip(prompts, seeds)
-        ]
-
-    def _score(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[Group]:
-        texts = iter(self._parts.decode([c.tokens.tolist() for group in completions for c in group]))
-        items = [Item(p.text, next(texts), p.answer, p.row) for p, group in zip(prompts, completions) for _ in group]
-        scores = iter(self._parts.scorer.score(items))
-        return [Group(p, group, [next(scores) for _ in group]) for p, group in zip(prompts, completions)]
-
     @property
     def _needs_log_probs(self) -> bool:
-        loss = self._config.grpo.loss
-        return loss.proximal == "recompute" or loss.kl_coef > 0
+        return self._loss.proximal == "recompute" or self._loss.kl_coef > 0
 
     def _add_log_probs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         sequences, measured = batch.sequences, {}
@@ -153,16 +190,32 @@ class GrpoLoop(Loop):
             sequences = with_field(sequences, "reference_log_prob", reference)
         return Batch(sequences, batch.owners, batch.fates), measured
 
-    def _record(self, record: StepRecorder, groups: list[Group], batch: Batch, metrics: dict[str, float]) -> None:
+    def _record(
+        self,
+        record: StepRecorder,
+        groups: list[Group],
+        batch: Batch,
+        metrics: dict[str, float],
+        before: list[Counters],
+    ) -> None:
         keeper, devices = self._parts.keeper, self._parts.devices
-        keeper.rollouts(self.done, asdict(batch.fates), lambda: _shown(groups, self._parts.decode))
-        vitals = self._parts.vitals.read()
+        keeper.rollouts(self.done, asdict(batch.fates), lambda: _shown(groups, self._parts.score.decode))
+        vitals, after = self._parts.vitals.read(), self._counters()
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.generator, devices.all)
+        if self._async:
+            speed |= generator_metrics(Lane(before, after, times["time/step"], devices.generator))
         length = metrics["tokens/trained"] / max(1, len(batch.sequences))
         share = mfu(speed["throughput/training"], devices.flops(length), devices.name)
         measured = speed | ({} if share is None else {"throughput/mfu": share})
         keeper.step(self.done, {"version": self.done, **metrics, **measured, **vitals, **times})
+
+
+def _waiting(record: StepRecorder, asynchronous: bool, why: str) -> AbstractContextManager[None]:
+    """How a wait is booked: generation and reward are phases of a synchronous step, idle times of the trainer else."""
+    if asynchronous:
+        return record.phase(f"idle_{why}")
+    return record.phase("reward" if why == "scores" else "generation")
 
 
 def _shown(groups: list[Group], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:

@@ -3,13 +3,14 @@
 Keeps the contract of `Loss`: picklable, its value independent of how sequences were packed into micro-batches.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from rlctl.config.schema import LossSection
+from rlctl.config.resolve import max_age, on_policy_ratio, proximal
+from rlctl.config.schema import GrpoConfig
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 
 # exp(20) = 4.9e8: beyond it a ratio is broken anyway, and float32 sums of its square still stay finite.
@@ -21,14 +22,18 @@ class GrpoLoss:
     """loss = policy + kl_coef * kl - entropy_coef * entropy, each the mean, under `reduction`, of a token's term.
 
     Symbols of a token: pi the policy, mu the generator ("behaviour_log_prob"), q the old policy, being mu when
-    `proximal` is behaviour and "proximal_log_prob" when recompute, A "advantage", ref "reference_log_prob" (read
-    when kl_coef > 0). Ratio r = pi / q. Exponents are held within +-20; a NaN is not hidden.
+    `proximal` is behaviour, "proximal_log_prob" when recompute and pi's own value, a constant, when current (the same
+    where the policy has not been updated since, without a pass to compute it), A "advantage", ref "reference_log_prob"
+    (read when kl_coef > 0). Ratio r = pi / q. Exponents are held within +-20; a NaN is not hidden.
 
     - policy: -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347; two bounds: DAPO, arXiv
       2503.14476); with dual_clip c and A < 0 the minimum is at least c A (arXiv 1912.09729).
-    - w, a constant: 1 for behaviour; for recompute min(q / mu, importance_cap), or 1 where that is null. The
+    - w, a constant: 1 for behaviour; else, with rho = q / mu, min(rho, importance_cap), or 1 where that is null. The
       decoupled objective (AReaL, arXiv 2505.24298) with truncated importance sampling (TIS: Yao et al. 2025,
-      "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+      "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Tokens with rho outside
+      `importance_mask` have w = 0 (IcePop: Ling Team, "Every Step Evolves", arXiv 2510.18855), so have all tokens of a
+      sequence whose geometric mean of rho is outside `sequence_mask` (Liu et al. 2025, "When Speed Kills Stability").
+    - a token a steps old is held to bounds that are tighter by age_decay^a: clip_low, clip_high, importance_cap - 1.
     - kl: w r k, the estimator k of KL(pi || ref) weighted from mu's tokens to pi's, gradient through r too
       (DeepSeek-V3.2, arXiv 2512.02556). With x = log(ref / pi): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x
       (Schulman, "Approximating KL divergence", joschu.net/blog/kl-approx.html; k3 in GRPO: arXiv 2402.03300).
@@ -50,22 +55,43 @@ class GrpoLoss:
     kl_estimator: Literal["k1", "k2", "k3"]
     entropy_coef: float
     reduction: Literal["token", "sequence"]
-    proximal: Literal["behaviour", "recompute"]
+    proximal: Literal["behaviour", "recompute", "current"]
     importance_cap: float | None
+    importance_mask: tuple[float, float] | None
+    sequence_mask: tuple[float, float] | None
+    age_decay: float
+    max_age: int
 
     @classmethod
-    def from_config(cls, config: LossSection) -> "GrpoLoss":
-        """The loss that section `grpo.loss` describes."""
-        return cls(**asdict(config))
+    def from_config(cls, config: GrpoConfig) -> "GrpoLoss":
+        """The loss of a run."""
+        loss = config.grpo.loss
+        return cls(
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            kl_coef=loss.kl_coef,
+            kl_estimator=loss.kl_estimator,
+            entropy_coef=loss.entropy_coef,
+            reduction=loss.reduction,
+            proximal="current" if on_policy_ratio(config) else proximal(config),
+            importance_cap=loss.importance_cap,
+            importance_mask=_bounds(loss.importance_mask),
+            sequence_mask=_bounds(loss.sequence_mask),
+            age_decay=loss.age_decay,
+            max_age=max_age(config),
+        )
 
     def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:
         """Loss and metrics of one micro-batch. What stands at unmasked tokens is never read.
 
         Sums, under `reduction`: loss/policy, loss/kl (when kl_coef > 0), loss/entropy. Sums, means over tokens:
         ratio/mean; ratio/clipped_low and ratio/clipped_high, shares of tokens whose gradient the lower or upper
-        bound cuts off (dual_clip is an upper one); for behaviour mismatch/token_mult_prob_error and mismatch/kl, as in
-        mismatch.py; for recompute importance/mean, of q / mu before truncation (1
-        in expectation), and importance/truncated, the share above the cap. Maxima: ratio/max, 0 without a token.
+        bound cuts off (dual_clip is an upper one); for behaviour and current mismatch/token_mult_prob_error and
+        mismatch/kl, as in mismatch.py; for recompute and current importance/mean, of q / mu before truncation (1 in
+        expectation), importance/truncated, the share above the cap, importance/masked, the share left out by either
+        mask; with max_age, for every age k, age/share_k and age/error_k, its share of the tokens and their sum of
+        exp|q - mu|. Maxima: ratio/max, 0 without a token.
         KeyError: a field is missing. ValueError: totals that count nothing.
         """
         if totals.tokens < 1 or totals.sequences < 1:
@@ -84,10 +110,12 @@ class GrpoLoss:
         """Terms of the loss, with gradient, and metrics; each [T] and finite at unmasked tokens."""
         log_prob, advantage = batch.log_probs.where(batch.mask, 0), _field(batch, "advantage")
         behaviour = _field(batch, "behaviour_log_prob")
-        old = behaviour if self.proximal == "behaviour" else _field(batch, "proximal_log_prob")
-        weight, importance = self._importance(old, behaviour)
+        age = _field(batch, "age") if self.max_age else None
+        shrink = 1.0 if age is None or self.age_decay == 1 else self.age_decay**age
+        old = self._old(batch, log_prob, behaviour)
+        weight, importance = self._importance(batch, old - behaviour, shrink)
         ratio = _exp(log_prob - old)
-        bounded = self._bounded(ratio, advantage)
+        bounded = self._bounded(ratio, advantage, shrink)
         entropy = batch.entropy if self.entropy_coef else batch.entropy.detach()
         terms = {"loss/policy": -(weight * advantage) * bounded, "loss/entropy": entropy.where(batch.mask, 0)}
         if self.kl_coef:
@@ -96,25 +124,52 @@ class GrpoLoss:
             moves = advantage != 0
             low, high = (ratio < bounded) & moves, (ratio > bounded) & moves
         metrics = {"ratio/mean": ratio.detach(), "ratio/clipped_low": low, "ratio/clipped_high": high}
-        if self.proximal == "behaviour":
-            metrics |= _mismatch(log_prob.detach() - old, batch.mask)
+        if self.proximal != "recompute":
+            metrics |= _mismatch(log_prob.detach() - behaviour, batch.mask)
+        if age is not None:
+            gap = (log_prob.detach() if self.proximal == "behaviour" else old) - behaviour
+            metrics |= self._by_age(gap.where(batch.mask, 0), age)
         return terms, metrics | importance
 
-    def _bounded(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+    def _old(self, batch: TokenBatch, log_prob: Tensor, behaviour: Tensor) -> Tensor:
+        """log q."""
+        if self.proximal == "behaviour":
+            return behaviour
+        return log_prob.detach() if self.proximal == "current" else _field(batch, "proximal_log_prob")
+
+    def _by_age(self, gap: Tensor, age: Tensor) -> dict[str, Tensor]:
+        metrics: dict[str, Tensor] = {}
+        for steps in range(self.max_age + 1):
+            metrics[f"age/share_{steps}"] = (age == steps).to(gap.dtype)
+            metrics[f"age/error_{steps}"] = gap.abs().exp() * (age == steps)
+        return metrics
+
+    def _bounded(self, ratio: Tensor, advantage: Tensor, shrink: Tensor | float) -> Tensor:
         """b with b A = max(min(r A, clip(r) A), c A for A < 0): only the bound against A's pull can bind."""
-        rising = ratio.clamp(max=1 + self.clip_high)
-        falling = ratio.clamp(1 - self.clip_low, self.dual_clip)
+        rising = ratio.clamp(max=1 + self.clip_high * shrink)
+        falling = ratio.clamp(min=1 - self.clip_low * shrink)
+        if self.dual_clip is not None:
+            falling = falling.clamp(max=self.dual_clip)
         return torch.where(advantage > 0, rising, falling)
 
-    def _importance(self, old: Tensor, behaviour: Tensor) -> tuple[Tensor | float, dict[str, Tensor]]:
+    def _importance(
+        self, batch: TokenBatch, log_rho: Tensor, shrink: Tensor | float
+    ) -> tuple[Tensor | float, dict[str, Tensor]]:
         """The constant w, and its metrics."""
         if self.proximal == "behaviour":
             return 1.0, {}
-        weight = _exp(old - behaviour)
-        if self.importance_cap is None:
-            return 1.0, {"importance/mean": weight}
-        metrics = {"importance/mean": weight, "importance/truncated": weight > self.importance_cap}
-        return weight.clamp(max=self.importance_cap), metrics
+        rho = _exp(log_rho)
+        metrics = {"importance/mean": rho}
+        weight = torch.ones_like(rho)
+        if self.importance_cap is not None:
+            cap = 1 + (self.importance_cap - 1) * shrink
+            metrics["importance/truncated"] = rho > cap
+            weight = rho.clamp(max=cap)
+        if self.importance_mask or self.sequence_mask:
+            kept = _within(rho, self.importance_mask) & _within(_geometric(batch, log_rho), self.sequence_mask)
+            metrics["importance/masked"] = ~kept
+            weight = weight * kept
+        return weight, metrics
 
     def _kl(self, log_ratio: Tensor) -> Tensor:
         """The estimator, of x = log(ref / pi)."""
@@ -122,6 +177,24 @@ class GrpoLoss:
         if self.kl_estimator == "k1":
             return -x
         return x.square() / 2 if self.kl_estimator == "k2" else torch.expm1(x) - x
+
+
+def _bounds(pair: list[float] | None) -> tuple[float, float] | None:
+    return (pair[0], pair[1]) if pair else None
+
+
+def _within(value: Tensor, bounds: tuple[float, float] | None) -> Tensor:
+    if bounds is None:
+        return torch.ones_like(value, dtype=torch.bool)
+    return (value >= bounds[0]) & (value <= bounds[1])
+
+
+def _geometric(batch: TokenBatch, log_ratio: Tensor) -> Tensor:
+    """[T]: the geometric mean of a ratio over the masked tokens of the token's sequence."""
+    counted = batch.mask.to(log_ratio.dtype)
+    zero = counted.new_zeros(batch.num_sequences)
+    sums = zero.index_add(0, batch.sequence, log_ratio.where(batch.mask, 0))
+    return _exp(sums / zero.index_add(0, batch.sequence, counted).clamp(min=1))[batch.sequence]
 
 
 def _field(batch: TokenBatch, name: str) -> Tensor:

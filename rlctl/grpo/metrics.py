@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import numpy as np
 
+from rlctl.generation.running import Counters
 from rlctl.grpo.batch import Batch, Group
 from rlctl.telemetry import throughput
 
@@ -23,8 +25,9 @@ def rollout_metrics(groups: Rows[Group], batch: Batch) -> dict[str, float]:
         "reward/std": float(values.std()) if len(values) else 0.0,
         "reward/accuracy": float(np.mean([score.right for score in scores])),
         "reward/failed": float(sum(score.value is None for score in scores)),
-        "length/mean": float(lengths.mean()),
-        "length/max": float(lengths.max()),
+        "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
+        "length/max": float(lengths.max(initial=0)),
         "length/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
         "groups/uniform": float(np.mean([_uniform(group) for group in groups])),
         "tokens/prompt": float(sum(len(group.prompt.tokens) * len(group.completions) for group in groups)),
@@ -47,12 +50,73 @@ def speed_metrics(
     }
 
 
+@dataclass(frozen=True)
+class Lane:
+    """What the generator did during a step. before, after: the counters of each engine. wall: seconds of the step."""
+
+    before: list[Counters]
+    after: list[Counters]
+    wall: float
+    devices: int
+
+
+def generator_metrics(lane: Lane) -> dict[str, float]:
+    """How fast the generator was while it sampled, and the shares of the step in which it stood still, and why.
+
+    An engine that was replaced meanwhile has begun to count anew: what it did before is left out.
+    """
+    pairs = [(b, a) if a.busy >= b.busy else (Counters(0.0, 0.0, 0), a) for b, a in zip(lane.before, lane.after)]
+    busy, paused = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused"))
+    tokens, whole = sum(a.tokens - b.tokens for b, a in pairs), max(lane.wall * len(pairs), 1e-9)
+    return {
+        "throughput/generation": tokens / busy * len(pairs) / lane.devices if busy > 0 else 0.0,
+        "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),
+        "idle/generator_refit": min(1.0, paused / whole),
+        "tokens/sampled": float(tokens),
+    }
+
+
+def age_metrics(groups: Rows[Group], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
+    """Ages in steps: of the trained groups, and of those on their way (`buffer/age_k`, at the end of the step)."""
+    oldest = [min(int(c.versions.min()) for c in group.completions) for group in groups if group.completions]
+    ages = [version - one for one in oldest]
+    tokens = [version - c.versions for group in groups for c in group.completions]
+    joined = np.concatenate(tokens) if tokens else np.zeros(0)
+    mixed = [len(set(c.versions.tolist())) > 1 for group in groups for c in group.completions]
+    metrics = {
+        "age/mean": float(np.mean(ages)) if ages else 0.0,
+        "age/max": float(max(ages, default=0)),
+        "age/token_mean": float(joined.mean()) if len(joined) else 0.0,
+        "age/mixed": float(np.mean(mixed)) if mixed else 0.0,
+    }
+    metrics |= {f"age/groups_{age}": float(ages.count(age)) for age in range(bound + 1)}
+    return metrics | {f"buffer/age_{age}": float(occupancy.get(version + 1 - age, 0)) for age in range(bound + 1)}
+
+
+def length_metrics(sampled: list[int]) -> dict[str, float]:
+    """Of all rollouts sampled during the step, to be held against those trained: nothing long is left behind."""
+    if not sampled:
+        return {}
+    return {"length/sampled_mean": float(np.mean(sampled)), "length/sampled_p90": float(np.percentile(sampled, 90))}
+
+
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
     """The mean over a step's updates; the mismatch is the first update's, made by the weights that sampled."""
     if not updates:
         return {}
     means = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
-    return means | {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
+    first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
+    return _by_age(means | first)
+
+
+def _by_age(metrics: dict[str, float]) -> dict[str, float]:
+    """The loss's sums over tokens of an age as means: `mismatch/age_k`, where there are such tokens."""
+    errors = {name: value for name, value in metrics.items() if name.startswith("age/error_")}
+    rest = {name: value for name, value in metrics.items() if name not in errors}
+    for name, error in errors.items():
+        if share := rest[name.replace("error", "share")]:
+            rest[name.replace("age/error_", "mismatch/age_")] = error / share
+    return rest
 
 
 def refit_metrics(report: Mapping[str, float]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import numpy as np
 
 # Streams that must not share draws.
-TRAIN, VALIDATION, PROBE = 0, 1, 2
+TRAIN, VALIDATION, PROBE, REDRAW = 0, 1, 2, 3
 
 
 def rollout_seeds(seed: int, stream: int, step: int, count: int) -> list[int]:

@@ -24,6 +24,7 @@ No clock, no processes: callers say what happened.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from math import ceil
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ _DONE: dict[bool, tuple[Status, ...]] = {True: ("ready",), False: ("ready", "sam
 
 @dataclass
 class Slot:
-    """One active group. ordinal: among all groups ever admitted. version: no token of it is older.
+    """One active group. ordinal: its name, the number of the draw. version: no token of it is older.
 
     place: in the order of training; a group drawn anew goes to its end. finished: in the order in which groups were
     sampled. failures: samplings lost with an engine.
@@ -58,24 +59,18 @@ class Staleness:
         # A step's worth must fit into the window, or nothing could be trained while the oldest is running.
         self._window = num_prompts_per_step + ceil(window_fraction * self.capacity)
         self._slots: dict[int, Slot] = {}
-        self._admitted = self._placed = self._sampled = 0
+        self._placed = self._sampled = 0
 
     def room(self) -> int:
         """Groups that may be admitted now."""
         return self.capacity - len(self._slots)
 
-    def admit(self, count: int, version: int) -> list[int]:
-        """The ordinals of `count` new groups; `version` is the one that the generator serves.
-
-        Raises ValueError if there is no room for them.
-        """
-        if count > self.room():
-            raise ValueError(f"{count} groups do not fit beside {len(self._slots)} of at most {self.capacity}")
-        ordinals = list(range(self._admitted, self._admitted + count))
+    def admit(self, ordinals: list[int], version: int) -> None:
+        """New groups; `version` is the one that the generator serves. Raises ValueError if they do not fit."""
+        if len(ordinals) > self.room():
+            raise ValueError(f"{len(ordinals)} groups do not fit beside {len(self._slots)} of at most {self.capacity}")
         for ordinal in ordinals:
             self._slots[ordinal] = Slot(ordinal, version, self._next_place())
-        self._admitted += count
-        return ordinals
 
     def sampled(self, ordinal: int) -> None:
         """Every rollout of the group is there; it is not scored yet."""
@@ -145,10 +140,21 @@ class Staleness:
             return []
         return [slot.ordinal for slot in due]
 
-    def waits_for(self, version: int) -> Literal["rollouts", "oldest"]:
-        """What keeps the step at `version` from starting: too few complete groups, or older ones that come first."""
-        complete = sum(slot.status == "ready" for slot in self._slots.values())
-        return "rollouts" if complete < self._step else "oldest"
+    def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
+        """What keeps the next step from starting: too few groups sampled, or scored, or older ones that come first."""
+        counts = Counter(slot.status for slot in self._slots.values())
+        if counts["ready"] + counts["sampled"] < self._step:
+            return "rollouts"
+        return "scores" if counts["ready"] < self._step else "oldest"
+
+    def status(self, ordinal: int) -> Status | None:
+        """Of one group; None if it is not active."""
+        slot = self._slots.get(ordinal)
+        return slot.status if slot else None
+
+    def ordinals(self) -> list[int]:
+        """All active groups, in the order of their places."""
+        return list(self._slots)
 
     def with_status(self, status: Status) -> list[int]:
         """Ordinals of the groups in a state, oldest first."""
@@ -159,22 +165,31 @@ class Staleness:
         return dict(sorted(Counter(slot.version for slot in self._slots.values()).items()))
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint between two steps: every active group, and the next ordinal."""
-        return {
-            "admitted": self._admitted,
-            "placed": self._placed,
-            "slots": [asdict(slot) for slot in self._slots.values()],
-        }
+        """For a checkpoint between two steps: every active group."""
+        return {"placed": self._placed, "slots": [asdict(slot) for slot in self._slots.values()]}
 
-    def load_state_dict(self, state: dict[str, Any], version: int) -> list[int]:
-        """What `state_dict` gave; groups that were not ready begin anew at `version`. Returns those."""
-        self._admitted, self._placed = state["admitted"], state["placed"]
-        self._slots = {slot["ordinal"]: Slot(**slot) for slot in state["slots"]}
-        self._sampled = len(self._slots)
-        again = [slot.ordinal for slot in self._slots.values() if slot.status != "ready"]
-        for ordinal in again:
-            self.restart(ordinal, version)
-        return again
+    def load_state_dict(self, state: dict[str, Any], version: int) -> tuple[list[int], list[int]]:
+        """What `state_dict` gave; groups that were not ready begin anew at `version`.
+
+        Returns those, and the groups for which there is no room, as after a change of N or S: to be admitted later.
+        """
+        self._placed, self._sampled = state["placed"], len(state["slots"])
+        again, beyond = [], []
+        for slot in (Slot(**fields) for fields in state["slots"]):
+            if not self.room():
+                beyond.append(slot.ordinal)
+                continue
+            self._slots[slot.ordinal] = slot
+            if slot.status != "ready" or not self._feasible(version):
+                self.restart(slot.ordinal, version)
+                again.append(slot.ordinal)
+        return again, beyond
+
+    def _feasible(self, version: int) -> bool:
+        """The invariant at the head of this file."""
+        deadlines = Counter(self._deadline(slot) for slot in self._slots.values())
+        upto = accumulate(deadlines[deadline] for deadline in sorted(deadlines))
+        return all(count <= (d - version + 1) * self._step for d, count in zip(sorted(deadlines), upto))
 
     def _next_place(self) -> int:
         self._placed += 1

@@ -74,15 +74,17 @@ class Keeper:
         self._metrics.write("validation", step, metrics)
 
     def save(
-        self, step: int, state: dict[str, Any], write: Callable[[Path, Path | None, str | None], None]
+        self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
     ) -> Checkpoint:
-        """A checkpoint whose trainer's part is what `write` does."""
+        """A checkpoint whose trainer's part is what `write` does, and the loop's what `write_own` does."""
         dtype = None if self._checkpoint.export_dtype == "auto" else self._checkpoint.export_dtype
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
 
         def both(folder: Path) -> None:
             (folder / "trainer").mkdir()
+            if write_own:
+                write_own(folder)
             write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, dtype)
 
         checkpoint = self.checkpoints.save(step, {**state, "score": self._score()}, both)

@@ -2,6 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rlctl.data.cursor import Cursor
 from rlctl.training.keeper import Keeper, WriteTrainer
@@ -41,8 +43,12 @@ class Loop(ABC):
 
     def save(self) -> None:
         """A checkpoint of the step just done."""
-        state = {"version": self.done, "cursor": self._cursor.state_dict()}
-        self._keeper.save(self.done, state, self._write)
+        self.save_with({})
+
+    def save_with(self, own: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
+        """With more state, and what `write` puts into the checkpoint's folder."""
+        state = {"version": self.done, "cursor": self._cursor.state_dict(), **own}
+        self._keeper.save(self.done, state, self._write, write)
 
     def _last(self) -> bool:
         return self.done == self._num_steps or self._stop()

@@ -34,6 +34,8 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         seed=0,
         load_format="auto",
         extension="rlctl.generation.worker.RefitWorker",
+        recompute_kv_cache=False,
+        forced_lengths=None,
     )
 
 

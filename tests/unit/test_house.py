@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "rlctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RANK = {"cli": 0, "bench": 1, "config": 1, "environment": 1, "cluster": 2, "grpo": 3, "sft": 3}
 RANK |= dict.fromkeys(("data", "generation", "rewards", "training", "refit"), 4) | {"workers": 5}
-PLAIN = ("rlctl.config.schema", "rlctl.config.errors")
+PLAIN = ("rlctl.config.schema", "rlctl.config.resolve", "rlctl.config.errors")
 ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "telemetry")}
 
 

@@ -42,7 +42,8 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("grpo.num_generations_per_prompt=1", "must be at least 2, not 1"),
         ("generation.top_p=1.5", "must be above 0 and at most 1, not 1.5"),
         ("trainer.optimizer.lr=.nan", "must be above 0, not nan"),
-        ("grpo.loss.proximal=recomput", "must be one of behaviour, recompute, not 'recomput'; did you mean recompute?"),
+        ("grpo.loss.proximal=recomput", "must be one of auto, behaviour, recompute, not 'recomput'; did you mean "
+         "recompute?"),
         ("trainer.optimizer.schedule=cos", "must be one of constant, linear, cosine, not 'cos'; did you mean cosine?"),
         # Files.
         ("model.path=modle", "no file or folder modle; did you mean model?"),
@@ -237,6 +238,50 @@ def test_combinations_that_are_fine(home: Path) -> None:
         ["trainer.optimizer.lr=1"],
     ):
         load("grpo", "grpo.recipe.yaml", overrides)
+
+
+ASYNC = "async.enabled=true"
+OLD = "async.max_trajectory_age_steps=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "what"),
+    [
+        ([ASYNC, "generation.colocated=true"], "generation.colocated", "devices of their own"),
+        ([ASYNC, OLD, "async.in_flight_weight_updates=false"], "async.max_trajectory_age_steps", "2 needs async.in_fl"),
+        ([ASYNC, OLD, "grpo.loss.proximal=behaviour"], "grpo.loss.proximal", "lets training collapse"),
+        ([ASYNC, "grpo.loss.importance_cap=null"], "grpo.loss.importance_cap", "null without a mask leaves"),
+        (["grpo.loss.importance_mask=[0.5, 5]"], "grpo.loss.importance_mask", "needs grpo.loss.proximal=recompute"),
+        ([ASYNC, "grpo.loss.sequence_mask=[2, 1]"], "grpo.loss.sequence_mask", "must be [low, high] with low below"),
+        ([ASYNC, "grpo.loss.force_on_policy_ratio=true", "grpo.updates_per_step=2"],
+         "grpo.loss.force_on_policy_ratio", "the second of 2 updates"),
+        (["generation.forced_lengths=[600]"], "generation.forced_lengths", "must be [mean, sigma], not [600.0]"),
+        (["async.max_trajectory_age_steps=0"], "async.max_trajectory_age_steps", "must be at least 1, not 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_with_asynchronous_runs(home: Path, overrides: list[str], key: str, what: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "grpo.recipe.yaml", overrides)
+    assert [problem.key for problem in caught.value.problems] == [key]
+    assert what in caught.value.problems[0].what
+
+
+def test_asynchronous_runs_that_are_fine(home: Path) -> None:
+    for overrides in (
+        [ASYNC, OLD],
+        [ASYNC, "async.in_flight_weight_updates=false"],
+        [ASYNC, "grpo.loss.proximal=behaviour"],
+        [ASYNC, "grpo.loss.importance_cap=null", "grpo.loss.importance_mask=[0.5, 5]"],
+        [ASYNC, "async.on_bound=requeue", "async.policy=ready_first"],
+    ):
+        assert load("grpo", "grpo.recipe.yaml", overrides).notes == []
+    assert load("grpo", "grpo.recipe.yaml", [OLD]).notes == [
+        f"override 1: {OLD}: no effect while async.enabled is false"
+    ]
+    old = "async.max_trajectory_age_steps=8"
+    assert load("grpo", "grpo.recipe.yaml", [ASYNC, old]).notes == [
+        f"override 2: {old}: a lag above 4 steps costs accuracy (AReaL, arXiv 2505.24298, table 3)"
+    ]
 
 
 def test_an_override_without_effect_is_a_note_and_a_default_without_effect_is_none(home: Path) -> None:

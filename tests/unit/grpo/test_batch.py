@@ -11,7 +11,7 @@ from rlctl.generation.requests import Completion
 from rlctl.grpo.batch import Batch, Group, make_batch, with_field
 from rlctl.rewards.scorer import Score
 
-LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None)
+LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, None, 1.0)
 
 
 def config(skip: bool) -> GrpoSection:

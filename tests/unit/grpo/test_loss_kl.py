@@ -37,5 +37,5 @@ def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, pro
     log_ratio = logits.log_softmax(-1) - reference.log()
     value = log_ratio.square() / 2 if estimator == "k2" else log_ratio
     exact = torch.autograd.grad((logits.softmax(-1) * value).sum(), logits)[0]
-    loss = GrpoLoss(0.2, 0.28, None, 1.0, estimator, 0.0, "token", proximal, importance_cap=1e6)
+    loss = GrpoLoss(0.2, 0.28, None, 1.0, estimator, 0.0, "token", proximal, 1e6, None, None, 1.0, 0)
     torch.testing.assert_close(expected_kl_gradient(loss, logits, mu, reference), exact, rtol=1e-6, atol=1e-7)

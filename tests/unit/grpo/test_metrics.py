@@ -10,7 +10,7 @@ from rlctl.grpo.batch import Group, make_batch
 from rlctl.grpo.metrics import rollout_metrics, speed_metrics, update_metrics
 from rlctl.rewards.scorer import Score
 
-LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None)
+LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, None, 1.0)
 CONFIG = GrpoSection(1, 4, 4, 1, True, AdvantageSection("group_mean", False), LOSS)
 TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
 
@@ -41,6 +41,7 @@ def test_rewards_lengths_and_tokens_of_a_step() -> None:
             "reward/accuracy": 0.75,
             "reward/failed": 0,
             "length/mean": 5,
+            "length/p90": 7.4,
             "length/max": 8,
             "length/truncated": 0.25,
             "groups/uniform": 0.5,

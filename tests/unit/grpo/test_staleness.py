@@ -1,6 +1,7 @@
 """Contracts 1 and 2 under whatever order groups finish, fail, are drawn anew or resumed in."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,17 +12,29 @@ from rlctl.grpo.staleness import Policy, Staleness
 POLICIES: tuple[Policy, ...] = ("windowed_fifo", "in_order", "ready_first")
 
 
+class Numbered(Staleness):
+    """Admits by number: 0, 1, 2 and so on."""
+
+    next = 0
+
+    def fill(self, version: int) -> list[int]:
+        ordinals = list(range(self.next, self.next + self.room()))
+        self.next += len(ordinals)
+        self.admit(ordinals, version)
+        return ordinals
+
+
 def finish(staleness: Staleness, *ordinals: int) -> None:
     for ordinal in ordinals:
         staleness.sampled(ordinal)
         staleness.ready(ordinal)
 
 
-def step(staleness: Staleness, version: int, taken: list[int]) -> None:
+def step(staleness: Numbered, version: int, taken: list[int]) -> None:
     """Trains `taken` at `version`, and refills for the next."""
     staleness.take(taken, version)
     staleness.release()
-    staleness.admit(staleness.room(), version + 1)
+    staleness.fill(version + 1)
 
 
 class Schedule:
@@ -29,14 +42,14 @@ class Schedule:
 
     def __init__(self, seed: int, prompts: int, max_age: int, policy: Policy) -> None:
         self.random, self.shape = random.Random(seed), (prompts, max_age, policy, 0.3)
-        self.staleness = Staleness(*self.shape)
+        self.staleness = Numbered(*self.shape)
         self.version, self.started_at = 0, dict[int, int]()
         self.trained: list[int] = []
         self.saved = self._save()
         self.admit()
 
     def admit(self) -> None:
-        for ordinal in self.staleness.admit(self.staleness.room(), self.version):
+        for ordinal in self.staleness.fill(self.version):
             self.started_at[ordinal] = self.version
 
     def run(self, steps: int) -> None:
@@ -91,12 +104,16 @@ class Schedule:
         """kill -9: back to the newest checkpoint; what was sampling then is sampled anew."""
         self.version, state, self.started_at, self.trained = self.saved
         self.saved = (self.version, state, dict(self.started_at), list(self.trained))
-        self.staleness = Staleness(*self.shape)
-        for ordinal in self.staleness.load_state_dict(state, self.version):
+        number = len(self.trained) + len(state["slots"])
+        self.staleness = Numbered(*self.shape)
+        self.staleness.next = number
+        again, beyond = self.staleness.load_state_dict(state, self.version)
+        assert not beyond
+        for ordinal in again:
             self.started_at[ordinal] = self.version
         self.admit()
 
-    def _save(self) -> tuple[int, dict[str, object], dict[int, int], list[int]]:
+    def _save(self) -> tuple[int, dict[str, Any], dict[int, int], list[int]]:
         return self.version, self.staleness.state_dict(), dict(self.started_at), list(self.trained)
 
 
@@ -115,8 +132,8 @@ def test_no_group_is_trained_too_old_or_twice_or_never(
 
 
 def test_age_zero_is_the_synchronous_loop() -> None:
-    staleness = Staleness(4, 0, "windowed_fifo", 0.3)
-    assert staleness.admit(staleness.room(), 0) == [0, 1, 2, 3]
+    staleness = Numbered(4, 0, "windowed_fifo", 0.3)
+    assert staleness.fill(0) == [0, 1, 2, 3]
     finish(staleness, 3, 1, 0)
     assert staleness.select(0) is None
     finish(staleness, 2)
@@ -124,22 +141,22 @@ def test_age_zero_is_the_synchronous_loop() -> None:
 
 
 def test_a_straggler_is_passed_but_never_left_behind() -> None:
-    staleness = Staleness(2, 2, "windowed_fifo", 0.3)
-    staleness.admit(staleness.room(), 0)
+    staleness = Numbered(2, 2, "windowed_fifo", 0.3)
+    staleness.fill(0)
     finish(staleness, 1, 2, 3, 4, 5)
     assert staleness.select(0) == [1, 2]
     step(staleness, 0, [1, 2])
     # Within two steps' worth and the window of 2 + 2 groups from 0 on; then the step waits for it.
     finish(staleness, 6, 7)
     assert staleness.select(1) is None
-    assert staleness.waits_for(1) == "oldest"
+    assert staleness.waits_for() == "oldest"
     finish(staleness, 0)
     assert staleness.select(1) == [0, 3]
 
 
 def test_in_order_waits_for_the_oldest() -> None:
-    staleness = Staleness(2, 1, "in_order", 0.3)
-    staleness.admit(staleness.room(), 0)
+    staleness = Numbered(2, 1, "in_order", 0.3)
+    staleness.fill(0)
     finish(staleness, 1, 2, 3)
     assert staleness.select(0) is None
     finish(staleness, 0)
@@ -147,8 +164,8 @@ def test_in_order_waits_for_the_oldest() -> None:
 
 
 def test_ready_first_takes_whoever_finished_first_while_all_deadlines_can_be_kept() -> None:
-    staleness = Staleness(2, 2, "ready_first", 0.3)
-    staleness.admit(staleness.room(), 0)
+    staleness = Numbered(2, 2, "ready_first", 0.3)
+    staleness.fill(0)
     finish(staleness, 5, 3)
     assert staleness.select(0) == [3, 5]
     step(staleness, 0, [3, 5])
@@ -160,8 +177,8 @@ def test_ready_first_takes_whoever_finished_first_while_all_deadlines_can_be_kep
 
 
 def test_an_overdue_group_is_drawn_anew_once() -> None:
-    staleness = Staleness(2, 1, "windowed_fifo", 0.3)
-    staleness.admit(staleness.room(), 0)
+    staleness = Numbered(2, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
     finish(staleness, 1, 2)
     step(staleness, 0, [1, 2])
     finish(staleness, 3, 4, 5)
@@ -175,33 +192,43 @@ def test_an_overdue_group_is_drawn_anew_once() -> None:
 
 
 def test_a_group_older_than_the_bound_is_refused() -> None:
-    staleness = Staleness(1, 1, "windowed_fifo", 0.3)
-    staleness.admit(2, 0)
+    staleness = Numbered(1, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
     finish(staleness, 0)
     with pytest.raises(RuntimeError, match="older than 1 steps"):
         staleness.take([0], 2)
 
 
 def test_more_than_the_capacity_is_refused() -> None:
-    staleness = Staleness(2, 1, "windowed_fifo", 0.3)
+    staleness = Numbered(2, 1, "windowed_fifo", 0.3)
     with pytest.raises(ValueError, match="5 groups do not fit beside 0 of at most 4"):
-        staleness.admit(5, 0)
+        staleness.admit([0, 1, 2, 3, 4], 0)
 
 
 def test_a_resume_keeps_what_was_ready_and_samples_the_rest_anew() -> None:
-    staleness = Staleness(2, 1, "windowed_fifo", 0.3)
-    staleness.admit(4, 0)
+    staleness = Numbered(2, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
     finish(staleness, 2)
     staleness.sampled(1)
     state = staleness.state_dict()
-    again = Staleness(2, 1, "windowed_fifo", 0.3)
-    assert again.load_state_dict(state, 1) == [0, 1, 3]
+    again = Numbered(2, 1, "windowed_fifo", 0.3)
+    assert again.load_state_dict(state, 1) == ([0, 1, 3], [])
     assert again.occupancy() == {0: 1, 1: 3}
     assert again.with_status("ready") == [2]
     assert again.room() == 0
 
 
 def test_failures_are_counted() -> None:
-    staleness = Staleness(1, 0, "windowed_fifo", 0.3)
-    staleness.admit(1, 0)
+    staleness = Numbered(1, 0, "windowed_fifo", 0.3)
+    staleness.fill(0)
     assert [staleness.restart(0, 0, failed=True) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_resume_under_a_smaller_bound_keeps_it_and_loses_nobody() -> None:
+    staleness = Numbered(2, 3, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, *range(8))
+    again = Numbered(2, 1, "windowed_fifo", 0.3)
+    anew, beyond = again.load_state_dict(staleness.state_dict(), 1)
+    assert (again.with_status("ready"), anew, beyond) == ([0, 1], [2, 3], [4, 5, 6, 7])
+    assert again.select(1) == [0, 1]

@@ -1,0 +1,35 @@
+"""What the values that follow others stand for. Pure."""
+
+from typing import Literal
+
+from rlctl.config.schema import GrpoConfig
+
+
+def max_age(config: GrpoConfig) -> int:
+    """Steps that a group's oldest token may lag behind: 0 in a synchronous run."""
+    return config.async_.max_trajectory_age_steps if config.async_.enabled else 0
+
+
+def colocated(config: GrpoConfig) -> bool:
+    """Whether engines take turns with the trainer on its devices."""
+    own = config.generation.colocated
+    return not config.async_.enabled if own is None else own
+
+
+def proximal(config: GrpoConfig) -> Literal["behaviour", "recompute"]:
+    """The old policy of the loss's ratio."""
+    own = config.grpo.loss.proximal
+    if own == "auto":
+        return "recompute" if config.async_.enabled else "behaviour"
+    return own
+
+
+def on_policy_ratio(config: GrpoConfig) -> bool:
+    """Whether the policy before the update need not be computed apart, because it is the one being updated.
+
+    With one update a step it is: proximal and current log-probs are of the same weights, the ratio is 1 and only its
+    gradient counts.
+    """
+    own = config.grpo.loss.force_on_policy_ratio
+    once = config.grpo.updates_per_step == 1
+    return proximal(config) == "recompute" and (once if own is None else own)

@@ -1,0 +1,75 @@
+"""vLLM as the engine uses it: how one is built, what one rollout's request looks like, what its scheduler says."""
+
+from typing import Any
+
+from rlctl.generation.requests import SampleRequest
+from rlctl.generation.spec import EngineSpec
+
+_CPU_BATCH_TOKENS = 8192
+
+
+def build_llm(spec: EngineSpec) -> Any:
+    """vLLM's engine, in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    extra: dict[str, Any] = {}
+    if spec.device == "cpu":
+        extra = {
+            "kv_cache_memory_bytes": spec.kv_cache_mib << 20,
+            # Prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
+            "block_size": 32,
+            # A seeded request whose prompt is prefilled in chunks rewinds its generator by an offset, which CPU
+            # generators do not have: vLLM 0.32 then fails in the step.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(spec.max_model_len, _CPU_BATCH_TOKENS),
+        }
+    else:
+        extra = {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            model=spec.model_path,
+            skip_tokenizer_init=True,
+            dtype=spec.dtype,
+            seed=spec.seed,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+            tensor_parallel_size=spec.tensor_parallel_size,
+            enforce_eager=spec.enforce_eager,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            worker_extension_cls=spec.extension,
+            load_format=spec.load_format,
+            **extra,
+        )
+    )
+
+
+def begun(request: Any) -> bool:
+    """Whether a request of vLLM's scheduler has been given to the device."""
+    return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
+
+
+def sampling_params(spec: EngineSpec, request: SampleRequest, index: int) -> Any:
+    """Of one rollout of a group."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    greedy, forced = request.temperature == 0, spec.forced_lengths
+    longest = request.max_new_tokens
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=1.0 if greedy else spec.top_p,
+        top_k=0 if greedy else spec.top_k,
+        seed=None if greedy else request.seed + index,
+        max_tokens=forced.draw(request.seed + index, longest) if forced else longest,
+        ignore_eos=forced is not None,
+        stop_token_ids=[] if forced else list(spec.stop_token_ids),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

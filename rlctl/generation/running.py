@@ -1,0 +1,116 @@
+"""The groups that an engine is sampling: each rollout is a request of its own to vLLM, a group is done with its last.
+
+Pure bookkeeping, but for the futures that callers wait on.
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.generation.requests import FINISHES, Columns, SampleRequest
+
+
+class Cancelled(RuntimeError):
+    """A request was ended before it was done."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Since the engine's start. busy: seconds spent in steps. paused: seconds in which weights changed and nothing
+    could be sampled. tokens: of rollouts that ended.
+    """
+
+    busy: float
+    paused: float
+    tokens: int
+
+    def worked(self, seconds: float) -> "Counters":
+        """After a step."""
+        return replace(self, busy=self.busy + seconds)
+
+    def stood(self, seconds: float) -> "Counters":
+        """After a change of weights."""
+        return replace(self, paused=self.paused + seconds)
+
+    def sampled(self, tokens: int) -> "Counters":
+        """After a rollout ended."""
+        return replace(self, tokens=self.tokens + tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What vLLM gave for one rollout, and the version of each of its tokens, int32 [n]."""
+
+    output: Any
+    versions: NDArray[np.int32]
+
+
+@dataclass
+class RunningGroup:
+    """A request under way. done: resolves to its samples, in order."""
+
+    request: SampleRequest
+    done: "Future[list[Sample]]" = field(default_factory=Future)
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    def rollouts(self) -> list[str]:
+        """Names of its rollouts."""
+        return [f"{self.request.id}#{index}" for index in range(self.request.num_samples)]
+
+
+class Running:
+    """All groups of an engine."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, RunningGroup] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __iter__(self) -> Any:
+        return iter(self._groups.values())
+
+    def add(self, request: SampleRequest) -> RunningGroup:
+        """A new group. Raises ValueError if one of that id is being sampled."""
+        if request.id in self._groups:
+            raise ValueError(f"request {request.id} is being sampled already")
+        self._groups[request.id] = RunningGroup(request)
+        return self._groups[request.id]
+
+    def finish(self, rollout: str, sample: Sample) -> None:
+        """One rollout ended; with the last of its group the group is done."""
+        name, _, index = rollout.rpartition("#")
+        group = self._groups[name]
+        group.samples[int(index)] = sample
+        if len(group.samples) == group.request.num_samples:
+            del self._groups[name]
+            group.done.set_result([group.samples[i] for i in range(group.request.num_samples)])
+
+    def drop(self, names: list[str], reason: Exception) -> list[str]:
+        """These groups end without an answer, as far as they run; returns their rollouts."""
+        found = [self._groups.pop(name) for name in names if name in self._groups]
+        for group in found:
+            group.done.set_exception(reason)
+        return [rollout for group in found for rollout in group.rollouts()]
+
+    def names(self) -> list[str]:
+        """Ids of all groups."""
+        return list(self._groups)
+
+
+def columns(groups: list[list[Sample]]) -> Columns:
+    """The answers of several groups, as they travel."""
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        nothing = np.zeros(0, np.int32)
+        return Columns(nothing, nothing, np.zeros(0, np.float32), nothing, np.zeros(0, np.int8))
+    outputs = [sample.output for sample in samples]
+    lengths = np.array([len(output.token_ids) for output in outputs], np.int32)
+    tokens = [np.asarray(output.token_ids, np.int32) for output in outputs]
+    log_probs = [np.asarray(output.logprobs.logprobs, np.float32) for output in outputs]
+    finishes = [FINISHES.index(output.finish_reason) for output in outputs]
+    versions = np.concatenate([sample.versions for sample in samples])
+    return Columns(lengths, np.concatenate(tokens), np.concatenate(log_probs), versions, np.array(finishes, np.int8))

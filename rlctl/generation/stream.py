@@ -1,0 +1,199 @@
+"""Groups on their way through the engines: handed out as engines have room, delivered one by one as they end.
+
+An engine gets no more rollouts than it decodes at a time, and one group ahead; the rest waits here, so that a free
+engine finds work whatever long tail another one is at. A thread an engine collects; everything that can stop a run
+(replacing an engine, giving up) is left to the caller's thread, in `repair`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Columns, Completion, SampleRequest
+from rlctl.generation.running import Counters
+from rlctl.refit.refit import Refit
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.group import Worker
+
+Deliver = Callable[[list[tuple[str, list[Completion]]]], None]
+_POLL_S = 1.0
+
+
+@dataclass
+class _Lane:
+    """One engine and what it is at. last: when it last did anything. lost: why it must be replaced.
+
+    dropped: groups that nobody waits for any more, but that may have ended before the engine knew.
+    """
+
+    worker: Worker
+    outstanding: dict[str, SampleRequest] = field(default_factory=dict)
+    dropped: dict[str, SampleRequest] = field(default_factory=dict)
+    counters: Counters = field(default_factory=lambda: Counters(0.0, 0.0, 0))
+    last: float = field(default_factory=time.monotonic)
+    lost: Exception | None = None
+
+    @property
+    def rollouts(self) -> int:
+        return sum(request.num_samples for request in self.outstanding.values())
+
+    def drop(self, names: list[str]) -> list[SampleRequest]:
+        """Wait for these no more."""
+        found = [self.outstanding.pop(name) for name in names if name in self.outstanding]
+        self.dropped |= {request.id: request for request in found}
+        return found
+
+    @property
+    def cost(self) -> int:
+        return sum(request.cost for request in self.outstanding.values())
+
+
+class RolloutStream:
+    """Samples groups on every engine of a pool; `deliver` gets them, on threads of the stream."""
+
+    def __init__(self, pool: GeneratorPool, deliver: Deliver, deadline_s: float) -> None:
+        self._pool, self._deliver, self._deadline_s = pool, deliver, deadline_s
+        self._lanes = [_Lane(worker) for worker in pool.engines]
+        self._pending: deque[SampleRequest] = deque()
+        self._held = self._closed = False
+        self._changed = threading.Condition(threading.RLock())
+        for index in range(len(self._lanes)):
+            threading.Thread(target=self._collect, args=(index,), name=f"collect-{index}", daemon=True).start()
+
+    def submit(self, requests: list[SampleRequest]) -> None:
+        """More groups to sample, in this order as far as engines are alike."""
+        with self._changed:
+            self._pending.extend(requests)
+        self._dispatch()
+
+    def abort(self, ids: list[str]) -> list[SampleRequest]:
+        """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet."""
+        with self._changed:
+            found = [request for request in self._pending if request.id in ids]
+            self._pending = deque(request for request in self._pending if request.id not in ids)
+            shares = [[name for name in ids if name in lane.outstanding] for lane in self._lanes]
+            lanes = [(lane, share) for lane, share in zip(self._lanes, shares) if share]
+            for lane, share in lanes:
+                found += lane.drop(share)
+        for lane, share in lanes:
+            self._tell(lane, "abort", share)
+        return found
+
+    def drain(self) -> bool:
+        """Begin no more groups until `go_on`; whether none is being sampled now."""
+        with self._changed:
+            self._held = True
+            return not any(lane.outstanding for lane in self._lanes)
+
+    def go_on(self) -> None:
+        """Begin groups again."""
+        with self._changed:
+            self._held = False
+        self._dispatch()
+
+    def repair(self, refit: Refit) -> list[str]:
+        """Replace engines that were lost or stand still; returns the groups whose sampling begins anew.
+
+        Raises RuntimeError when `generation.max_restarts` are used up.
+        """
+        with self._changed:
+            for lane in self._lanes:
+                if lane.outstanding and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
+                    names = [lane.worker.name]
+                    lane.lost = WorkerTimeout("collect", names, self._deadline_s, "run.deadline_s")
+            lost = {i: lane.lost for i, lane in enumerate(self._lanes) if lane.lost and self._is_current(i)}
+        if lost:
+            self._pool.replace({index: error for index, error in lost.items() if error}, refit)
+        with self._changed:
+            anew = [request for index in range(len(self._lanes)) for request in self._renewed(index)]
+            self._pending.extendleft(reversed(anew))
+            self._changed.notify_all()
+        if anew:
+            self._dispatch()
+        return [request.id for request in anew]
+
+    def describe(self) -> str:
+        """What every engine is at, for a human who wonders what the run waits for."""
+        now = time.monotonic()
+        with self._changed:
+            lanes = [
+                f"{lane.worker.name} samples {len(lane.outstanding)} groups, silent for {now - lane.last:.0f} s"
+                for lane in self._lanes
+            ]
+            return "; ".join([*lanes, f"{len(self._pending)} groups not begun"])
+
+    def close(self) -> None:
+        """Deliver nothing from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _is_current(self, index: int) -> bool:
+        return self._pool.engines[index] is self._lanes[index].worker
+
+    def _renewed(self, index: int) -> list[SampleRequest]:
+        """Take note of an engine that was replaced, here or in a refit: what the old one was at begins anew."""
+        lane = self._lanes[index]
+        if self._is_current(index):
+            return []
+        self._lanes[index] = _Lane(self._pool.engines[index])
+        return lane.drop(list(lane.outstanding))
+
+    def _dispatch(self) -> None:
+        with self._changed:
+            shares = self._shares()
+        for lane, share in shares:
+            self._tell(lane, "submit", share)
+
+    def _shares(self) -> list[tuple[_Lane, list[SampleRequest]]]:
+        """Who begins what now: each group goes to the engine with the fewest tokens ahead of it."""
+        shares: list[tuple[_Lane, list[SampleRequest]]] = [(lane, []) for lane in self._lanes]
+        while self._pending and not self._held and not self._closed:
+            free = [(lane, share) for lane, share in shares if not lane.lost and lane.rollouts < self._pool.at_a_time]
+            if not free:
+                break
+            lane, share = min(free, key=lambda pair: pair[0].cost)
+            request = self._pending.popleft()
+            lane.outstanding[request.id], lane.last = request, time.monotonic()
+            share.append(request)
+        return [(lane, share) for lane, share in shares if share]
+
+    def _tell(self, lane: _Lane, method: str, share: object) -> None:
+        try:
+            lane.worker.start(method, share).wait(self._deadline_s)
+        except (WorkerDied, WorkerError, WorkerTimeout) as error:
+            self._lose(lane, error)
+
+    def _lose(self, lane: _Lane, error: Exception) -> None:
+        with self._changed:
+            lane.lost = lane.lost or error
+            self._changed.notify_all()
+
+    def _collect(self, index: int) -> None:
+        while not self._closed:
+            lane = self._lanes[index]
+            if lane.lost or not self._is_current(index):
+                with self._changed:
+                    self._changed.wait(_POLL_S)
+                continue
+            try:
+                ids, columns, counters = lane.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
+            except (WorkerDied, WorkerError, WorkerTimeout) as error:
+                self._lose(lane, error)
+                continue
+            self._accept(lane, ids, columns, counters)
+            if ids:
+                self._dispatch()
+
+    def _accept(self, lane: _Lane, ids: list[str], columns: Columns, counters: Counters) -> None:
+        with self._changed:
+            if counters != lane.counters:
+                lane.counters, lane.last = counters, time.monotonic()
+            requests = [lane.outstanding.get(name) or lane.dropped[name] for name in ids]
+            wanted = [lane.outstanding.pop(name, None) is not None for name in ids]
+        ended = zip(ids, columns.split(requests), wanted)
+        if (groups := [(name, group) for name, group, kept in ended if kept]) and not self._closed:
+            self._deliver(groups)

@@ -1,0 +1,26 @@
+"""Scores of whole groups: their texts decoded, their rewards summed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlctl.data.prompts import Prompt
+from rlctl.generation.requests import Completion
+from rlctl.rewards.base import Item
+from rlctl.rewards.scorer import Score, Scorer
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+
+@dataclass(frozen=True)
+class GroupScorer:
+    """Called with prompts and their rollouts; may be called from several threads."""
+
+    scorer: Scorer
+    decode: Decode
+
+    def __call__(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[list[Score]]:
+        """A score a rollout, group by group."""
+        texts = iter(self.decode([c.tokens.tolist() for group in completions for c in group]))
+        items = [Item(p.text, next(texts), p.answer, p.row) for p, group in zip(prompts, completions) for _ in group]
+        scores = iter(self.scorer.score(items))
+        return [[next(scores) for _ in group] for group in completions]
