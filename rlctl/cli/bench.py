@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "direct", "staged")
 
-app = typer.Typer(help="Measure this machine: weight transfer.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine: weight transfer, sync against async.", no_args_is_help=True)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: how fast weights reach the generator, and what that costs requests that run."""
+    """Measure this machine: how weights reach the generator, and what running both sides at a time is worth."""
 
 
 @app.command(
@@ -95,7 +95,7 @@ def _checked(
     checks = _words("--checksum", asked["checksum"] or usual, get_args(Checks), problems)
     _words("--master", master, ("float32", "bfloat16"), problems)
     buffers = _numbers(asked["num-buffers"] or str(defaults.num_buffers), problems)
-    _check_plot(asked["plot"], problems)
+    check_plot(asked["plot"], problems)
     if problems:
         raise ConfigError(problems)
 
@@ -168,7 +168,8 @@ def _numbers(given: str, problems: list[Problem]) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _check_plot(path: Path | None, problems: list[Problem]) -> None:
+def check_plot(path: Path | None, problems: list[Problem]) -> None:
+    """What is wrong with the file of a plot."""
     from importlib.util import find_spec
 
     if path is None:
@@ -190,7 +191,7 @@ def _measure(make: "Callable[[str], RefitBench]", as_json: bool, plot: Path | No
 
     logs = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
     try:
-        with _telling() as say, local_ray(logs) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as folder:
+        with telling() as say, local_ray(logs) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as folder:
             results = run_bench(make(str(logs)), folder, say)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
@@ -213,7 +214,7 @@ def _measure(make: "Callable[[str], RefitBench]", as_json: bool, plot: Path | No
 
 
 @contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
+def telling() -> Iterator[Callable[[str], None]]:
     """What is under way, on stderr: a line that changes on a terminal, lines elsewhere."""
     err = console(stderr=True)
     if not sys.stderr.isatty():

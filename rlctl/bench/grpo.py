@@ -1,0 +1,205 @@
+"""`rlctl bench grpo`: the same work in every kind of run, by `rlctl train grpo` itself, and what each made of it.
+
+Answers have drawn lengths with a long tail instead of stop tokens, so that random weights make the work of a real run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlctl.bench.workload import make_workload
+
+_INTERRUPT_S = 60.0
+
+
+@dataclass(frozen=True)
+class GrpoBench:
+    """What is measured. gpus: devices that every run gets, 0 for CPU. trainers: of them, if engines stand apart.
+
+    mean, sigma, cap: of the answers' lengths in tokens. steps: counted ones. extra: overrides for every run.
+    """
+
+    shape: Path
+    model: str
+    gpus: int
+    trainers: int
+    prompts: int
+    generations: int
+    steps: int
+    age: int
+    mean: float
+    sigma: float
+    cap: int
+    modes: list[str]
+    extra: list[str]
+
+    def uncounted(self, mode: str) -> int:
+        """The first step compiles and fills caches; asynchronous, the buffer must come to its ordinary state too."""
+        return 2 + self.age if mode.startswith("async") else 1
+
+    def overrides(self, mode: str) -> list[str]:
+        """What makes a run one of the four."""
+        apart = [f"trainer.num_ranks={self.trainers}", f"generation.num_engines={max(1, self.gpus - self.trainers)}"]
+        own = [*apart, "generation.colocated=false", "async.enabled=true"]
+        return {
+            "sync, colocated": [
+                f"trainer.num_ranks={max(1, self.gpus)}",
+                f"generation.num_engines={max(1, self.gpus)}",
+            ],
+            "sync, apart": [*apart, "generation.colocated=false"],
+            "async, drained": [*own, "async.in_flight_weight_updates=false"],
+            "async, in flight": [*own, f"async.max_trajectory_age_steps={self.age}"],
+        }[mode]
+
+
+MODES = ("sync, colocated", "sync, apart", "async, drained", "async, in flight")
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    """One kind of run, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1.
+
+    idle: of the trainer by what it waited for. stood: share of the generator's time in which weights were changed.
+    """
+
+    mode: str
+    step: float
+    effective: float
+    training: float
+    generation: float
+    idle: dict[str, float]
+    trainer_idle: float
+    generator_idle: float
+    stood: float
+    stall: float
+    refit: float
+    age: float
+    rollouts: int
+
+
+@dataclass(frozen=True)
+class GrpoResults:
+    """rows: in the order measured. ceiling: tokens/s/device if both sides worked all the time, with the devices split
+    as they need: the tokens over the device-seconds of their training and of their generation, each at the best rate
+    that any row reached. None on CPU, where both sides share one device.
+    """
+
+    model: str
+    gpus: int
+    trainers: int
+    rows: list[ModeRow]
+    ceiling: float | None
+
+    def share(self, row: ModeRow) -> float | None:
+        """Of the ceiling."""
+        return None if self.ceiling is None else row.effective / self.ceiling
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with each row's share of the ceiling and its speed against the first row's."""
+        first = self.rows[0]
+        more = [{"share": self.share(row), "speedup": row.effective / first.effective} for row in self.rows]
+        rows = [asdict(row) | extra for row, extra in zip(self.rows, more)]
+        return {**asdict(self), "rows": rows}
+
+
+def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -> GrpoResults:
+    """Run every mode, one after the other, in `folder`. Raises RuntimeError with the end of a run that failed."""
+    say(f"random weights in the shape of {bench.model}")
+    make_workload(bench.shape, folder, 64 * bench.prompts)
+    records: dict[str, list[dict[str, Any]]] = {}
+    for mode in bench.modes:
+        say(f"{mode}: {bench.uncounted(mode)} + {bench.steps} steps")
+        records[mode] = _run(bench, mode, folder)
+    rows = [_row(mode, steps) for mode, steps in records.items()]
+    ceiling = _ceiling(rows, list(records.values())) if bench.gpus else None
+    return GrpoResults(bench.model, bench.gpus, bench.trainers, rows, ceiling)
+
+
+def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
+    """Step records of one mode, without the first ones."""
+    name = mode.replace(", ", "-").replace(" ", "-")
+    columns = [f"data.train.{key}" for key in (f"path={folder / 'train.jsonl'}", "prompt_key=prompt")]
+    settings = [
+        *(f"model.path={folder / 'model'}", f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", *columns),
+        *(
+            f"run.dir={folder}",
+            f"run.name={name}",
+            "run.probe=false",
+            "data.validation.path=null",
+            "validation.every=0",
+        ),
+        *("checkpoint.every=0", "checkpoint.export=false", "telemetry.dashboard=off", "data.max_prompt_length=128"),
+        *(f"grpo.num_steps={bench.uncounted(mode) + bench.steps}", f"grpo.num_prompts_per_step={bench.prompts}"),
+        *(f"grpo.num_generations_per_prompt={bench.generations}", f"generation.max_new_tokens={bench.cap}"),
+        *(f"generation.forced_lengths=[{bench.mean}, {bench.sigma}]", *bench.overrides(mode), *bench.extra),
+    ]
+    command = [sys.executable, "-m", "rlctl.cli.main", "train", "grpo", "grpo-tiny", *settings]
+    output = folder / f"{name}.out"
+    with output.open("w") as out:
+        # A session of its own: Ctrl-C reaches it once, from here.
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            _stop(process)
+            raise
+    if code:
+        raise RuntimeError(f"{mode} ended with {code}: " + " / ".join(output.read_text().strip().splitlines()[-3:]))
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
+    return steps[bench.uncounted(mode) :]
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    for _ in range(2):
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(_INTERRUPT_S / 2)
+            return
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+
+
+def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
+    wall = sum(float(step["time/step"]) for step in steps)
+
+    def mean(name: str) -> float:
+        return fmean(float(step.get(name, 0.0)) for step in steps)
+
+    def weighted(name: str) -> float:
+        return sum(float(step.get(name, 0.0)) * float(step["time/step"]) for step in steps) / wall
+
+    names = sorted({key for step in steps for key in step if key.startswith("time/")} - {"time/step", "time/train"})
+    idle = {name.removeprefix("time/"): sum(step.get(name, 0.0) for step in steps) / wall for name in names}
+    return ModeRow(
+        mode=mode,
+        step=wall / len(steps),
+        effective=weighted("throughput/effective"),
+        training=mean("throughput/training"),
+        generation=mean("throughput/generation"),
+        idle={name: share for name, share in idle.items() if share >= 0.001},
+        trainer_idle=weighted("idle/trainer"),
+        generator_idle=weighted("idle/generator"),
+        stood=weighted("idle/generator_refit"),
+        stall=mean("refit/stall"),
+        refit=mean("refit/seconds"),
+        age=mean("age/mean"),
+        rollouts=len(steps),
+    )
+
+
+def _ceiling(rows: Sequence[ModeRow], records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    training, generation = max(row.training for row in rows), max(row.generation for row in rows)
+    steps = [step for part in records for step in part]
+    prompt, generated, trained = (
+        sum(float(step[f"tokens/{name}"]) for step in steps) for name in ("prompt", "generated", "trained")
+    )
+    return (prompt + generated) / (trained / training + generated / generation)
