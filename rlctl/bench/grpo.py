@@ -40,9 +40,16 @@ class GrpoBench:
     modes: list[str]
     extra: list[str]
 
-    def uncounted(self, mode: str) -> int:
-        """The first step compiles and fills caches; asynchronous, the buffer must come to its ordinary state too."""
-        return 2 + self.age if mode.startswith("async") else 1
+    def counted(self, mode: str) -> range:
+        """Indices of the counted steps. The first step compiles and fills caches; in an asynchronous run the buffer must
+        come to its ordinary state too, and in the last `age` steps there is nothing more to sample.
+        """
+        first = 2 + self.age if mode.startswith("async") else 1
+        return range(first, first + self.steps)
+
+    def num_steps(self, mode: str) -> int:
+        """Of the whole run."""
+        return self.counted(mode).stop + (self.age if mode.startswith("async") else 0)
 
     def overrides(self, mode: str) -> list[str]:
         """What makes a run one of the four."""
@@ -115,7 +122,7 @@ def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -
     make_workload(bench.shape, folder, 64 * bench.prompts)
     records: dict[str, list[dict[str, Any]]] = {}
     for mode in bench.modes:
-        say(f"{mode}: {bench.uncounted(mode)} + {bench.steps} steps")
+        say(f"{mode}: {bench.num_steps(mode)} steps, {bench.steps} of them counted")
         records[mode] = _run(bench, mode, folder)
     rows = [_row(mode, steps) for mode, steps in records.items()]
     ceiling = _ceiling(rows, list(records.values())) if bench.gpus else None
@@ -136,7 +143,7 @@ def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
             "validation.every=0",
         ),
         *("checkpoint.every=0", "checkpoint.export=false", "telemetry.dashboard=off", "data.max_prompt_length=128"),
-        *(f"grpo.num_steps={bench.uncounted(mode) + bench.steps}", f"grpo.num_prompts_per_step={bench.prompts}"),
+        *(f"grpo.num_steps={bench.num_steps(mode)}", f"grpo.num_prompts_per_step={bench.prompts}"),
         *(f"grpo.num_generations_per_prompt={bench.generations}", f"generation.max_new_tokens={bench.cap}"),
         *(f"generation.forced_lengths=[{bench.mean}, {bench.sigma}]", *bench.overrides(mode), *bench.extra),
     ]
@@ -154,7 +161,8 @@ def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
         raise RuntimeError(f"{mode} ended with {code}: " + " / ".join(output.read_text().strip().splitlines()[-3:]))
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
-    return steps[bench.uncounted(mode) :]
+    counted = bench.counted(mode)
+    return steps[counted.start : counted.stop]
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
