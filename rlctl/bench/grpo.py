@@ -41,7 +41,7 @@ class GrpoBench:
     extra: list[str]
 
     def counted(self, mode: str) -> range:
-        """Indices of the counted steps. The first step compiles and fills caches; in an asynchronous run the buffer must
+        """Indices of the counted steps. The first step compiles and fills caches; when asynchronous the buffer must
         come to its ordinary state too, and in the last `age` steps there is nothing more to sample.
         """
         first = 2 + self.age if mode.startswith("async") else 1

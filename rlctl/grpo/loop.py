@@ -136,7 +136,7 @@ class GrpoLoop(Loop):
         self._record(record, groups, batch, metrics, before)
 
     def _counters(self) -> list[Counters]:
-        return self._parts.pool.call("counters") if self._async else []
+        return self._parts.pool.counters() if self._async else []
 
     def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
         """The generator comes to `version`; what was trained makes room, which async fills at once."""

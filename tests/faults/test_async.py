@@ -1,0 +1,55 @@
+"""An asynchronous run whose processes are killed keeps its two contracts: nobody too old, nobody lost or twice."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from rlctl.data.cursor import Cursor
+from tests.faults.runs import Run, fates, in_transit, survivors
+
+STEPS, PROMPTS, AGE = 14, 8, 2
+# `RLCTL_TEST_KILLS=10 pytest tests/faults/test_async.py` hurts it longer than CI has time for.
+KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "2"))
+ROWS = 2300
+
+
+def hurt(run: Run, moments: random.Random, engine: bool) -> None:
+    """kill -9 of the engine, which the run survives, or of the driver, after which nothing is left."""
+    pids = run.wait_for_event("processes")
+    done = max((step["step"] for step in run.steps()), default=0)
+    run.wait_for_step(min(STEPS, done + moments.randint(1, 3)))
+    time.sleep(moments.uniform(0, 0.5))
+    if engine:
+        os.kill(pids["engine-0"], signal.SIGKILL)
+        run.wait_for_event("engine_restarted", engine=0)
+    else:
+        assert survivors(run.kill()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300 + 60 * KILLS)
+def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
+    settings = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20")
+    size = (f"grpo.num_steps={STEPS}", "checkpoint.every=2", "validation.every=0")
+    moments = random.Random(11)
+    run = Run(tmp_path, "hurt", *settings, *size)
+    for attempt in range(KILLS):
+        hurt(run, moments, engine=attempt % 2 == 0)
+        if run.process.poll() is not None:
+            run = Run(tmp_path, "hurt", resume=True)
+    assert run.end() == 0, run.text()
+
+    steps = run.steps()
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert all(step["age/max"] <= AGE for step in steps)
+    assert max(step["age/max"] for step in steps) > 0
+    assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
+    ended = fates(run.path)
+    assert all(len(numbers) == 1 for numbers in ended.values())
+    drawn = Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)
+    assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}
+    assert in_transit("hurt") == []

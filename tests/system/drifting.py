@@ -1,0 +1,49 @@
+"""Weights that change with every version, and an engine worker that counts for itself who had how many tokens then."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.generation.worker import RefitWorker
+from rlctl.refit.messages import Header
+from rlctl.refit.transport import Report
+from tests.system.engines import FolderSource
+
+
+def drifted(tensors: dict[str, Tensor], version: int) -> dict[str, Tensor]:
+    """The weights of a version: those of version 0 and a step of its own beside them."""
+    random = torch.Generator().manual_seed(version)
+    steps = {name: torch.randn(tensor.shape, generator=random) for name, tensor in tensors.items()}
+    return {name: tensor + 0.05 * (version > 0) * tensor.std() * steps[name] for name, tensor in tensors.items()}
+
+
+class DriftingSource(FolderSource):
+    """Sends the weights of whatever version is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._first = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def refit_send(self, header: Header) -> Report:
+        for name, tensor in drifted(self._first, header.version).items():
+            self.tensors[name].copy_(tensor)
+        return super().refit_send(header)
+
+
+class CountingWorker(RefitWorker):
+    """Keeps, at every change of weights, the length of each running rollout as vLLM's own model runner has it."""
+
+    model_runner: Any
+    _counts: list[dict[str, int]] | None = None
+
+    def rl_commit(self) -> float:
+        """See RefitWorker."""
+        running = self.model_runner.requests.items()
+        self._counts = [*(self._counts or []), {name.rsplit("-", 1)[0]: len(r.output_token_ids) for name, r in running}]
+        return super().rl_commit()
+
+    def rl_counts(self) -> list[dict[str, int]]:
+        """One mapping a commit."""
+        return self._counts or []

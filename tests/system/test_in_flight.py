@@ -1,0 +1,158 @@
+"""Weights that change while rollouts run: who sampled which token is known exactly, and so is with which log-prob."""
+
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.generation.engine import Engine
+from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.spec import EngineSpec, environment
+from rlctl.refit.refit import EngineEnd, Refit
+from rlctl.training.hf_folder import WeightFiles
+from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
+from tests.system.drifting import DriftingSource, drifted
+from tests.system.engines import MakeSource, refit_options, spec_for
+from tests.tiny_models import make_model
+
+DEADLINE = 280.0
+GROUPS, SAMPLES, LENGTH, UPDATES = 125, 8, 40, 20
+
+
+@dataclass(frozen=True)
+class MakeCounting:
+    spec: EngineSpec
+
+    def __call__(self) -> Engine:
+        return Engine(self.spec)
+
+
+class Models:
+    """transformers' model of every version."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        files = WeightFiles(folder)
+        self._first = {name: files.tensor(name).clone() for name in files.names()}
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._version = -1
+
+    def at(self, version: int) -> Any:
+        if version != self._version:
+            self._model.load_state_dict(drifted(self._first, version), strict=False)
+            self._version = version
+        return self._model
+
+
+@torch.no_grad()
+def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
+    """Log-probs when each position's keys and values are of the version that was live when it was read."""
+    from transformers import DynamicCache
+
+    tokens, cache, found = prompt + rollout.tokens.tolist(), DynamicCache(), []
+    start = 0
+    for begin, end, version in spans(rollout):
+        stop = len(prompt) + end - 1
+        logits = models.at(version)(torch.tensor([tokens[start:stop]]), past_key_values=cache, use_cache=True).logits[0]
+        found.append(torch.log_softmax(logits[-(end - begin) :], -1))
+        start = stop
+    rows = torch.cat(found)
+    return rows[torch.arange(len(rows)), torch.tensor(rollout.tokens.tolist())].numpy()
+
+
+@torch.no_grad()
+def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
+    """Log-probs when every change of weights computes all keys and values anew."""
+    tokens, found = torch.tensor([prompt + rollout.tokens.tolist()]), []
+    for begin, end, version in spans(rollout):
+        logits = models.at(version)(tokens).logits[0]
+        found.append(torch.log_softmax(logits[len(prompt) + begin - 1 : len(prompt) + end - 1], -1))
+    rows = torch.cat(found)
+    return rows[torch.arange(len(rows)), torch.tensor(rollout.tokens.tolist())].numpy()
+
+
+def spans(rollout: Completion) -> list[tuple[int, int, int]]:
+    edges = [0, *(np.flatnonzero(np.diff(rollout.versions)) + 1).tolist(), len(rollout.versions)]
+    return [(begin, end, int(rollout.versions[begin])) for begin, end in pairwise(edges)]
+
+
+def sample_across_updates(engine: Worker, refit: Refit, requests: list[SampleRequest]) -> dict[str, list[Completion]]:
+    """All groups, handed in a few at a time, while the weights change UPDATES times."""
+    by_name, done = {request.id: request for request in requests}, dict[str, list[Completion]]()
+    waiting, version, began = list(requests), 0, time.monotonic()
+    while len(done) < len(requests) or version < UPDATES:
+        room = 24 - (len(requests) - len(waiting) - len(done))
+        if share := waiting[:room]:
+            engine.start("submit", share).wait(DEADLINE)
+            waiting = waiting[room:]
+        ids, columns, _ = engine.start("collect", 0.02).wait(DEADLINE)[0]
+        done.update(zip(ids, columns.split([by_name[name] for name in ids])))
+        # As the work goes on, so do the updates: none is left for the end, when nothing runs.
+        if version < UPDATES and len(done) >= (version + 0.2) * len(requests) / (UPDATES + 1):
+            version += 1
+            refit.run([EngineEnd(engine, 1)], version)
+        assert time.monotonic() - began < DEADLINE
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
+    recompute: bool, ray_here: Path, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "m", "qwen3", seed=1, max_length=128)
+    groups = GROUPS if not recompute else GROUPS // 5
+    spec = replace(
+        spec_for(folder, 128), extension="tests.system.drifting.CountingWorker", recompute_kv_cache=recompute
+    )
+    engine = Worker(WorkerSpec("engine", MakeCounting(spec), environment("cpu", []), str(ray_here / "e.log"), 4))
+    source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]
+    requests = [SampleRequest(f"{i}.0", prompt, SAMPLES, LENGTH, 1.0, 7 * i) for i, prompt in enumerate(prompts)]
+    try:
+        engine.built().wait(DEADLINE)
+        refit = Refit(source, refit_options("shm", tmp_path / "shm", in_flight=True))
+        refit.open([EngineEnd(engine, 1)])
+        refit.run([EngineEnd(engine, 1)], 0)
+        done = sample_across_updates(engine, refit, requests)
+        counts = engine.start("rpc", "rl_counts").wait(DEADLINE)[0][0][1:]
+    finally:
+        source.kill()
+        engine.kill()
+    check_tags(done, counts)
+    check_log_probs(Models(folder), done, prompts, recompute)
+
+
+def check_tags(done: dict[str, list[Completion]], counts: list[dict[str, int]]) -> None:
+    """Each rollout's versions against vLLM's own count at each of the twenty commits."""
+    assert len(counts) == UPDATES
+    rollouts = {f"{name}#{i}": rollout for name, group in done.items() for i, rollout in enumerate(group)}
+    compared = 0
+    for version, running in enumerate(counts, 1):
+        for name, sampled in running.items():
+            assert int((rollouts[name].versions < version).sum()) == sampled
+            compared += 0 < sampled < len(rollouts[name].tokens)
+    assert compared > len(rollouts) / 8, "too few rollouts were running when weights changed to prove anything"
+
+
+def check_log_probs(
+    models: Models, done: dict[str, list[Completion]], prompts: list[list[int]], recompute: bool
+) -> None:
+    mixed = [
+        (prompts[int(name.partition(".")[0])], rollout)
+        for name, group in done.items()
+        for rollout in group
+        if len(spans(rollout)) > 1
+    ]
+    expected = with_new_keys if recompute else with_kept_keys
+    for prompt, rollout in mixed[:60]:
+        assert np.abs(expected(models, prompt, rollout) - rollout.log_probs).max() < 1e-5
+    assert len(mixed) > 60
