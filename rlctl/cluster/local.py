@@ -8,12 +8,15 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rlctl.cluster.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 1 << 30
+# Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.
+_ATTEMPTS = 2
+_TOO_SLOW = "timed out during startup"
 
 
 @contextmanager
@@ -21,15 +24,30 @@ def local_ray(logs: Path) -> Iterator[Reaper]:
     """A Ray of our own for the time of the block; yields the reaper that watches over its folders."""
     reaper = Reaper()
     try:
-        with reaper.folder("rlctl-") as folder, _ray_in(folder, logs):
-            yield reaper
+        with reaper.folder("rlctl-token-") as folder:
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
+            with _started(reaper, logs):
+                yield reaper
     finally:
         reaper.close()
 
 
+def _started(reaper: Reaper, logs: Path) -> ExitStack:
+    """Ray is up until this is left. What an attempt that was too slow has started is gone before the next; the token
+    stays, which Ray reads once a process."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_ray_in(stack.enter_context(reaper.folder("rlctl-")), logs))
+                return stack.pop_all()
+            except Exception as error:
+                if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
+                    raise
+    raise AssertionError("unreachable")
+
+
 @contextmanager
 def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
 

@@ -11,9 +11,11 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
+from rlctl.telemetry.panels.ages import ages, bound
 from rlctl.telemetry.panels.canvas import Frame, Row, beside
 from rlctl.telemetry.panels.curve import curve
 from rlctl.telemetry.panels.header import HEIGHT, header
+from rlctl.telemetry.panels.lanes import lanes
 from rlctl.telemetry.panels.learning import learning, metrics_of
 from rlctl.telemetry.panels.log import log
 from rlctl.telemetry.panels.speed import balance, balance_and_devices, devices, throughput
@@ -29,6 +31,9 @@ IDLE_REDRAW_S = 0.5
 WIDE = 116
 SPEED_HEIGHT = 5
 LEAST_LOG = 3
+LANES_HEIGHT = 6
+# Lanes without their axis, where rows are few.
+LEAST_LANES = 4
 
 
 def render(state: RunState, width: int, height: int) -> Frame:
@@ -49,28 +54,36 @@ def render(state: RunState, width: int, height: int) -> Frame:
 
 
 def _wide(state: RunState, width: int, room: int) -> list[Row]:
-    """Three columns: learning, its curve, step time; below them throughput, idle, memory."""
+    """Three columns: learning, its curve, step time; below them throughput, idle, memory. Between them, where
+    training and generation go on side by side, their lanes and the ages of their groups."""
     lower = SPEED_HEIGHT + _on_devices(state)
+    oldest = bound(state)
+    middle = 0 if oldest is None else min(max(LANES_HEIGHT, oldest + 4), max(LEAST_LANES, room - lower - 15))
     wanted = max(len(metrics_of(state)), len(phase_times(state)), 12) + 2
-    upper = max(3, min(wanted, room - lower - LEAST_LOG - 3))
+    upper = max(3, min(wanted, room - lower - middle - LEAST_LOG - 3))
     first = third = width // 3
     second = width - first - third
     return [
         *beside(learning(state, first, upper), curve(state, second, upper), timing(state, third, upper)),
+        *(beside(lanes(state, first + second, middle), ages(state, third, middle)) if middle else []),
         *beside(throughput(state, first, lower), balance(state, second, lower), devices(state, third, lower)),
     ]
 
 
 def _narrow(state: RunState, width: int, room: int) -> list[Row]:
-    """Two columns: learning and step time; below them throughput, and idle with memory."""
+    """Two columns: learning and step time; below them throughput, and idle with memory. Lanes and ages as in `_wide`,
+    ages in the place of idle times, which the lanes show too."""
     lower = SPEED_HEIGHT + (_on_devices(state) if room > 24 else 0)
     wanted = len(metrics_of(state)) + 2
-    upper = max(3, min(wanted, room - lower - LEAST_LOG - 1))
+    asynchronous = bound(state) is not None
+    middle = (LANES_HEIGHT if room > 28 else LEAST_LANES) if asynchronous else 0
+    upper = max(3, min(wanted, room - lower - middle - LEAST_LOG - (not asynchronous)))
     left = width // 2
     right = width - left
     return [
         *beside(learning(state, left, upper), timing(state, right, upper)),
-        *beside(throughput(state, left, lower), balance_and_devices(state, right, lower)),
+        *(lanes(state, width, middle) if middle else []),
+        *beside(throughput(state, left, lower), (ages if asynchronous else balance_and_devices)(state, right, lower)),
     ]
 
 

@@ -12,7 +12,7 @@ from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, fates, in_transit, survivors
 
 STEPS, PROMPTS, AGE = 14, 8, 2
-# `RLCTL_TEST_KILLS=10 pytest tests/faults/test_async.py` hurts it longer than CI has time for.
+# `RLCTL_TEST_KILLS=10 make test ARGS=tests/faults` hurts runs longer than `make test` has time for.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "2"))
 ROWS = 2300
 

@@ -19,11 +19,9 @@ from rlctl.refit.plan import Plan
 from rlctl.refit.refit import EnginesLost, Refit
 from rlctl.workers.errors import WorkerTimeout
 from rlctl.workers.group import WorkerGroup, WorkerSpec
-from tests.system.conftest import ray_here
 from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, spec_for
 from tests.tiny_models import make_model
 
-__all__ = ["ray_here"]
 DEADLINE = 280.0
 TIMEOUT = 4.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]

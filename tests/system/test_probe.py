@@ -35,7 +35,7 @@ class MakeTrainer:
 
 
 def parts_of(trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> Parts:
-    rest = dict.fromkeys(("source", "validation", "scorer", "decode", "keeper", "devices", "vitals"))
+    rest = dict.fromkeys(("source", "validation", "score", "keeper", "devices", "vitals"))
     return Parts(trainer=TrainerClient(trainer, 4096), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
 
 

@@ -1,0 +1,38 @@
+"""A Ray that comes up too slowly, as on a busy machine, is given up whole and tried once more."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import ray
+
+from rlctl.cluster.local import local_ray
+
+start, folders = ray.init, []
+
+def init(**options):
+    start(**options)
+    folders.append(Path(options["_temp_dir"]))
+    if len(folders) == 1:
+        raise Exception("The current node timed out during startup.")
+
+ray.init = init
+try:
+    with local_ray(Path(sys.argv[1])):
+        print("up", len(folders), [folder.exists() for folder in folders], ray.is_initialized())
+finally:
+    print("down", [folder.exists() for folder in folders], ray.is_initialized())
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_start_is_tried_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "logs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.stdout.splitlines() == ["up 2 [False, True] True", "down [False, False] False"], done.stderr
