@@ -57,6 +57,11 @@ class RefitBench:
     logs: str
 
     @property
+    def reference_rounds(self) -> int:
+        """Rounds of a row that is only compared with: enough for a median."""
+        return min(self.rounds, 30)
+
+    @property
     def cpu(self) -> bool:
         return self.placement.device == "cpu"
 
@@ -161,7 +166,8 @@ class _Stage:
         if shared:
             say("a plain copy")
             self._clear()
-            copied = self.trainers.workers[0].start("copy_speed", self.payload, bench.rounds).wait(_DEADLINE_S)[0]
+            first = self.trainers.workers[0]
+            copied = first.start("copy_speed", self.payload, bench.reference_rounds).wait(_DEADLINE_S)[0]
             row = make_row("memcpy" if bench.cpu else "device copy", [copied], [copied])
             self.bound = row.seconds
             yield row
@@ -195,8 +201,8 @@ class _Stage:
         ]
         for part in (opening, *joining):
             part.wait(_DEADLINE_S)
-        sending = self.trainers.start("scheme_rounds", scheme, bench.dtype, self.payload, bench.rounds)
-        received = self._rpc("bench_scheme_rounds", scheme, self.refit.plan, bench.rounds)
+        sending = self.trainers.start("scheme_rounds", scheme, bench.dtype, self.payload, bench.reference_rounds)
+        received = self._rpc("bench_scheme_rounds", scheme, self.refit.plan, bench.reference_rounds)
         sent = sending.wait(_DEADLINE_S)
         wrong = None if scheme == "raw" else self._differences()
         row = make_row(LABELS[scheme], sent, received, wrong)
@@ -206,7 +212,7 @@ class _Stage:
 
     def _gathering(self) -> Row:
         self._clear()
-        gathered = self.trainers.call("gather_rounds", self.bench.dtype, self.bench.rounds)
+        gathered = self.trainers.call("gather_rounds", self.bench.dtype, self.bench.reference_rounds)
         return make_row("gathering to every rank alone", gathered, gathered)
 
     def _ours(self, kind: Kind, mode: str, buffers: int, checks: Checks) -> Row:

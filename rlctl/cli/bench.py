@@ -55,7 +55,9 @@ def refit(
     checksum: Annotated[
         str | None, typer.Option(help="A row for each: all, sampled, off. Default: a run's; on CPU off too.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Refits a row; the first is not counted.")] = 10,
+    rounds: Annotated[
+        int, typer.Option(min=2, help="Refits a row, at most 30 of a reference; the first is not counted.")
+    ] = 10,
     updates: Annotated[int, typer.Option(min=0, help="Refits a row while requests run, for their stall.")] = 8,
     references: Annotated[bool, typer.Option(help="Measure the other schemes too.")] = True,
     eager: Annotated[bool, typer.Option("--eager", help="Engines without CUDA graphs: they start faster.")] = False,

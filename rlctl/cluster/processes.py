@@ -1,11 +1,12 @@
 """From config and placement to what the processes of a run are made of."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import Session
+from rlctl.config.resolve import trainer_threads
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.generation.spec import EngineSpec, ForcedLengths
 from rlctl.refit.messages import Checks, Kind
@@ -45,12 +46,12 @@ def start_trainers(
     temperature: float,
 ) -> WorkerGroup:
     """The trainer ranks, starting."""
-    ranks = config.trainer.num_ranks
+    ranks, threads = config.trainer.num_ranks, trainer_threads(config, os.cpu_count() or 1)
     init_method = f"tcp://127.0.0.1:{free_port()}"
     specs = []
     for rank in range(ranks):
         spec = TrainerSpec(
-            config=config.trainer,
+            config=replace(config.trainer, threads=threads),
             model_path=files.folder,
             tokenizer_path=config.model.tokenizer or files.folder,
             rank=rank,
@@ -61,7 +62,6 @@ def start_trainers(
             total_updates=total_updates,
             seed=config.run.seed,
         )
-        threads = config.trainer.threads or max(1, (os.cpu_count() or 1) // ranks)
         env = trainer_environment(placement, rank, threads)
         specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, f"{session.logs}/trainer-{rank}.log"))
     return WorkerGroup(specs, config.run.deadline_s)

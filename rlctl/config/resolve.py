@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 
 
 def max_age(config: GrpoConfig) -> int:
@@ -33,3 +33,11 @@ def on_policy_ratio(config: GrpoConfig) -> bool:
     own = config.grpo.loss.force_on_policy_ratio
     once = config.grpo.updates_per_step == 1
     return proximal(config) == "recompute" and (once if own is None else own)
+
+
+def trainer_threads(config: RunConfig, cores: int) -> int:
+    """CPU threads of a trainer rank. Engines that sample while it trains keep a core each: on two cores, two threads
+    beside an engine made the tiny run's asynchronous step 0.63 s, one thread 0.57 s.
+    """
+    beside = config.generation.num_engines if isinstance(config, GrpoConfig) and config.async_.enabled else 0
+    return config.trainer.threads or max(1, (cores - beside) // config.trainer.num_ranks)

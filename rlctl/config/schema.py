@@ -163,7 +163,7 @@ class TrainerSection:
     dtype: Literal["auto", "float32", "bfloat16"] = spec("compute dtype; auto: float32 on CPU, bfloat16 on GPU")
     activation_checkpointing: bool = spec("recompute layers in the backward pass to save memory")
     logprob_chunk_tokens: int = spec("tokens whose logits exist at one time", ge=1)
-    threads: int | None = spec("CPU threads a rank; null: the cores shared among the ranks", ge=1)
+    threads: int | None = spec("CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1)
     optimizer: OptimizerSection = spec("optimizer and schedule")
 
 

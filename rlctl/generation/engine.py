@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,10 @@ class Engine:
             except queue.Empty:
                 break
         kept = [(name, future) for name, future in ended if not isinstance(future.exception(), Cancelled)]
-        return [name for name, _ in kept], columns([future.result() for _, future in kept]), self._counters
+        return [name for name, _ in kept], columns([future.result() for _, future in kept]), self._read()
+
+    def _read(self) -> Counters:
+        return replace(self._counters, at=time.monotonic())
 
     def abort(self, ids: list[str]) -> None:
         """End these groups, as far as they run."""
@@ -116,10 +120,6 @@ class Engine:
         parts = self._on_thread(lambda: self._llm.collective_rpc("rl_memory"))
         totals = {key: sum(part[key] for part in parts) for key in parts[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
-
-    def counters(self) -> Counters:
-        """What the engine did so far."""
-        return self._counters
 
     def cancel(self) -> None:
         """End every running request: its `generate` raises Cancelled."""

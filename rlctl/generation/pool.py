@@ -11,7 +11,6 @@ from typing import Any
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
-from rlctl.generation.running import Counters
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Checks
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
@@ -125,16 +124,6 @@ class GeneratorPool:
         """One control call on every engine (`sleep`, `wake`, `memory`)."""
         pending = [engine.start(method, *args) for engine in self.engines]
         return [part.wait(self._deadline_s)[0] for part in pending]
-
-    def counters(self) -> list[Counters]:
-        """What each engine did so far; zeros for one that is gone, which whoever needs it next finds out."""
-        found = []
-        for engine in self.engines:
-            try:
-                found.append(engine.start("counters").wait(self._deadline_s)[0])
-            except (WorkerDied, WorkerError, WorkerTimeout):
-                found.append(Counters(0.0, 0.0, 0))
-        return found
 
     def kill(self) -> None:
         """End all engines at once."""

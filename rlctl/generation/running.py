@@ -20,12 +20,13 @@ class Cancelled(RuntimeError):
 @dataclass(frozen=True)
 class Counters:
     """Since the engine's start. busy: seconds spent in steps. paused: seconds in which weights changed and nothing
-    could be sampled. tokens: of rollouts that ended.
+    could be sampled. tokens: of rollouts that ended. at: when this was read, seconds of the engine's own clock.
     """
 
     busy: float
     paused: float
     tokens: int
+    at: float = field(default=0.0, compare=False)
 
     def worked(self, seconds: float) -> "Counters":
         """After a step."""

@@ -33,6 +33,7 @@ from rlctl.grpo.metrics import (
     refit_metrics,
     rollout_metrics,
     speed_metrics,
+    turn_metrics,
     update_metrics,
 )
 from rlctl.grpo.mismatch import mismatch
@@ -89,6 +90,7 @@ class GrpoLoop(Loop):
         def stream(deliver: Deliver) -> RolloutStream:
             return RolloutStream(parts.pool, deliver, config.run.deadline_s)
 
+        self._counters: list[Counters] = []
         self._feed = Feed(config, parts.source, stream, parts.refit, parts.score, parts.keeper.events.emit)
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -109,7 +111,6 @@ class GrpoLoop(Loop):
         """One step: N groups, `updates_per_step` updates, the generator brought up to date."""
         number, config = self.done + 1, self._config.grpo
         record = StepRecorder(self._parts.keeper.events, number)
-        before = self._counters()
         span = partial(_waiting, record, self._async)
         with record.phase("data"):
             self._feed.fill(self.done)
@@ -133,10 +134,7 @@ class GrpoLoop(Loop):
             bound = max_age(self._config)
             metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
             metrics |= length_metrics(self._feed.sampled_lengths())
-        self._record(record, groups, batch, metrics, before)
-
-    def _counters(self) -> list[Counters]:
-        return self._parts.pool.counters() if self._async else []
+        self._record(record, groups, batch, metrics)
 
     def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
         """The generator comes to `version`; what was trained makes room, which async fills at once."""
@@ -196,15 +194,17 @@ class GrpoLoop(Loop):
         groups: list[Group],
         batch: Batch,
         metrics: dict[str, float],
-        before: list[Counters],
     ) -> None:
         keeper, devices = self._parts.keeper, self._parts.devices
         keeper.rollouts(self.done, asdict(batch.fates), lambda: _shown(groups, self._parts.score.decode))
-        vitals, after = self._parts.vitals.read(), self._counters()
+        vitals = self._parts.vitals.read()
         times = record.finish()
-        speed = speed_metrics(metrics, times, devices.trainer, devices.generator, devices.all)
+        speed = speed_metrics(metrics, times, devices.trainer, devices.all)
         if self._async:
-            speed |= generator_metrics(Lane(before, after, times["time/step"], devices.generator))
+            before, self._counters = self._counters, self._feed.stream.counters()
+            speed |= generator_metrics(Lane(before, self._counters, devices.generator))
+        else:
+            speed |= turn_metrics(metrics, times, devices.generator)
         length = metrics["tokens/trained"] / max(1, len(batch.sequences))
         share = mfu(speed["throughput/training"], devices.flops(length), devices.name)
         measured = speed | ({} if share is None else {"throughput/mfu": share})

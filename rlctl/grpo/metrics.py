@@ -37,37 +37,44 @@ def rollout_metrics(groups: Rows[Group], batch: Batch) -> dict[str, float]:
 
 
 def speed_metrics(
-    tokens: Mapping[str, float], times: Mapping[str, float], trainers: int, generators: int, devices: int
+    tokens: Mapping[str, float], times: Mapping[str, float], trainers: int, devices: int
 ) -> dict[str, float]:
-    """The three throughputs in tokens/s/device, and each side's idle share of the step."""
+    """Throughput end to end and of training, tokens/s/device, and the trainer's idle share of the step."""
     prompt, generated, trained = (int(tokens[f"tokens/{name}"]) for name in ("prompt", "generated", "trained"))
     return {
         "throughput/effective": throughput.effective(prompt, generated, times, devices),
         "throughput/training": throughput.training_only(trained, times, trainers),
-        "throughput/generation": throughput.generation_only(generated, times, generators),
         "idle/trainer": throughput.idle_share(times, TRAINER_PHASES),
+    }
+
+
+def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], generators: int) -> dict[str, float]:
+    """Throughput of generation, tokens/s/device, and its idle share, where it takes turns with training."""
+    return {
+        "throughput/generation": throughput.generation_only(int(tokens["tokens/generated"]), times, generators),
         "idle/generator": throughput.idle_share(times, GENERATOR_PHASES),
     }
 
 
 @dataclass(frozen=True)
 class Lane:
-    """What the generator did during a step. before, after: the counters of each engine. wall: seconds of the step."""
+    """What the generator did from one step's end to the next. before, after: the counters of each engine."""
 
     before: list[Counters]
     after: list[Counters]
-    wall: float
     devices: int
 
 
 def generator_metrics(lane: Lane) -> dict[str, float]:
-    """How fast the generator was while it sampled, and the shares of the step in which it stood still, and why.
+    """How fast the generator was while it sampled, and the shares of the time in which it stood still, and why.
 
-    An engine that was replaced meanwhile has begun to count anew: what it did before is left out.
+    Engines that were replaced meanwhile, and count anew, are left out; nothing where no engine said anything new.
     """
-    pairs = [(b, a) if a.busy >= b.busy else (Counters(0.0, 0.0, 0), a) for b, a in zip(lane.before, lane.after)]
-    busy, paused = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused"))
-    tokens, whole = sum(a.tokens - b.tokens for b, a in pairs), max(lane.wall * len(pairs), 1e-9)
+    pairs = [(b, a) for b, a in zip(lane.before, lane.after) if a.busy >= b.busy and a.at > b.at > 0]
+    busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
+    tokens = sum(a.tokens - b.tokens for b, a in pairs)
+    if not pairs:
+        return {}
     return {
         "throughput/generation": tokens / busy * len(pairs) / lane.devices if busy > 0 else 0.0,
         "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),

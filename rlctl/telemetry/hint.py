@@ -24,7 +24,8 @@ def hint(state: RunState) -> str:
     if saved < WORTH:
         return ""
     side = max(idle, key=lambda one: idle[one] or 0.0)
-    return f"{side} idle {idle[side]:.0%}: {best[0]} to train and {best[1]} to generate would save {saved:.0%} of a step"
+    division = f"{best[0]} to train and {best[1]} to generate"
+    return f"{side} idle {idle[side]:.0%}: {division} would save {saved:.0%} of a step"
 
 
 def better_division(now: tuple[int, int], trainer: float, generator: float) -> tuple[tuple[int, int], float]:

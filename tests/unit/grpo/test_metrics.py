@@ -6,8 +6,16 @@ import pytest
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Completion, Finish
+from rlctl.generation.running import Counters
 from rlctl.grpo.batch import Group, make_batch
-from rlctl.grpo.metrics import rollout_metrics, speed_metrics, update_metrics
+from rlctl.grpo.metrics import (
+    Lane,
+    generator_metrics,
+    rollout_metrics,
+    speed_metrics,
+    turn_metrics,
+    update_metrics,
+)
 from rlctl.rewards.scorer import Score
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, None, 1.0)
@@ -76,7 +84,8 @@ def test_a_step_whose_rewards_all_failed_still_has_finite_numbers() -> None:
 
 def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> None:
     tokens = {"tokens/prompt": 100.0, "tokens/generated": 400.0, "tokens/trained": 600.0}
-    assert speed_metrics(tokens, TIMES, trainers=2, generators=4, devices=5) == pytest.approx(
+    measured = speed_metrics(tokens, TIMES, trainers=2, devices=5) | turn_metrics(tokens, TIMES, generators=4)
+    assert measured == pytest.approx(
         {
             "throughput/effective": (100 + 400) / (12 - 2) / 5,
             "throughput/training": 600 / 3 / 2,
@@ -85,6 +94,22 @@ def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> No
             "idle/generator": 1 - (4 + 1) / 10,
         }
     )
+
+
+def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
+    before = [Counters(10.0, 1.0, 100, at=50.0), Counters(20.0, 1.0, 200, at=9.0), Counters(5.0, 0.0, 50, at=7.0)]
+    after = [Counters(13.0, 1.5, 400, at=54.0), Counters(26.0, 1.0, 500, at=15.0), Counters(1.0, 0.0, 10, at=2.0)]
+    assert generator_metrics(Lane(before, after, devices=4)) == pytest.approx(
+        {
+            "throughput/generation": 600 / 9 * 2 / 4,
+            "idle/generator": 1 - 9 / 10,
+            "idle/generator_refit": 0.5 / 10,
+            "tokens/sampled": 600,
+        }
+    )
+    unheard = [Counters(0.0, 0.0, 0)]
+    assert generator_metrics(Lane(unheard, after[:1], devices=1)) == {}
+    assert generator_metrics(Lane(after, after, devices=4)) == {}
 
 
 def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampled() -> None:
