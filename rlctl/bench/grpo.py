@@ -142,7 +142,7 @@ def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
             "data.validation.path=null",
             "validation.every=0",
         ),
-        *("checkpoint.every=0", "checkpoint.export=false", "telemetry.dashboard=off", "data.max_prompt_length=128"),
+        *("checkpoint.every=0", "checkpoint.at_end=false", "telemetry.dashboard=off", "data.max_prompt_length=128"),
         *(f"grpo.num_steps={bench.num_steps(mode)}", f"grpo.num_prompts_per_step={bench.prompts}"),
         *(f"grpo.num_generations_per_prompt={bench.generations}", f"generation.max_new_tokens={bench.cap}"),
         *(f"generation.forced_lengths=[{bench.mean}, {bench.sigma}]", *bench.overrides(mode), *bench.extra),
@@ -180,10 +180,11 @@ def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
     wall = sum(float(step["time/step"]) for step in steps)
 
     def mean(name: str) -> float:
-        return fmean(float(step.get(name, 0.0)) for step in steps)
+        return fmean([float(step[name]) for step in steps if name in step] or [0.0])
 
     def weighted(name: str) -> float:
-        return sum(float(step.get(name, 0.0)) * float(step["time/step"]) for step in steps) / wall
+        known = [(float(step[name]), float(step["time/step"])) for step in steps if name in step]
+        return sum(value * seconds for value, seconds in known) / (sum(seconds for _, seconds in known) or 1.0)
 
     names = sorted({key for step in steps for key in step if key.startswith("time/")} - {"time/step", "time/train"})
     idle = {name.removeprefix("time/"): sum(step.get(name, 0.0) for step in steps) / wall for name in names}

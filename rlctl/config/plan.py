@@ -132,8 +132,8 @@ def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
     validations = (config.validation.at_start + steps // every) if every and config.data.validation.path else 0
-    # The last step is saved whether or not its turn has come.
-    checkpoints = -(-steps // config.checkpoint.every) if config.checkpoint.every else 1
+    often, at_end = config.checkpoint.every, config.checkpoint.at_end
+    checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
     size = None
     if architecture:
         # Weights and AdamW's two moments in float32, and the exported weights.

@@ -222,7 +222,8 @@ class ValidationSection:
 
 @dataclass
 class CheckpointSection:
-    every: int = spec("steps between checkpoints; 0: only at the end", ge=0)
+    every: int = spec("steps between checkpoints; 0: none on the way", ge=0)
+    at_end: bool = spec("also after the last step; a run that is stopped is saved in any case")
     keep_last: int = spec("newest checkpoints kept", ge=1)
     keep_best: int = spec("best checkpoints kept besides", ge=0)
     metric: str = spec("what best means: a metric name; the larger the better, or the smaller with a leading -")

@@ -188,13 +188,7 @@ class GrpoLoop(Loop):
             sequences = with_field(sequences, "reference_log_prob", reference)
         return Batch(sequences, batch.owners, batch.fates), measured
 
-    def _record(
-        self,
-        record: StepRecorder,
-        groups: list[Group],
-        batch: Batch,
-        metrics: dict[str, float],
-    ) -> None:
+    def _record(self, record: StepRecorder, groups: list[Group], batch: Batch, metrics: dict[str, float]) -> None:
         keeper, devices = self._parts.keeper, self._parts.devices
         keeper.rollouts(self.done, asdict(batch.fates), lambda: _shown(groups, self._parts.score.decode))
         vitals = self._parts.vitals.read()
@@ -219,7 +213,7 @@ def _waiting(record: StepRecorder, asynchronous: bool, why: str) -> AbstractCont
 
 
 def _shown(groups: list[Group], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
-    firsts = [(group.prompt, group.completions[0], group.scores[0]) for group in groups]
+    firsts = [(group.prompt, group.completions[0], group.scores[0]) for group in groups if group.completions]
     texts = decode([completion.tokens.tolist() for _, completion, _ in firsts])
     return [
         {
@@ -229,6 +223,8 @@ def _shown(groups: list[Group], decode: Callable[[list[list[int]]], list[str]]) 
             "completion": text,
             "reward": s.value,
             "finish": c.finish,
+            # Weight version -> tokens that it sampled.
+            "versions": {str(version): int(n) for version, n in zip(*np.unique(c.versions, return_counts=True))},
         }
         for (p, c, s), text in zip(firsts, texts)
     ]

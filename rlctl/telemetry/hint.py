@@ -17,7 +17,7 @@ def hint(state: RunState) -> str:
     step, waited = state.mean("time/step", RECENT), _waited(state)
     if step and waited / step > WAITING:
         share = waited / step
-        return f"trainer waits {share:.0%} for the oldest group: raise async.max_trajectory_age_steps, or cap answers"
+        return f"trainer waits {share:.0%} for stragglers: raise async.max_trajectory_age_steps"
     devices = state.start.get("devices") or {}
     now = (int(devices.get("trainer", 1)), int(devices.get("generator", 1)))
     best, saved = better_division(now, 1 - idle["trainer"], 1 - idle["generator"])

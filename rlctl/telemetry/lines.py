@@ -28,6 +28,18 @@ COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
         ("mismatch", 8, "mismatch/token_mult_prob_error"),
         ("tok/s/dev", 10, "throughput/effective"),
     ),
+    "async": (
+        ("reward", 7, "reward/mean"),
+        ("acc", 6, "reward/accuracy"),
+        ("loss", 9, "loss/policy"),
+        ("grad", 7, "train/grad_norm"),
+        ("len", 6, "length/mean"),
+        ("age", 5, "age/mean"),
+        ("idle t", 6, "idle/trainer"),
+        ("idle g", 6, "idle/generator"),
+        ("mismatch", 8, "mismatch/token_mult_prob_error"),
+        ("tok/s/dev", 10, "throughput/effective"),
+    ),
     "sft": (
         ("loss", 9, "loss/nll"),
         ("grad", 7, "train/grad_norm"),
@@ -60,6 +72,8 @@ class LineFormat:
             shown = " ".join(f"{name.removeprefix('validation/')} {number(value)}" for name, value in _held_out(record))
             yield f"validation  step {record['step']}  {shown}"
         elif int(record["step"]) % self._every == 0:
+            if "age/max" in record:
+                self._columns = COLUMNS["async"]
             if self._printed % HEADER_EVERY == 0:
                 yield self._row("step", "time", [label for label, _, _ in self._columns])
             self._printed += 1
@@ -138,4 +152,6 @@ def _held_out(record: Record) -> list[tuple[str, float]]:
 def _cell(name: str, value: float | None) -> str:
     if value is None:
         return "-"
+    if name.startswith("idle/"):
+        return f"{value:.0%}"
     return error_factor(value) if name.startswith("mismatch/") else number(value)

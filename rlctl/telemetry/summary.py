@@ -10,6 +10,7 @@ from rich.text import Text
 
 from rlctl.telemetry.describe import ENDS, one_line
 from rlctl.telemetry.formats import duration, error_factor, gib, number, percent, span
+from rlctl.telemetry.hint import hint
 from rlctl.telemetry.state import RunState, best_checkpoint
 from rlctl.telemetry.throughput import split
 
@@ -110,3 +111,8 @@ def _speed(state: RunState) -> Iterator[tuple[str, str]]:
     ]
     if idle:
         yield "idle", " · ".join(idle)
+    if (age := state.mean("age/mean")) is not None:
+        oldest, mixed = max(state.values("age/max")), state.mean("age/mixed")
+        yield "age of groups", f"mean {number(age)} · at most {oldest:.0f} steps · mixed versions {percent(mixed)}"
+    if advice := hint(state):
+        yield "advice", advice

@@ -48,9 +48,9 @@ class Keeper:
         return every > 0 and (last or step % every == 0)
 
     def checkpoint_due(self, step: int, last: bool) -> bool:
-        """Every `checkpoint.every` steps, and after the last."""
+        """Every `checkpoint.every` steps, and after the last if `checkpoint.at_end`."""
         every = self._checkpoint.every
-        return last or (every > 0 and step % every == 0)
+        return (last and self._checkpoint.at_end) or (every > 0 and step % every == 0)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The record of one step."""

@@ -1,4 +1,4 @@
-"""What every loop does around its steps: validates and saves when due, and ends with a checkpoint, also at Ctrl-C."""
+"""What every loop does around its steps: validates and saves when due, and leaves a checkpoint at Ctrl-C."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Loop(ABC):
         self.done = 0
 
     def run(self, start: int) -> None:
-        """From the step after `start` on. Validates and saves as the config says, and saves when it ends."""
+        """From the step after `start` on. Validates and saves as the config says, and saves when it is stopped."""
         self.done = start
         if start == 0 and not self._stop() and self._keeper.validation_due(0, last=False):
             self.validate()
@@ -30,7 +30,7 @@ class Loop(ABC):
             if self._keeper.checkpoint_due(self.done, self._last()):
                 self.save()
         # A stop may have come after the checkpoint was found not to be due.
-        if self.done > start and self._keeper.saved != self.done:
+        if start < self.done < self._num_steps and self._keeper.saved != self.done:
             self.save()
 
     @abstractmethod

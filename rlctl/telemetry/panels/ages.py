@@ -24,7 +24,7 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
         shown = [*shown[: room - 1], (sum(one[0] for one in rest), sum(one[1] for one in rest), None)]
     cells = max(0, (width - 4 - 4 - 2 * 6 - 10) // 2)
     scale = max((value for trained, waiting, _ in shown for value in (trained, waiting)), default=0.0)
-    head = f"{'age':<4}{'trained':<{cells + 6}}{'on their way':<{cells + 6}}{'mismatch':>10}"
+    head = f"{'age':<4}{'trained':<{cells + 6}}{'in flight':<{cells + 6}}{'mismatch':>10}"
     rows = [row((head, "bright_black"))]
     for age, (trained, waiting, error) in enumerate(shown):
         more = age == len(shown) - 1 and len(shown) <= oldest
@@ -37,7 +37,7 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
             )
         )
     mixed = state.latest("age/mixed")
-    return box("Age of groups", rows, width, height, f"at most {oldest} · mixed {percent(mixed)}")
+    return box("Age of groups", rows, width, height, f"≤ {oldest} · mixed {percent(mixed)}")
 
 
 def _of(state: RunState, age: int) -> tuple[float, float, float | None]:

@@ -62,7 +62,9 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
 
 def _line(state: RunState, metric: Metric, width: int) -> Row:
     value = state.latest(metric.name)
-    alarmed = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT
+    # Tokens of older weights differ from the trainer's by what it has learnt since: the ages panel shows them apart.
+    older = (state.latest("age/max") or 0) > 0
+    alarmed = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT and not older
     colour = "bold red" if alarmed else metric.style
     return row(
         (f"{metric.label:<10}", "bright_black"),

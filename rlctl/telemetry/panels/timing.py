@@ -25,7 +25,8 @@ def timing(state: RunState, width: int, height: int) -> list[Row]:
     aside = f"last {duration(last)} · mean {duration(mean)}" if last is not None else ""
     rows = _rows(times, height - 2)
     scale = max((seconds for pair in rows.values() for seconds in pair), default=0.0)
-    lines = [_line(name, *pair, scale, width - 4) for name, pair in rows.items()]
+    label = max([11, *(len(name) for name in rows)])
+    lines = [_line(name, label, *pair, scale, width - 4) for name, pair in rows.items()]
     return box("Step time", lines, width, height, aside)
 
 
@@ -58,14 +59,13 @@ def _rows(times: Times, count: int) -> Times:
     return {**{name: pair for name, pair in times.items() if name in kept}, "rest": rest}
 
 
-def _line(name: str, last: float, mean: float, scale: float, width: int) -> Row:
-    room = width - 27
+def _line(name: str, label: int, last: float, mean: float, scale: float, width: int) -> Row:
+    room = width - 16 - label
     solid = bar(last / scale, room) if scale > 0 else ""
     behind = round(mean / scale * room) if scale > 0 else 0
     colour = STYLE.get(name, "white")
-    label = name.replace("idle_", "idle ").replace("_", " ")
     return row(
-        (f"{label:<11.11}", "bright_black"),
+        (f"{name.replace('_', ' '):<{label}}", "bright_black"),
         (f"{duration(last) if last else NONE:>7}", "bold"),
         f"{duration(mean):>7}  ",
         (solid, colour),

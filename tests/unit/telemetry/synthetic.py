@@ -50,6 +50,29 @@ def step_metrics(step: int) -> dict[str, float]:
     }
 
 
+def async_metrics(step: int) -> dict[str, float]:
+    """Bound 2: half of the step trained, a quarter waited for the oldest group."""
+    both = {name: value for name, value in step_metrics(step).items() if not name.startswith("time/")}
+    ages = {
+        "age/mean": 0.75,
+        "age/max": 2.0,
+        "age/mixed": 0.25,
+        "age/groups_0": 8,
+        "age/groups_1": 4,
+        "age/groups_2": 2,
+    }
+    buffer = {
+        "buffer/age_0": 10,
+        "buffer/age_1": 6,
+        "buffer/age_2": 0,
+        "mismatch/age_0": 1.0004,
+        "mismatch/age_1": 1.03,
+    }
+    times = {"time/train": 1.25, "time/idle_oldest": 0.5, "time/idle_rollouts": 0.25, "time/refit": 0.25}
+    refit = {"refit/seconds": 0.25, "refit/stall": 0.004}
+    return {**both, **ages, **buffer, **times, **refit, "time/other": 0.25, "time/step": STEP_SECONDS}
+
+
 def write_run(
     root: Path,
     name: str = "grpo--tiny--1",
@@ -57,6 +80,7 @@ def write_run(
     ended: str | None = "done",
     algorithm: str = "grpo",
     metrics: Callable[[int], dict[str, float]] = step_metrics,
+    devices: tuple[int, int] = (1, 1),
 ) -> RunDir:
     """A run of `steps` of 20 steps with a validation and a checkpoint every 5; ended: its status, None: not yet."""
     run = RunDir.create(name, root)
@@ -73,7 +97,7 @@ def write_run(
         num_steps=20,
         start_step=0,
         attempt=1,
-        devices={"trainer": 1, "generator": 1},
+        devices={"trainer": devices[0], "generator": devices[1]},
         **identity(),
     )
     events.emit("startup", what="ray")

@@ -3,6 +3,7 @@
 import io
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.picture import write_svg
 from rlctl.telemetry.state import read_state
 
-from .synthetic import step_metrics, write_run
+from .synthetic import async_metrics, step_metrics, write_run
 
 
 def screen(path: Path, width: int, height: int, **options: object) -> list[str]:
@@ -26,17 +27,50 @@ def screen(path: Path, width: int, height: int, **options: object) -> list[str]:
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40), (100, 30), (116, 24), (200, 60), (60, 15), (30, 8), (20, 4)])
 @pytest.mark.parametrize("steps", [0, 1, 20])
+@pytest.mark.parametrize("metrics", [step_metrics, async_metrics])
 def test_no_line_is_wider_and_no_screen_higher_than_the_terminal(
-    size: tuple[int, int], steps: int, tmp_path: Path
+    size: tuple[int, int], steps: int, metrics: Callable[[int], dict[str, float]], tmp_path: Path
 ) -> None:
-    lines = screen(write_run(tmp_path, steps=steps, ended=None).path, *size)
+    lines = screen(write_run(tmp_path, steps=steps, ended=None, metrics=metrics).path, *size)
     assert {cell_len(line) for line in lines} == {size[0]}
     assert len(lines) <= size[1]
 
 
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
-def test_the_usual_terminals_are_filled(size: tuple[int, int], tmp_path: Path) -> None:
-    assert len(screen(write_run(tmp_path).path, *size)) == size[1]
+@pytest.mark.parametrize("metrics", [step_metrics, async_metrics])
+def test_the_usual_terminals_are_filled(
+    size: tuple[int, int], metrics: Callable[[int], dict[str, float]], tmp_path: Path
+) -> None:
+    assert len(screen(write_run(tmp_path, metrics=metrics).path, *size)) == size[1]
+
+
+def test_an_asynchronous_run_shows_two_lanes_the_ages_of_its_groups_and_what_to_change(tmp_path: Path) -> None:
+    path = write_run(tmp_path, metrics=async_metrics).path
+    for size in ((80, 24), (80, 40), (140, 40)):
+        text = "\n".join(screen(path, *size))
+        for needed in (
+            "Lanes ──",
+            "busy · refit 0.25s · stall 4ms",
+            "trainer    40.0%",
+            "generator  60.0%",
+            "trainer waits 20% for stragglers: raise async.max_trajectory_age_steps",
+            "≤ 2 · mixed 25.0%",
+            "0      8",
+            "1.00040",
+        ):
+            assert needed in text or (needed.startswith("trainer waits") and size == (80, 24)), (needed, size)
+    wide = screen(path, 140, 40)
+    trainer = next(line for line in wide if "trainer    40.0%" in line)
+    assert [trainer.count(sign) > 0 for sign in "·█▒░▓"] == [True, True, True, True, False]
+    assert "age trained" in "\n".join(wide) and "in flight" in "\n".join(wide)
+
+
+def test_a_mismatch_of_older_weights_is_no_alarm(tmp_path: Path) -> None:
+    path = write_run(
+        tmp_path, metrics=lambda step: {**async_metrics(step), "mismatch/token_mult_prob_error": 1.021}
+    ).path
+    text = "\n".join(screen(path, 140, 40))
+    assert "1.02100" in text and "▲" not in text
 
 
 def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:

@@ -13,11 +13,17 @@ from rlctl.training.keeper import Keeper
 
 
 def make_keeper(
-    root: Path, *, every: int = 0, save_every: int = 0, metric: str = "validation/accuracy", export: bool = False
+    root: Path,
+    *,
+    every: int = 0,
+    save_every: int = 0,
+    at_end: bool = True,
+    metric: str = "validation/accuracy",
+    export: bool = False,
 ) -> Keeper:
     run = RunDir.create("r", root)
     events = EventLog(run.events)
-    checkpoint = CheckpointSection(save_every, 9, 0, metric, export, "bfloat16" if export else "auto")
+    checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto")
     validation = ValidationSection(every, False, 1, 0.0, None)
     return Keeper(run, events, MetricsLog(run.metrics, events), checkpoint, validation, _shown(1))
 
@@ -61,6 +67,11 @@ def test_a_checkpoint_comes_every_so_many_steps_and_always_after_the_last(
 ) -> None:
     keeper = make_keeper(tmp_path, save_every=every)
     assert [step for step in range(1, 6) if keeper.checkpoint_due(step, last=step == 5)] == due
+
+
+def test_without_a_checkpoint_at_the_end_only_the_turn_counts(tmp_path: Path) -> None:
+    keeper = make_keeper(tmp_path, save_every=2, at_end=False)
+    assert [step for step in range(1, 6) if keeper.checkpoint_due(step, last=step == 5)] == [2, 4]
 
 
 def test_the_score_is_the_named_metric_of_the_same_step(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ class Diary(Loop):
         validate: int = 0,
         at_start: bool = False,
         save: int = 0,
+        at_end: bool = True,
         stop: Callable[[list[str]], bool] = lambda _: False,
     ) -> None:
         run = RunDir.create("r", root)
@@ -32,7 +33,7 @@ class Diary(Loop):
             run,
             events,
             MetricsLog(run.metrics, events),
-            CheckpointSection(save, 9, 0, "loss", False, "auto"),
+            CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
             ValidationSection(validate, at_start, 1, 0.0, None),
             TelemetrySection("off", False, None, 0),
         )
@@ -66,6 +67,15 @@ def test_a_resumed_run_goes_on_after_its_checkpoint_without_the_first_validation
     diary = Diary(tmp_path, steps=3, validate=9, at_start=True)
     diary.run(2)
     assert diary.book == ["step 3", "validate 3", "save 3"]
+
+
+def test_without_a_checkpoint_at_the_end_a_run_that_is_stopped_is_saved_all_the_same(tmp_path: Path) -> None:
+    whole = Diary(tmp_path / "whole", steps=2, at_end=False)
+    whole.run(0)
+    assert whole.book == ["step 1", "step 2"]
+    stopped = Diary(tmp_path / "stopped", steps=9, at_end=False, stop=lambda book: "step 2" in book)
+    stopped.run(0)
+    assert stopped.book == ["step 1", "step 2", "save 2"]
 
 
 def test_a_run_that_is_already_done_does_nothing(tmp_path: Path) -> None:
