@@ -6,6 +6,7 @@ the trainer's version and its requests are sampled again, with the same seeds.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +122,15 @@ class GeneratorPool:
         return [answers[request.id] for request in requests]
 
     def call(self, method: str, *args: object) -> list[Any]:
-        """One control call on every engine (`sleep`, `wake`, `memory`)."""
-        pending = [engine.start(method, *args) for engine in self.engines]
-        return [part.wait(self._deadline_s)[0] for part in pending]
+        """One control call on every engine (`sleep`, `wake`, `memory`): the answers of those that live.
+
+        One that is gone is found out, and replaced, by whatever next samples or changes weights.
+        """
+        answers = []
+        for part in [engine.start(method, *args) for engine in self.engines]:
+            with suppress(WorkerDied):
+                answers.append(part.wait(self._deadline_s)[0])
+        return answers
 
     def kill(self) -> None:
         """End all engines at once."""

@@ -116,6 +116,8 @@ class Feed:
     def repair(self) -> None:
         """Engines that were lost are replaced, and what they were at is sampled anew. Raises RuntimeError."""
         for name in self.stream.repair(self._refit):
+            # What the engine's loss and its replacement took is no silence of the new one.
+            self._news = time.monotonic()
             ordinal = _ordinal(name)
             with self._changed:
                 failures = self._staleness.restart(ordinal, self._version, failed=True)

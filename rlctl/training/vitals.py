@@ -26,7 +26,8 @@ class Vitals:
         self._next = self._now() + EVERY_S
         import psutil
 
-        metrics = {f"memory/{name}_gib": max(map(_bytes, ask())) / GIB for name, ask in self._sources.items()}
+        held = {name: max(map(_bytes, ask()), default=0.0) for name, ask in self._sources.items()}
+        metrics = {f"memory/{name}_gib": size / GIB for name, size in held.items()}
         metrics["memory/driver_gib"] = psutil.Process().memory_info().rss / GIB
         metrics["device/utilization"] = self._utilization()
         return metrics

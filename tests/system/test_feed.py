@@ -1,0 +1,181 @@
+"""A feed on a real engine, step by step: drained, drawn anew, stopped, killed; every prompt ends once and in time."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.config.load import load
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.cursor import Cursor, PromptSource
+from rlctl.data.prompts import Prompt
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Completion
+from rlctl.generation.spec import ForcedLengths
+from rlctl.generation.stream import RolloutStream
+from rlctl.grpo.batch import Group
+from rlctl.grpo.feed import Feed
+from rlctl.refit.refit import Refit
+from rlctl.rewards.scorer import Score
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.drifting import DriftingSource
+from tests.system.engines import MakeSource, refit_options, spec_for
+from tests.tiny_models import make_model
+
+DEADLINE, PROMPTS, SAMPLES = 200.0, 4, 2
+
+
+@dataclass
+class Stage:
+    """One engine whose answers have a long tail, and a source of weights that change with every version."""
+
+    pool: GeneratorPool
+    refit: Refit
+    events: list[dict[str, Any]]
+    steps: list[list[Group]] = field(default_factory=list)
+    feed: Feed | None = None
+
+    def start(self, deadline_s: float, *settings: str) -> Feed:
+        """A feed of its own for each case, once the last one's is done."""
+        size = (
+            "grpo.num_steps=8",
+            f"grpo.num_prompts_per_step={PROMPTS}",
+            f"grpo.num_generations_per_prompt={SAMPLES}",
+        )
+        more = ("async.enabled=true", f"run.deadline_s={deadline_s}")
+        config = load("grpo", None, [*size, *more, *settings]).config
+        assert isinstance(config, GrpoConfig)
+        config = replace(config, generation=replace(config.generation, max_new_tokens=1500))
+        rows = [Prompt(f"r{i}", [5 + i, 9, 12], "", None) for i in range(100)]
+        source = PromptSource(rows, Cursor(len(rows), 0, False))
+        self.pool.refit(self.refit, 0)
+        self.steps, self.events[:] = [], []
+        self.feed = Feed(
+            config, source, lambda deliver: RolloutStream(self.pool, deliver, deadline_s), self.refit, score, self._emit
+        )
+        return self.feed
+
+    def step(self, drained: bool = False) -> None:
+        """As the loop does it; training is left out."""
+        assert self.feed
+        feed, version = self.feed, len(self.steps)
+        feed.fill(version)
+        feed.wait(version, lambda _: nullcontext())
+        self.steps.append(feed.take(version, lambda _: nullcontext()))
+        if drained:
+            feed.drain(lambda _: nullcontext())
+        self.pool.refit(self.refit, version + 1)
+        feed.release()
+        feed.stream.go_on()
+
+    def ages(self) -> list[int]:
+        """Of every trained group."""
+        return [
+            version - min(int(one.versions.min()) for one in group.completions)
+            for version, groups in enumerate(self.steps)
+            for group in groups
+            if group.completions
+        ]
+
+    def end(self) -> None:
+        """No answer of this feed may reach the next one."""
+        assert self.feed
+        while not self.feed.stream.drain():
+            time.sleep(0.05)
+        self.feed.close()
+        time.sleep(1.5)
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+
+def score(prompts: list[Prompt], groups: list[list[Completion]]) -> list[list[Score]]:
+    return [[Score(float(len(one.tokens) % 2), {}, None, True) for one in group] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    root = tmp_path_factory.mktemp("feed")
+    folder = make_model(root / "model", seed=1, max_length=2048)
+    spec = replace(spec_for(folder, 2048), max_num_seqs=16, forced_lengths=ForcedLengths(40, 1.6))
+    events: list[dict[str, Any]] = []
+    source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
+    pool = GeneratorPool(spec, [[]], str(ray_here), DEADLINE, 9, lambda kind, **f: events.append({"kind": kind, **f}))
+    try:
+        for part in (*pool.built(), source.built()):
+            part.wait(DEADLINE)
+        refit = Refit(source, refit_options("shm", root / "shm", in_flight=True))
+        pool.open_refit(refit)
+        yield Stage(pool, refit, events)
+    finally:
+        pool.kill()
+        source.kill()
+
+
+def ids(steps: list[list[Group]]) -> list[str]:
+    return [group.prompt.id for groups in steps for group in groups]
+
+
+@pytest.mark.slow
+def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
+    stage.start(DEADLINE, "async.in_flight_weight_updates=false")
+    for _ in range(5):
+        stage.step(drained=True)
+    stage.end()
+    rollouts = [one for groups in stage.steps for group in groups for one in group.completions]
+    assert all(len(np.unique(one.versions)) == 1 for one in rollouts)
+    assert max(stage.ages()) == 1
+    assert len(set(ids(stage.steps))) == 5 * PROMPTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["windowed_fifo", "in_order", "ready_first"])
+def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, policy: str) -> None:
+    stage.start(DEADLINE, f"async.policy={policy}", "async.max_trajectory_age_steps=2")
+    for _ in range(8):
+        stage.step()
+    stage.end()
+    assert 0 < max(stage.ages()) <= 2
+    assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
+    assert any(len(np.unique(one.versions)) > 1 for groups in stage.steps for g in groups for one in g.completions)
+    if policy == "in_order":
+        assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
+
+
+@pytest.mark.slow
+def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> None:
+    stage.start(DEADLINE, "async.on_bound=requeue")
+    for _ in range(8):
+        stage.step()
+    stage.end()
+    redrawn = [event["prompt"] for event in stage.told("redrawn")]
+    assert redrawn and len(set(redrawn)) == len(redrawn)
+    assert max(stage.ages()) <= 1
+    assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_its_prompts(stage: Stage) -> None:
+    stage.start(6.0, "generation.max_generation_failures=0")
+    stage.step()
+    os.kill(stage.pool.engines[0].pid(), signal.SIGSTOP)
+    for _ in range(2):
+        stage.step()
+    stage.end()
+    assert stage.told("engine_lost")
+    dropped = [group.prompt.id for groups in stage.steps for group in groups if not group.completions]
+    assert dropped
+    assert [f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped] == [
+        event["what"] for event in stage.told("warning") if "dropped" in event["what"]
+    ]
+    assert len(set(ids(stage.steps))) == 3 * PROMPTS
