@@ -1,9 +1,13 @@
-"""One Ray for all tests that need processes."""
+"""One Ray for all tests that need processes, and properties that may take their time on a busy machine."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("rlctl", deadline=None)
+settings.load_profile("rlctl")
 
 
 @pytest.fixture(scope="session")

@@ -134,6 +134,9 @@ class AsyncSection:
     policy: Literal["windowed_fifo", "in_order", "ready_first"] = spec(
         "which complete groups train next: those within a window from the oldest on; strictly the oldest; any"
     )
+    lookahead: Literal["auto", "full"] = spec(
+        "groups on their way: as many as keep the trainer busy, or always as many as the bound allows"
+    )
     window_fraction: float = spec(
         "windowed_fifo: groups beyond a step's worth, as a share of all that are active", ge=0
     )

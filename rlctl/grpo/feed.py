@@ -21,6 +21,7 @@ from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Completion, SampleRequest
 from rlctl.generation.stream import RolloutStream
 from rlctl.grpo.batch import Group
+from rlctl.grpo.lookahead import Lookahead
 from rlctl.grpo.saved import load_groups, save_groups
 from rlctl.grpo.seeds import REDRAW, TRAIN, rollout_seeds
 from rlctl.grpo.staleness import Staleness
@@ -59,6 +60,9 @@ class Feed:
         self._config, self._source, self._refit, self._score, self._emit = config, source, refit, score, emit
         shape = (config.grpo.num_prompts_per_step, max_age(config))
         self._staleness = Staleness(*shape, config.async_.policy, config.async_.window_fraction)
+        adaptive = config.async_.lookahead == "auto"
+        self._lookahead = Lookahead(shape[0], self._staleness.capacity, adaptive=adaptive)
+        self._waited, self._step_began = 0.0, time.monotonic()
         self._active: dict[int, _Active] = {}
         self._later: list[int] = []
         self._lengths: list[int] = []
@@ -77,7 +81,7 @@ class Feed:
         config = self._config.grpo
         with self._changed:
             left = (config.num_steps - version) * config.num_prompts_per_step - len(self._active)
-            count = max(0, min(self._staleness.room(), left))
+            count = max(0, min(self._lookahead.target - len(self._active), self._staleness.room(), left))
             again, self._later = self._later[:count], self._later[count:]
             first = self._source.cursor.position
             drawn = dict(enumerate(self._source.draw(count - len(again)), first))
@@ -101,7 +105,12 @@ class Feed:
 
     def release(self) -> None:
         """The step's groups were trained or filtered: they make room."""
+        now = time.monotonic()
+        waited, self._waited = self._waited / max(1e-9, now - self._step_began), 0.0
+        self._step_began = now
         with self._changed:
+            complete = len(self._staleness.with_status("sampled")) + len(self._staleness.with_status("ready"))
+            self._lookahead.step_over(waited, complete)
             for ordinal in self._staleness.release():
                 del self._active[ordinal]
 
@@ -124,6 +133,11 @@ class Feed:
             if failures > self._config.generation.max_generation_failures:
                 self._give_up(name, ordinal, failures)
 
+    @property
+    def target(self) -> int:
+        """Groups that are kept on their way, see `Lookahead`."""
+        return self._lookahead.target
+
     def occupancy(self) -> dict[int, int]:
         """Active groups by the version at which they were admitted."""
         with self._changed:
@@ -138,7 +152,7 @@ class Feed:
     def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
         """What a resume needs: the state, and a function that writes the groups that are ready into a folder."""
         with self._changed:
-            state = {**self._staleness.state_dict(), "later": self._later}
+            state = {**self._staleness.state_dict(), "later": self._later, "lookahead": self._lookahead.target}
             ready = self._staleness.with_status("ready")
             groups = {o: (self._active[o].completions or [], self._active[o].scores or []) for o in ready}
         return state, lambda folder: save_groups(folder, groups)
@@ -150,6 +164,7 @@ class Feed:
         with self._changed:
             again, beyond = self._staleness.load_state_dict(state, version)
             self._later = [*beyond, *state["later"]]
+            self._lookahead.resume(state["lookahead"])
             for ordinal in self._staleness.ordinals():
                 rollouts = saved[ordinal] if ordinal not in again else (None, None)
                 self._active[ordinal] = _Active(self._source.at(ordinal), 0, 0.0, *rollouts)
@@ -214,10 +229,11 @@ class Feed:
     def _wait(self, version: int, scored: bool, span: Span) -> list[int]:
         self._version, self._news = version, time.monotonic()
         while (ordinals := self._next(version, scored)) is None:
-            why = self._waits_for()
+            why, began = self._waits_for(), time.monotonic()
             with span(why):
                 while self._next(version, scored) is None and self._waits_for() == why:
                     self._look_after()
+            self._waited += time.monotonic() - began
         return ordinals
 
     def _next(self, version: int, scored: bool) -> list[int] | None:

@@ -133,6 +133,7 @@ class GrpoLoop(Loop):
         if self._async:
             bound = max_age(self._config)
             metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
+            metrics["buffer/target"] = float(self._feed.target)
             metrics |= length_metrics(self._feed.sampled_lengths())
         self._record(record, groups, batch, metrics)
 

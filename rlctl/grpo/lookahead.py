@@ -1,0 +1,50 @@
+"""How many groups an asynchronous run keeps on their way: as many as keep the trainer busy, and no more.
+
+The bound on age is a bound, not a target. Where the generator is the faster side, groups that wait for the trainer only
+grow older and win nothing; where it is the slower one, every group that the bound allows is under way. Measured on the
+tiny run, whose trainer is the slower side: with the bound 4 and all that it allows on the way, held-out accuracy after
+240 steps was 0.870 at a mean age of 3.90; the synchronous run reached 0.945. Pure.
+"""
+
+from collections import deque
+from math import ceil
+
+# Waiting less than this share of a step is noise.
+NOISE = 0.02
+# Groups must have been spare for so many steps before fewer are drawn.
+STEPS = 4
+
+
+class Lookahead:
+    """target: groups between admission and the end of their step, from 2 N to the capacity (max_age + 1) N.
+
+    With N groups a step, N train while N are sampled: with less than 2 N one side stands still. adaptive: False keeps
+    the target at the capacity.
+    """
+
+    def __init__(self, num_prompts_per_step: int, capacity: int, *, adaptive: bool) -> None:
+        self._step, self._capacity, self._adaptive = num_prompts_per_step, capacity, adaptive
+        self._least = min(2 * num_prompts_per_step, capacity)
+        self.target = self._least if adaptive else capacity
+        self._spare: deque[int] = deque(maxlen=STEPS)
+
+    def resume(self, target: int) -> None:
+        """Go on with the target of a checkpoint, as far as the bound still allows it."""
+        if self._adaptive:
+            self.target = max(self._least, min(self._capacity, target))
+
+    def step_over(self, waited: float, complete: int) -> None:
+        """A step ended. waited: share of it that the trainer waited for samples; complete: groups ready for the next.
+
+        Half a step's worth more after a wait; half of what was left over in each of the last steps less.
+        """
+        if not self._adaptive:
+            return
+        if waited > NOISE:
+            self._spare.clear()
+            self.target = min(self._capacity, self.target + ceil(self._step / 2))
+            return
+        self._spare.append(complete - self._step)
+        if len(self._spare) == STEPS and (spare := min(self._spare)) > 0:
+            self._spare.clear()
+            self.target = max(self._least, self.target - ceil(spare / 2))
