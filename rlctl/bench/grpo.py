@@ -158,11 +158,18 @@ def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
             _stop(process)
             raise
     if code:
-        raise RuntimeError(f"{mode} ended with {code}: " + " / ".join(output.read_text().strip().splitlines()[-3:]))
+        raise RuntimeError(f"{mode} ended with {code}: {_reason(folder / name / 'events.jsonl', output)}")
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
     counted = bench.counted(mode)
     return steps[counted.start : counted.stop]
+
+
+def _reason(events: Path, output: Path) -> str:
+    """Why a run failed, in its own words."""
+    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    errors = [str(event["what"]) for event in told if event["kind"] == "error"]
+    return errors[-1] if errors else " / ".join(output.read_text().strip().splitlines()[-3:])
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

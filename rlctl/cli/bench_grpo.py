@@ -1,6 +1,7 @@
 """`rlctl bench grpo`: checks what is asked for, runs it, shows a table, a plot or JSON."""
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -94,6 +95,7 @@ def _checked(
         problems.append(Problem("--model", "", str(error)))
         shape = folder
     if problems:
+        shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(problems)
     numbers = (prompts, generations, steps, age)
     return GrpoBench(shape, name, gpus, trainers, *numbers, mean, sigma, cap, chosen, override), folder
@@ -132,11 +134,13 @@ def _measure(bench: "GrpoBench", folder: Path, as_json: bool, plot: Path | None)
         with telling() as say:
             results = run_grpo_bench(bench, folder, say)
     except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
         typer.echo("interrupted", err=True)
         return INTERRUPTED
     except (RuntimeError, OSError) as error:
         typer.echo(f"error: {error}\nruns: {folder}", err=True)
         return FAILED
+    shutil.rmtree(folder, ignore_errors=True)
     if as_json:
         typer.echo(json.dumps(results.as_json(), indent=1))
     else:

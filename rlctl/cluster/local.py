@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ from rlctl.cluster.reaper import Reaper
 _OBJECT_STORE_BYTES = 1 << 30
 # Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.
 _ATTEMPTS = 2
+# A Unix socket's path has at most 107 bytes; Ray's own part of it, with the name of the folder, takes this many.
+_SOCKET_BYTES, _RAYS_BYTES = 107, 82
 _TOO_SLOW = "timed out during startup"
 
 
@@ -38,12 +41,18 @@ def _started(reaper: Reaper, logs: Path) -> ExitStack:
     for attempt in range(1, _ATTEMPTS + 1):
         with ExitStack() as stack:
             try:
-                stack.enter_context(_ray_in(stack.enter_context(reaper.folder("rlctl-")), logs))
+                stack.enter_context(_ray_in(stack.enter_context(reaper.folder("rlctl-", _root())), logs))
                 return stack.pop_all()
             except Exception as error:
                 if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
                     raise
     raise AssertionError("unreachable")
+
+
+def _root() -> str:
+    """Where Ray's folder stands: the temporary folder, unless its path is too long for the sockets in it."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= _SOCKET_BYTES - _RAYS_BYTES else "/tmp"
 
 
 @contextmanager
