@@ -32,9 +32,9 @@ class TrainerClient:
     def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
         """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
         plan = self._plan(sequences)
-        pending = self.group.scatter("log_probs", [(share, reference) for share in _shares(plan, sequences)])
+        found = self.group.run("log_probs", [(share, reference) for share in _shares(plan, sequences)])
         answers: list[Any] = [None] * len(sequences)
-        for rank, columns in enumerate(pending.wait(self.group.deadline_s)):
+        for rank, columns in enumerate(found):
             start = 0
             for index in (index for batch in plan[rank] for index in batch):
                 answers[index] = columns[start : start + len(sequences[index])]
@@ -53,8 +53,7 @@ class TrainerClient:
     def _run(self, method: str, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
         totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
         shares = _shares(self._plan(sequences), sequences)
-        pending = self.group.scatter(method, [(share, loss, totals) for share in shares])
-        metrics: dict[str, float] = pending.wait(self.group.deadline_s)[0]
+        metrics: dict[str, float] = self.group.run(method, [(share, loss, totals) for share in shares])[0]
         return metrics
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayChannelError
 
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.graph import Graph
 from rlctl.workers.host import Host
 
 DEADLINE_KNOB = "run.deadline_s"
@@ -80,10 +81,7 @@ class Pending:
         self._until_ready(deadline_s, knob)
         answers = ray.get(self.refs)
         pairs = [answer if isinstance(answer, tuple) else (answer, None) for answer in answers]
-        failures = [failure for failure, _ in pairs if isinstance(failure, Failure)]
-        if failures:
-            raise WorkerError(self.call, failures)
-        return [result for _, result in pairs]
+        return results(self.call, pairs)
 
     def _until_ready(self, deadline_s: float, knob: str) -> None:
         end = time.monotonic() + deadline_s
@@ -116,6 +114,14 @@ class Pending:
             except GetTimeoutError:
                 continue
         return names
+
+
+def results(call: str, answers: Sequence[tuple[Failure | None, Any]]) -> list[Any]:
+    """What every worker returned. Raises WorkerError if any raised."""
+    failures = [failure for failure, _ in answers if isinstance(failure, Failure)]
+    if failures:
+        raise WorkerError(call, failures)
+    return [result for _, result in answers]
 
 
 def as_they_end(
@@ -166,6 +172,7 @@ class WorkerGroup:
     def __init__(self, specs: Sequence[WorkerSpec], deadline_s: float) -> None:
         self.workers = [Worker(spec) for spec in specs]
         self.deadline_s = deadline_s
+        self._graph: Graph | None = None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -178,13 +185,23 @@ class WorkerGroup:
         """Start `method` with the same arguments on every rank."""
         return self._start(method, [(args, kwargs)] * len(self.workers))
 
-    def scatter(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> Pending:
-        """Start `method` on every rank with arguments of its own."""
-        return self._start(method, [(args, {}) for args in per_rank])
-
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """`start` and wait: one result a rank."""
-        return self.start(method, *args, **kwargs).wait(self.deadline_s)
+        """The method with the same arguments on every rank: one result a rank."""
+        return self._run(method, [args] * len(self.workers), kwargs)
+
+    def run(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The method with a rank's own arguments on each: one result a rank."""
+        return self._run(method, per_rank, {})
+
+    def compile(self, buffer_bytes: int) -> None:
+        """From now on `call` and `run` go through a compiled graph, with the same meaning. Raises GraphUnavailable."""
+        ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
+        self._graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether calls go through a graph."""
+        return self._graph is not None
 
     def aside(self, method: str, *args: Any) -> None:
         """Call a short method beside the running ones (see `Host.aside`); nobody waits for it."""
@@ -193,15 +210,34 @@ class WorkerGroup:
 
     def kill(self) -> None:
         """End all processes at once."""
+        # Before the graph's end, which would wait for a step under way.
         for worker in self.workers:
             worker.kill()
+        if self._graph:
+            self._graph.close()
+
+    def _run(self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
+        if self._graph is None:
+            return self._start(method, [(args, kwargs) for args in per_rank]).wait(self.deadline_s)
+        try:
+            answers = self._graph.call((method, per_rank, kwargs), self.deadline_s)
+        except TimeoutError as error:
+            raise WorkerTimeout(method, [w.name for w in self.workers], self.deadline_s, DEADLINE_KNOB) from error
+        except (RayActorError, RayChannelError) as error:
+            raise WorkerDied(method, self._gone(), _reason(error)) from error
+        return results(method, answers)
+
+    def _gone(self) -> list[str]:
+        """Workers whose process does not answer."""
+        asked = [Pending("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
+        return [name for part in asked for name in part.dead()] or [worker.name for worker in self.workers]
 
     def _start(self, method: str, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
         refs = [worker.handle.call.remote(method, *item) for worker, item in zip(self.workers, inputs)]
         return Pending(method, self.workers, refs)
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: RayActorError | RayChannelError) -> str:
     # Ray's text is a page on why workers die in general; one sentence of it is about this one.
     detail = re.search(r"exit detail: ([^.\n]*)", str(error))
     return detail.group(1).strip() if detail else "its process is gone"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.workers.errors import Failure
+from rlctl.workers.graph import Answer, Message, read_patiently, take
 
 
 class Host:
@@ -38,6 +39,15 @@ class Host:
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
         """The failure or the result of one method of the worker."""
         return self._threads.submit(self._guarded, lambda: getattr(self._worker, method)(*args, **kwargs)).result()
+
+    def graph_call(self, message: Message, rank: int) -> Answer:
+        """The same as `call`, with a message that all ranks share; an empty method does nothing."""
+        method, args, kwargs = take(message, rank)
+        return self.call(method, args, kwargs) if method else (None, None)
+
+    def read_patiently(self) -> bool:
+        """See `graph.read_patiently`."""
+        return read_patiently()
 
     def aside(self, method: str, args: tuple[Any, ...]) -> None:
         """Run a short method at once, beside the one that may be running: it must be made for that."""

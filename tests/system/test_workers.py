@@ -1,26 +1,61 @@
-"""Workers: errors carry the worker's name and traceback, a dead or silent process is an error, never a wait."""
+"""Workers: errors carry the worker's name and traceback, a dead or silent process is an error, never a wait.
+
+Every test of a group runs twice: with ordinary calls and through a compiled graph, which must mean the same.
+"""
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
+from numpy.typing import NDArray
 
+import rlctl.workers.graph
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.graph import GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 
 
 @dataclass(frozen=True)
-class Probe:
-    """A worker that does what it is told."""
-
+class MakeProbe:
     rank: int
 
     def __call__(self) -> "Probe":
-        return self
+        return Probe(self.rank)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Arguments as the loops send them: arrays inside a dataclass."""
+
+    numbers: NDArray[np.float32]
+    names: list[str]
+
+
+class Probe:
+    """A worker that does what it is told."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        # Of this thread alone, like torch's grad mode.
+        self.own = threading.local()
+        self.own.mark = "mine"
+        self.kept: list[NDArray[np.float32]] = []
+
+    def keep(self, load: Load) -> NDArray[np.float32]:
+        """Holds on to what came, and returns it all."""
+        assert not load.numbers.flags.writeable
+        self.kept.append(load.numbers)
+        return np.stack(self.kept)
+
+    def thread(self) -> str | None:
+        return getattr(self.own, "mark", None)
 
     def add(self, x: int, y: int = 0) -> int:
         return self.rank + x + y
@@ -43,18 +78,37 @@ class Probe:
         os.system(f"echo {text} from a child")
 
 
-@pytest.fixture
-def group(ray_here: Path) -> Iterator[WorkerGroup]:
-    specs = [WorkerSpec(f"probe-{rank}", Probe(rank), log=str(ray_here / f"probe-{rank}.log")) for rank in (0, 1)]
-    workers = WorkerGroup(specs, deadline_s=60)
+def make_group(logs: Path, compiled: bool, deadline_s: float = 60) -> WorkerGroup:
+    specs = [WorkerSpec(f"probe-{rank}", MakeProbe(rank), log=str(logs / f"probe-{rank}.log")) for rank in (0, 1)]
+    workers = WorkerGroup(specs, deadline_s)
     workers.built().wait(60)
+    if compiled:
+        workers.compile(1 << 16)
+    return workers
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["ordinary", "compiled"])
+def group(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    """For all tests that leave it whole."""
+    workers = make_group(ray_here, request.param)
+    assert workers.compiled == request.param
     yield workers
     workers.kill()
 
 
+@pytest.fixture(params=[False, True], ids=["ordinary", "compiled"])
+def doomed(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
+    workers = make_group(ray_here, request.param)
+    yield workers
+    begin = time.monotonic()
+    workers.kill()
+    assert time.monotonic() - begin < 5
+
+
 def test_results_come_in_rank_order(group: WorkerGroup) -> None:
     assert group.call("add", 10, y=5) == [15, 16]
-    assert group.scatter("add", [(1,), (2,)]).wait(60) == [1, 3]
+    assert group.run("add", [(1,), (2,)]) == [1, 3]
+    assert group.start("add", 1).wait(60) == [1, 2]
 
 
 def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> None:
@@ -64,17 +118,69 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
     assert group.call("fail_on", 2) == ["fine", "fine"]
 
 
-def test_a_death_shows_at_once_though_the_other_rank_still_works(group: WorkerGroup) -> None:
+def test_arrays_are_the_workers_own_and_may_be_kept_on_both_sides(group: WorkerGroup) -> None:
+    loads = [[Load(np.full(300_000, 10 * step + rank, np.float32), ["a"]) for rank in (0, 1)] for step in range(4)]
+    answers = [group.run("keep", [(load,) for load in pair]) for pair in loads]
+    for step, pair in enumerate(answers):
+        for rank, rows in enumerate(pair):
+            assert not rows.flags.writeable
+            assert [row[0] for row in rows] == [10 * done + rank for done in range(step + 1)]
+
+
+def test_every_call_runs_on_the_thread_that_built_the_worker(group: WorkerGroup) -> None:
+    assert group.call("thread") == ["mine", "mine"]
+    assert group.start("thread").wait(60) == ["mine", "mine"]
+
+
+def test_an_argument_that_cannot_be_sent_costs_nothing(group: WorkerGroup) -> None:
+    with pytest.raises(TypeError):
+        group.call("add", threading.Lock())
+    assert group.call("add", 1) == [1, 2]
+
+
+def test_a_death_shows_at_once_though_the_other_rank_still_works(doomed: WorkerGroup) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerDied) as error:
-        group.call("die_on", 1)
+        doomed.call("die_on", 1)
     assert error.value.workers == ["probe-1"]
     assert time.monotonic() - begin < 15
 
 
-def test_a_silent_worker_is_an_error_that_names_it_and_the_knob(group: WorkerGroup) -> None:
-    with pytest.raises(WorkerTimeout, match=r"probe-0 to finish sleep; .* raise run.deadline_s"):
-        group.scatter("sleep", [(20,), (0,)]).wait(0.5)
+def test_a_worker_killed_between_two_calls_is_named_in_the_next(doomed: WorkerGroup) -> None:
+    os.kill(doomed.workers[0].pid(), signal.SIGKILL)
+    time.sleep(0.5)
+    with pytest.raises(WorkerDied) as error:
+        doomed.call("add", 1)
+    assert error.value.workers == ["probe-0"]
+
+
+def test_a_silent_worker_is_an_error_that_names_it_and_the_knob(doomed: WorkerGroup) -> None:
+    doomed.deadline_s = 1.0
+    with pytest.raises(WorkerTimeout, match=r"probe-0.* to finish sleep; .* raise run.deadline_s"):
+        doomed.run("sleep", [(20,), (0,)])
+
+
+def test_an_idle_group_burns_next_to_nothing(group: WorkerGroup) -> None:
+    group.call("add", 1)
+    processes = [psutil.Process(worker.pid()) for worker in group.workers] + [psutil.Process()]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(3.0)
+    burnt = [(sum(process.cpu_times()[:2]) - start) / 3.0 for process, start in zip(processes, before)]
+    assert max(burnt) < 0.2, burnt
+
+
+def test_without_the_api_that_was_tested_there_is_no_graph_and_ordinary_calls_go_on(
+    ray_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rlctl.workers.graph, "TESTED", ((2, 40), (2, 41)))
+    group = make_group(ray_here, compiled=False)
+    try:
+        with pytest.raises(GraphUnavailable, match=r"Ray 2.* is none of the releases that this was tested with"):
+            group.compile(1 << 16)
+        assert not group.compiled
+        assert group.call("add", 1) == [1, 2]
+    finally:
+        group.kill()
 
 
 def test_a_worker_that_cannot_be_built_says_why(ray_here: Path) -> None:
