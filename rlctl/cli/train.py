@@ -21,6 +21,9 @@ Resume = Annotated[
     Path | None,
     typer.Option(metavar="RUN_DIR", help="Continue this run with its own config; overrides still apply."),
 ]
+CompiledGraph = Annotated[
+    bool, typer.Option("--compiled-graph", help="Call the ranks through a Ray Compiled Graph, after a warm-up.")
+]
 Probe = Annotated[bool, typer.Option("--probe", help="Compare trainer and generator after one refit, then stop.")]
 
 
@@ -46,11 +49,19 @@ def grpo(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = 
     epilog=examples(
         "rlctl train sft",
         "rlctl train sft my.yaml data.train.path=chats.jsonl sft.batch_size=32",
+        "rlctl train sft --compiled-graph",
         "rlctl train sft --resume runs/sft--tiny--1",
     )
 )
-def sft(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None) -> None:
+def sft(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    compiled_graph: CompiledGraph = False,
+) -> None:
     """Supervised fine-tuning on chats or on prompts with answers."""
+    if compiled_graph:
+        arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
     composed = _load("sft", arguments, resume)
     _start(composed, dry_run)
     from rlctl.cluster.launch_sft import run_sft

@@ -40,9 +40,11 @@ def _assembled(
     placement: Placement,
     loading: "Future[Samples]",
 ) -> None:
+    from rlctl.cluster.compiled import compile_group, warm_up
     from rlctl.cluster.processes import start_trainers
     from rlctl.data.cursor import Cursor, SampleSource
     from rlctl.sft.loop import SftLoop, SftParts
+    from rlctl.sft.loss import NllLoss
     from rlctl.training.client import TrainerClient
 
     group = start_trainers(session, config, files, placement, config.sft.num_steps, temperature=1.0)
@@ -56,6 +58,11 @@ def _assembled(
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
+    if config.ray_compiled_graph.enabled:
+        compile_group(config.ray_compiled_graph, group, session)
+        with session.starting("warm-up"):
+            longest = max(len(sample.tokens) for sample in [*train, *validation])
+            warm_up(config.ray_compiled_graph, trainer, longest, config.sft.batch_size, NllLoss())
     parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices)
     SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 

@@ -250,6 +250,16 @@ class SftSection:
 
 
 @dataclass
+class CompiledGraphSection:
+    enabled: bool | Literal["require"] = spec(
+        "call trainer ranks through a Ray Compiled Graph; true: ordinary calls where there is none; require: or fail"
+    )
+    warmup_seq_len: int | None = spec("tokens of a warm-up sequence; null: the longest of the run", ge=1)
+    warmup_gbs: int | None = spec("sequences of the warm-up; null: sft.batch_size", ge=1)
+    overlap_communication: bool = spec("of accelerators within the graph; it has none, and the run says so")
+
+
+@dataclass
 class GrpoConfig:
     """A whole GRPO run (`rlctl train grpo`)."""
 
@@ -277,6 +287,7 @@ class SftConfig:
     model: ModelSection = spec("the policy")
     data: DataSection = spec("samples")
     sft: SftSection = spec("the algorithm")
+    ray_compiled_graph: CompiledGraphSection = spec("how the driver calls the trainer")
     trainer: TrainerSection = spec("what learns")
     validation: ValidationSection = spec("held-out samples")
     checkpoint: CheckpointSection = spec("what is kept")

@@ -75,11 +75,13 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
     "probe": _probed,
     "refit_opened": _opened,
+    "dispatch": lambda event: f"dispatch: {event.get('what')}",
     "data": lambda event: f"data: {event.get('what')}",
     "validation_started": lambda event: f"validation at step {event.get('step', '')}",
     "warning": lambda event: f"warning: {event.get('what')}",
     "error": lambda event: f"error: {event.get('what')}",
     "validation": lambda event: f"validation of step {event.get('step')}: {_held_out(event)}",
+    "redrawn": lambda event: f"prompt {event.get('prompt')} drawn anew: it stood at the bound on age",
     "engine_lost": lambda event: f"engine {event.get('engine')} lost" + _reason(event),
     "engine_restarted": lambda event: f"engine {event.get('engine')} restarted{_took(event)}",
 }

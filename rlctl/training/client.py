@@ -29,6 +29,11 @@ class TrainerClient:
         """The loss's metrics without an update."""
         return self._run("evaluate", sequences, loss)
 
+    def warm_up(self, count: int, length: int, loss: Loss) -> None:
+        """Go through `count` made-up sequences of `length` tokens without an update: nothing but caches changes."""
+        tokens, mask = np.zeros(length, np.int32), np.ones(length, np.bool_)
+        self.evaluate([Sequence(tokens, mask)] * count, loss)
+
     def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
         """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
         plan = self._plan(sequences)

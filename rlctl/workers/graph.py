@@ -28,6 +28,8 @@ _SUBMIT_S = 60
 # Readers spin this long, then sleep between looks, for a share of what they waited so far: so much late at most.
 _SPIN_S, _SHORTEST_S, _LONGEST_S, _LATE = 300e-6, 20e-6, 5e-3, 0.02
 
+# The method of a call that does nothing.
+NOTHING = ""
 # (method, arguments of every rank, keyword arguments)
 Message = tuple[str, Sequence[tuple[Any, ...]], dict[str, Any]]
 Answer = tuple[Failure | None, Any]
@@ -50,7 +52,7 @@ class Graph:
         try:
             _check_api()
             self._graph = _compiled(actors, buffer_bytes)
-            answers = self.call(("", [()] * len(actors), {}), _PROOF_S)
+            answers = self.call((NOTHING, [()] * len(actors), {}), _PROOF_S)
         except Exception as error:
             self.close()
             text = str(error).strip().splitlines()

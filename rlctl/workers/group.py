@@ -15,9 +15,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayChannelError
 
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import Graph
+from rlctl.workers.graph import NOTHING, Graph
 from rlctl.workers.host import Host
 
+__all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
 DEADLINE_KNOB = "run.deadline_s"
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.workers.errors import Failure
-from rlctl.workers.graph import Answer, Message, read_patiently, take
+from rlctl.workers.graph import NOTHING, Answer, Message, read_patiently, take
 
 
 class Host:
@@ -37,13 +37,12 @@ class Host:
         return self._threads.submit(self._guarded, self._construct).result()[0]
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
-        """The failure or the result of one method of the worker."""
-        return self._threads.submit(self._guarded, lambda: getattr(self._worker, method)(*args, **kwargs)).result()
+        """The failure or the result of one method of the worker; None of NOTHING."""
+        return self._threads.submit(self._guarded, lambda: self._do(method, args, kwargs)).result()
 
     def graph_call(self, message: Message, rank: int) -> Answer:
-        """The same as `call`, with a message that all ranks share; an empty method does nothing."""
-        method, args, kwargs = take(message, rank)
-        return self.call(method, args, kwargs) if method else (None, None)
+        """The same as `call`, with a message that all ranks share."""
+        return self.call(*take(message, rank))
 
     def read_patiently(self) -> bool:
         """See `graph.read_patiently`."""
@@ -56,6 +55,9 @@ class Host:
     def pid(self) -> int:
         """Answers at once, also while a method runs."""
         return os.getpid()
+
+    def _do(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if method == NOTHING else getattr(self._worker, method)(*args, **kwargs)
 
     def _construct(self) -> None:
         self._worker = self._make()

@@ -70,13 +70,19 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_sft_resumes_where_it_stood(tmp_path: Path) -> None:
-    short = ("sft.num_steps=6", "checkpoint.every=3", "validation.every=3", "sft.batch_size=16")
+def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path: Path) -> None:
+    short = (
+        "sft.num_steps=6",
+        "checkpoint.every=3",
+        "validation.every=3",
+        "sft.batch_size=16",
+        "trainer.num_ranks=2",
+    )
     whole = Run(tmp_path, "whole", *short, kind="sft")
     assert whole.end() == 0, whole.text()
     shutil.copytree(whole.path, tmp_path / "runs" / "half", symlinks=True)
     shutil.rmtree(tmp_path / "runs" / "half" / "checkpoints" / "step_6")
-    half = Run(tmp_path, "half", resume=True, kind="sft")
+    half = Run(tmp_path, "half", "ray_compiled_graph.enabled=require", resume=True, kind="sft")
     assert half.end() == 0, half.text()
     first, second = (
         [(record["step"], record["loss/nll"], record["train/grad_norm"]) for record in run.steps()]

@@ -1,0 +1,44 @@
+"""Faults while the trainer is called through a compiled graph: a clear end within seconds, no process left."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.runs import Run, survivors
+
+COMPILED = ("ray_compiled_graph.enabled=require", "checkpoint.every=0", "validation.every=0")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_killed_worker_an_interrupt_and_a_killed_driver(tmp_path: Path) -> None:
+    run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
+    pids = run.wait_for_event("processes")
+    assert " ms a call, ordinary " in run.wait_for_event("dispatch")["what"]
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    killed = time.monotonic()
+    os.kill(pids["trainer-0"], signal.SIGKILL)
+    run.wait_for_event("error")
+    assert time.monotonic() - killed < 10
+    assert run.end() == 1
+    assert "trainer-0 died during train" in run.text()
+    assert survivors(family) == []
+
+    run = Run(tmp_path, "graph", resume=True, kind="sft")
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.interrupt()
+    assert run.end() == 130
+    assert survivors(family) == []
+    assert "Traceback" not in run.text()
+    done = len(run.steps())
+    assert (run.path / "checkpoints" / f"step_{done}" / "state.json").exists()
+
+    run = Run(tmp_path, "graph", resume=True, kind="sft")
+    run.wait_for_step(done + 2)
+    assert survivors(run.kill()) == []
