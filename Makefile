@@ -9,6 +9,7 @@ READY := $(VENV)/ready
 train: $(READY)
 	$(BIN)/rlctl train grpo $(ARGS)
 
+# Left out here, for time: `make test ARGS='-m long'`, and RLCTL_TEST_KILLS=10 for faults by the dozen.
 test: $(READY) check
 	$(BIN)/python -m pytest $(ARGS)
 

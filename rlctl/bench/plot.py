@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from rlctl.bench.dispatch import DispatchRow
 from rlctl.bench.grpo import GrpoResults
 from rlctl.bench.results import Results
 
@@ -33,6 +34,16 @@ def write_grpo_plot(results: GrpoResults, path: Path) -> None:
     where = f"{results.gpus} GPUs" if results.gpus else "CPU"
     label = "tokens/s/device end to end" + ("; dashed: both sides always at work" if results.ceiling else "")
     _write(bars, results.ceiling, f"GRPO, {results.model}, {where}", label, path)
+
+
+def write_dispatch_plot(rows: list[DispatchRow], path: Path) -> None:
+    """How much faster a compiled call is than ordinary ones, a bar a size of group and payload."""
+    bars = [
+        (f"{row.workers} x {row.payload / 1024:,.0f} KB", row.ratio, f"{row.ratio:.1f}x", True)
+        for row in rows
+        if row.ratio is not None
+    ]
+    _write(bars, 1.0, "Round trip of a call to a group of workers", "ordinary / compiled; dashed: no difference", path)
 
 
 def _write(rows: list[tuple[str, float, str, bool]], bound: float | None, title: str, label: str, path: Path) -> None:

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "direct", "staged")
 
-app = typer.Typer(help="Measure this machine: weight transfer, sync against async.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure this machine: weight transfer, calls to workers, sync against async.", no_args_is_help=True
+)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure this machine: how weights reach the generator, and what running both sides at a time is worth."""
+    """Measure this machine: how weights reach the generator, what a call costs, what running both sides is worth."""
 
 
 @app.command(

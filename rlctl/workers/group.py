@@ -200,9 +200,9 @@ class WorkerGroup:
         self._graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
     @property
-    def compiled(self) -> bool:
-        """Whether calls go through a graph."""
-        return self._graph is not None
+    def graph(self) -> Graph | None:
+        """What calls go through; None for ordinary ones."""
+        return self._graph
 
     def aside(self, method: str, *args: Any) -> None:
         """Call a short method beside the running ones (see `Host.aside`); nobody waits for it."""

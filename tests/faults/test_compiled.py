@@ -15,7 +15,7 @@ COMPILED = ("ray_compiled_graph.enabled=require", "checkpoint.every=0", "validat
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-def test_a_killed_worker_an_interrupt_and_a_killed_driver(tmp_path: Path) -> None:
+def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
     pids = run.wait_for_event("processes")
     assert " ms a call, ordinary " in run.wait_for_event("dispatch")["what"]
@@ -30,6 +30,15 @@ def test_a_killed_worker_an_interrupt_and_a_killed_driver(tmp_path: Path) -> Non
     assert survivors(family) == []
 
     run = Run(tmp_path, "graph", resume=True, kind="sft")
+    run.wait_for_step(2)
+    assert survivors(run.kill()) == []
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_an_interrupt_saves_and_ends_without_noise(tmp_path: Path) -> None:
+    run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
     run.wait_for_step(3)
     family = psutil.Process(run.process.pid).children(recursive=True)
     run.interrupt()
@@ -38,7 +47,3 @@ def test_a_killed_worker_an_interrupt_and_a_killed_driver(tmp_path: Path) -> Non
     assert "Traceback" not in run.text()
     done = len(run.steps())
     assert (run.path / "checkpoints" / f"step_{done}" / "state.json").exists()
-
-    run = Run(tmp_path, "graph", resume=True, kind="sft")
-    run.wait_for_step(done + 2)
-    assert survivors(run.kill()) == []

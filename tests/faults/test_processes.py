@@ -32,6 +32,7 @@ def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> No
     assert in_transit("hurt") == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_without_restarts_a_dead_engine_ends_the_run_with_one_line(tmp_path: Path) -> None:

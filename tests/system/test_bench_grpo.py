@@ -43,7 +43,9 @@ def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> N
     assert list(tmp_path.glob("rlctl-*")) == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     bench = start(tmp_path, "--modes", "in-flight")
     end = time.monotonic() + 120

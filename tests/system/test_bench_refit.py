@@ -46,7 +46,7 @@ def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
 def test_every_scheme_delivers_the_same_bits_and_three_hundred_refits_leave_memory_as_it_was(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     plot = tmp_path / "refit.svg"
-    many = ("--rounds", "300", "--updates", "1", "--trainers", "2", "--transport", "shm,broadcast")
+    many = ("--rounds", "300", "--updates", "1", "--trainers", "2", "--transport", "shm,broadcast", "--checksum", "all")
     result = bench("--model", str(folder), *many, "--json", "--plot", str(plot))
     assert result.returncode == 0, result.stderr
     found = rows(result)
@@ -57,11 +57,9 @@ def test_every_scheme_delivers_the_same_bits_and_three_hundred_refits_leave_memo
         "packed, two buffers (NeMo-RL's)",
         "gathering to every rank alone",
         "rlctl shm, staged, 2 buffers, checks all",
-        "rlctl shm, staged, 2 buffers, checks off",
         "rlctl broadcast, staged, 2 buffers, checks all",
-        "rlctl broadcast, staged, 2 buffers, checks off",
     ]
-    assert sum(row["checked"] for row in found.values()) == 7
+    assert sum(row["checked"] for row in found.values()) == 5
     assert all(row["wrong"] == [] and row["seconds"] > 0 for row in found.values())
     for row in (row for label, row in found.items() if label.startswith("rlctl")):
         assert row["stall"] >= 0

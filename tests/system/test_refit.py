@@ -22,6 +22,8 @@ from tests.tiny_models import KINDS, Kind, make_model
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
 DEADLINE = 280.0
 TEMPERATURE = 0.7
+# Biases and tied embeddings; experts. The others have nothing that these have not.
+SOME = ("qwen2", "qwen3_moe")
 
 
 def log_probs(folder: Path, prompt: list[int], answer: list[int]) -> np.ndarray:
@@ -37,7 +39,7 @@ def log_probs(folder: Path, prompt: list[int], answer: list[int]) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k in SOME else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
 def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tmp_path: Path) -> None:
     old, new = make_model(tmp_path / "old", kind, seed=1), make_model(tmp_path / "new", kind, seed=2)
     engines = [start_engine(folder, ray_here, f"{kind}-{folder.name}") for folder in (old, new)]

@@ -1,0 +1,136 @@
+"""`rlctl bench dispatch`: what one call to a group of workers costs the driver, ordinary against compiled graph."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from rlctl.workers.graph import GraphUnavailable
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+
+_DEADLINE_S = 300.0
+_BUFFER_BYTES = 1 << 20
+_IDLE_S = 2.0
+# A row ends after so many seconds, though it has not made all of its calls.
+_ROW_S = 10.0
+
+
+class Echo:
+    """A worker that takes a payload and says how much it got."""
+
+    def take(self, payload: NDArray[np.uint8]) -> int:
+        """Its bytes."""
+        return len(payload)
+
+
+@dataclass(frozen=True)
+class DispatchBench:
+    """workers: sizes of the groups. payloads: bytes that every worker gets with a call. calls: of a row, at most."""
+
+    workers: tuple[int, ...]
+    payloads: tuple[int, ...]
+    calls: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of the calls of a row."""
+
+    median: float
+    p99: float
+    calls: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Spread":
+        """Of what was measured."""
+        return cls(median(seconds), float(np.percentile(seconds, 99)), len(seconds))
+
+
+@dataclass(frozen=True)
+class DispatchRow:
+    """One size of group and payload. compiled and submit, the part of it before the driver waits: None without a
+    graph, whose reason `why` says. idle: cores that the busiest worker burns while nobody calls it.
+    """
+
+    workers: int
+    payload: int
+    ordinary: Spread
+    compiled: Spread | None
+    submit: Spread | None
+    idle: float
+    why: str
+
+    @property
+    def ratio(self) -> float | None:
+        """How much faster the compiled call is, at the median."""
+        return None if self.compiled is None else self.ordinary.median / self.compiled.median
+
+    def as_json(self) -> dict[str, Any]:
+        """With the ratio."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def run_dispatch_bench(bench: DispatchBench, logs: str, say: Callable[[str], None]) -> list[DispatchRow]:
+    """Needs a running Ray."""
+    return [row for count in bench.workers for row in _rows(bench, count, logs, say)]
+
+
+def _rows(bench: DispatchBench, count: int, logs: str, say: Callable[[str], None]) -> list[DispatchRow]:
+    say(f"{count} worker{'s' * (count > 1)}")
+    group = WorkerGroup([WorkerSpec(f"echo-{rank}", Echo, log=f"{logs}/echo-{rank}.log") for rank in range(count)], 60)
+    try:
+        group.built().wait(_DEADLINE_S)
+        ordinary = [_timed(group, size, bench.calls) for size in bench.payloads]
+        why = ""
+        try:
+            group.compile(_BUFFER_BYTES)
+        except GraphUnavailable as error:
+            why = str(error)
+        idle = _idle(group)
+        rows = []
+        for size, spread in zip(bench.payloads, ordinary):
+            compiled = None if why else _timed(group, size, bench.calls)
+            submit = None if why else _submitted(group, size, bench.calls)
+            rows.append(DispatchRow(count, size, spread, compiled, submit, idle, why))
+        return rows
+    finally:
+        group.kill()
+
+
+def _timed(group: WorkerGroup, size: int, calls: int) -> Spread:
+    payload, taken, end = np.zeros(size, np.uint8), [], time.perf_counter() + _ROW_S
+    for _ in range(calls):
+        began = time.perf_counter()
+        answers = group.call("take", payload)
+        taken.append(time.perf_counter() - began)
+        if answers != [size] * len(group):
+            raise RuntimeError(f"workers received {answers} of {size} bytes")
+        if time.perf_counter() > end:
+            break
+    return Spread.of(taken[len(taken) // 10 :])
+
+
+def _submitted(group: WorkerGroup, size: int, calls: int) -> Spread:
+    graph, payload, taken, end = group.graph, np.zeros(size, np.uint8), [], time.perf_counter() + _ROW_S
+    assert graph is not None
+    for _ in range(calls):
+        arguments = [(payload,)] * len(group)
+        began = time.perf_counter()
+        wait = graph.submit(("take", arguments, {}))
+        taken.append(time.perf_counter() - began)
+        wait()
+        if time.perf_counter() > end:
+            break
+    return Spread.of(taken[len(taken) // 10 :])
+
+
+def _idle(group: WorkerGroup) -> float:
+    processes = [psutil.Process(worker.pid()) for worker in group.workers]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(_IDLE_S)
+    return max(sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)) / _IDLE_S
