@@ -71,7 +71,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> lis
     if isinstance(config, GrpoConfig):
         checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines, _async)]
     else:
-        checks += [_sft_batch(view, config)]
+        checks += [_sft_batch(view, config), _graph(view, config)]
     checks += [] if resume else [_run(view)]
     found: list[Problem] = []
     for problems in checks:
@@ -227,6 +227,13 @@ def _sft_batch(view: View, config: SftConfig) -> Problems:
     if config.sft.batch_size < config.trainer.num_ranks:
         what = f"must be at least the {config.trainer.num_ranks} ranks of the trainer, not {config.sft.batch_size}"
         yield view.problem("sft.batch_size", what, "trainer.num_ranks")
+
+
+def _graph(view: View, config: SftConfig) -> Problems:
+    graph, longest = config.ray_compiled_graph, longest_sequence(config, view.architecture)
+    if graph.warmup_seq_len and longest is not None and graph.warmup_seq_len > longest:
+        what = f"must be at most the longest sequence, {longest}, not {graph.warmup_seq_len}"
+        yield view.problem("ray_compiled_graph.warmup_seq_len", what, "model.max_length")
 
 
 def _sampling(view: View, config: GrpoConfig) -> Problems:

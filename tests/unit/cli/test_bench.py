@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from rlctl.bench.dispatch import DispatchRow, Spread
 from rlctl.bench.plot import write_plot
 from rlctl.bench.results import Results, Row
+from rlctl.cli.bench_dispatch import _UNITS, _numbers, show
 from rlctl.cli.bench_view import print_results
 from tests.unit.cli.conftest import Rlctl
 
@@ -42,6 +44,35 @@ def test_too_few_gpus_are_told_with_the_arithmetic(rlctl: Rlctl, monkeypatch: py
     done = rlctl("bench", "refit", "--trainers", "2", "--generators", "2")
     assert done.code == 2
     assert "4 GPUs needed, apart for 2 trainer ranks and 2 engines x 1" in done.err
+
+
+def test_mistakes_of_bench_dispatch_are_told_at_once(rlctl: Rlctl) -> None:
+    done = rlctl("bench", "dispatch", "--workers", "1,zero", "--payloads", "1KB,2TB", "--plot", "x.pdf")
+    assert done.code == 2
+    expected = [
+        "--workers: 'zero': numbers from 1 on with commas, like 1,2,4",
+        "--payloads: '2TB': numbers from 1 on with commas, like 1KB,8MB",
+        "--plot: x.pdf: allowed are names that end in .png or .svg",
+    ]
+    assert [text for text in expected if text not in done.err] == []
+
+
+def test_a_payload_without_a_unit_is_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _numbers("--payloads", "512, 1kb,8MB", _UNITS, []) == (512, 1024, 8 << 20)
+
+
+def test_rows_of_bench_dispatch_are_shown_with_and_without_a_graph() -> None:
+    ordinary, compiled = Spread(0.0026, 0.0088, 900), Spread(0.0004, 0.0019, 900)
+    rows = [
+        DispatchRow(4, 1024, ordinary, compiled, Spread(4e-5, 9e-5, 900), 0.06, ""),
+        DispatchRow(4, 8 << 20, ordinary, None, None, 0.0, "Ray 3.0 is none of the releases"),
+    ]
+    out = io.StringIO()
+    show(rows, Console(file=out, width=100))
+    text = " ".join(out.getvalue().split())
+    assert "4 1 KB 2.60 ms 8.80 ms 400 us 1.90 ms 6.5x 40 us 0.06" in text
+    assert "4 8 MB 2.60 ms 8.80 ms 0.00" in text
+    assert "no compiled graph: Ray 3.0 is none of the releases" in text
 
 
 def results() -> Results:

@@ -139,7 +139,7 @@ def test_what_has_no_default_must_be_set(home: Path) -> None:
 def test_a_recipe_that_inherits_nothing_is_told_so_once_a_section(home: Path) -> None:
     (home / "x.yaml").write_text("kind: sft\n")
     found = problems("sft", "x.yaml")
-    assert len(found) == 8
+    assert len(found) == 9
     assert found[0] == (
         "x.yaml: run: missing section: inherit the defaults, `defaults: grpo.yaml` or `defaults: sft.yaml`"
     )
@@ -200,6 +200,16 @@ def test_sft_has_its_own_contradictions(home: Path) -> None:
         "but data.chat_template is none",
         "override 2: sft.batch_size=4: must be at least the 8 ranks of the trainer, not 4",
     ]
+
+
+def test_a_compiled_graph_is_on_off_or_required_and_warms_up_within_the_models_length(home: Path) -> None:
+    overrides = ["ray_compiled_graph.enabled=requir", "ray_compiled_graph.warmup_seq_len=9999"]
+    assert problems("sft", "sft.recipe.yaml", overrides) == [
+        "override 1: ray_compiled_graph.enabled=requir: must be require or true or false, not 'requir'; did you mean "
+        "require?",
+        "override 2: ray_compiled_graph.warmup_seq_len=9999: must be at most the longest sequence, 256, not 9999",
+    ]
+    load("sft", "sft.recipe.yaml", ["ray_compiled_graph.enabled=require", "ray_compiled_graph.warmup_seq_len=256"])
 
 
 def test_all_problems_come_at_once_and_one_mistake_is_reported_once(home: Path) -> None:
