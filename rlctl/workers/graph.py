@@ -49,6 +49,7 @@ class Graph:
     def __init__(self, actors: Sequence[Any], buffer_bytes: int) -> None:
         """actors: handles of `Host`. buffer_bytes: of a channel; it grows by itself. Raises GraphUnavailable."""
         self._graph: Any = None
+        self._broken = False
         try:
             _check_api()
             self._graph = _compiled(actors, buffer_bytes)
@@ -63,20 +64,18 @@ class Graph:
 
     def call(self, message: Message, deadline_s: float) -> list[Answer]:
         """Every rank's answer. Raises TimeoutError, or RayActorError when a rank is gone; the graph is broken then."""
-        graph = self._graph
-        if graph is None:
+        if self._broken:
             raise GraphBroken("an earlier call through the graph was given up")
+        self._broken = True
         try:
-            answers = ray.get(graph.execute(message), timeout=deadline_s)
+            answers = ray.get(self._graph.execute(message), timeout=deadline_s)
         except RayChannelTimeoutError as error:
-            self._graph = None
             raise TimeoutError from error
         except TypeError:
             # An argument that cannot be sent: nothing was.
+            self._broken = False
             raise
-        except BaseException:
-            self._graph = None
-            raise
+        self._broken = False
         return [own(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
@@ -86,7 +85,7 @@ class Graph:
 
     def close(self) -> None:
         """End the graph; at once if its actors were killed before, else after the call under way."""
-        graph, self._graph = self._graph, None
+        graph, self._graph, self._broken = self._graph, None, True
         if graph is not None:
             with _quiet(), contextlib.suppress(RayActorError, RayChannelError):
                 graph.teardown()
