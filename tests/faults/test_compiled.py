@@ -13,6 +13,7 @@ from tests.faults.runs import Run, survivors
 COMPILED = ("ray_compiled_graph.enabled=require", "checkpoint.every=0", "validation.every=0")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_full_disk_costs_the_checkpoint_not_the_earlier_ones(small_disk: Path) -> None:

@@ -38,6 +38,7 @@ def test_one_saves_and_two_stop_at_once(tmp_path: Path) -> None:
     assert in_transit("stopped") == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_during_start_up_one_is_enough(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ def start(temporary: Path, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> None:

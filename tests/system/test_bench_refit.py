@@ -68,6 +68,7 @@ def test_every_scheme_delivers_the_same_bits_and_three_hundred_refits_leave_memo
     assert "GB/s" in plot.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_one_flipped_bit_ends_with_1_and_names_the_tensor(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")

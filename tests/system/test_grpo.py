@@ -52,11 +52,19 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
     logs = {path.name for path in (run.path / "logs" / "latest").iterdir()}
     assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= logs
 
-    one = Run(tmp_path, "two", "trainer.num_ranks=1", "generation.num_engines=1", "grpo.num_steps=4", resume=True)
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) -> None:
+    two = Run(tmp_path, "two", "grpo.num_steps=2", "trainer.num_ranks=2", "generation.num_engines=2")
+    assert two.end() == 0, two.text()
+    one = Run(tmp_path, "two", "trainer.num_ranks=1", "generation.num_engines=1", "grpo.num_steps=3", resume=True)
     assert one.end() == 0, one.text()
-    assert [step["step"] for step in one.steps()] == [1, 2, 3, 4]
+    assert [step["step"] for step in one.steps()] == [1, 2, 3]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:

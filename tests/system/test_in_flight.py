@@ -103,7 +103,7 @@ def sample_across_updates(engine: Worker, refit: Refit, requests: list[SampleReq
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     recompute: bool, ray_here: Path, tmp_path: Path
 ) -> None:
