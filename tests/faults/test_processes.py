@@ -9,6 +9,7 @@ import pytest
 from tests.faults.runs import Run, fates, in_transit
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> None:
