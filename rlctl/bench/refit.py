@@ -17,7 +17,7 @@ from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.processes import trainer_environment
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Checks, Kind, TransportSpec
@@ -64,14 +64,6 @@ class RefitBench:
     @property
     def cpu(self) -> bool:
         return self.placement.device == "cpu"
-
-
-@dataclass(frozen=True)
-class _MakeEngine:
-    spec: EngineSpec
-
-    def __call__(self) -> Engine:
-        return Engine(self.spec)
 
 
 def run_bench(bench: RefitBench, folder: Path, say: Callable[[str], None]) -> Results:
@@ -136,7 +128,7 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         forced_lengths=None,
     )
     env = environment(bench.placement.device, bench.placement.engines[index])
-    return Worker(WorkerSpec(f"engine-{index}", _MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
+    return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
 
 
 class _Stage:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
@@ -17,6 +17,9 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.data.prompts import Prompt
 from rlctl.telemetry.process import identity
+
+if TYPE_CHECKING:
+    from rlctl.grpo.loop import Devices, Parts
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,12 @@ def _assembled(
     from rlctl.cluster.processes import engine_spec, refit_options, start_trainers
     from rlctl.data.cursor import Cursor, PromptSource
     from rlctl.generation.pool import GeneratorPool
-    from rlctl.grpo.loop import Devices, GrpoLoop, Parts
+    from rlctl.grpo.loop import Parts
     from rlctl.grpo.probe import probe
     from rlctl.grpo.scoring import GroupScorer
     from rlctl.refit.refit import Refit
     from rlctl.rewards.base import Item
     from rlctl.rewards.scorer import Scorer
-    from rlctl.telemetry.throughput import flops_per_token
     from rlctl.training.client import TrainerClient
     from rlctl.training.vitals import Vitals
 
@@ -101,14 +103,7 @@ def _assembled(
     stack.callback(group.call, "close")
     score = GroupScorer(scorer, _decoder(prompts.tokenizer))
     trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
-    facts = trainer.info()
-    devices = Devices(
-        placement.trainer_devices,
-        placement.generator_devices,
-        placement.all_devices,
-        facts["device_name"],
-        partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden),
-    )
+    devices = _devices(placement, trainer.info(), files)
     memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
     vitals = Vitals(placement.device, memories)
     parts = Parts(trainer, pool, refit, source, prompts.validation, score, session.keeper, devices, vitals)
@@ -119,11 +114,28 @@ def _assembled(
     else:
         pool.refit(refit, session.start)
     if not probe_only:
-        loop = GrpoLoop(config, parts, lambda: session.interrupts.asked)
-        stack.callback(loop.close)
-        if session.checkpoint:
-            loop.resume(session.checkpoint)
-        loop.run(session.start)
+        _train(stack, session, config, parts)
+
+
+def _devices(placement: Placement, facts: dict[str, Any], files: ModelFiles) -> "Devices":
+    """facts: of `TrainerClient.info`."""
+    from rlctl.grpo.loop import Devices
+    from rlctl.telemetry.throughput import flops_per_token
+
+    flops = partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden)
+    devices = (placement.trainer_devices, placement.generator_devices, placement.all_devices)
+    return Devices(*devices, facts["device_name"], flops)
+
+
+def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts") -> None:
+    """The steps that are left, from the checkpoint on if there is one."""
+    from rlctl.grpo.loop import GrpoLoop
+
+    loop = GrpoLoop(config, parts, lambda: session.interrupts.asked)
+    stack.callback(loop.close)
+    if session.checkpoint:
+        loop.resume(session.checkpoint)
+    loop.run(session.start)
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def _assembled(
     placement: Placement,
     loading: "Future[Samples]",
 ) -> None:
-    from rlctl.cluster.compiled import compile_group, warm_up
+    from rlctl.cluster.compiled import compile_group
     from rlctl.cluster.processes import start_trainers
     from rlctl.data.cursor import Cursor, SampleSource
     from rlctl.sft.loop import SftLoop, SftParts
@@ -58,11 +58,12 @@ def _assembled(
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
-    if config.ray_compiled_graph.enabled:
-        compile_group(config.ray_compiled_graph, group, session)
+    graph = config.ray_compiled_graph
+    if graph.enabled:
+        compile_group(graph, group, session)
         with session.starting("warm-up"):
             longest = max(len(sample.tokens) for sample in [*train, *validation])
-            warm_up(config.ray_compiled_graph, trainer, longest, config.sft.batch_size, NllLoss())
+            trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, graph.warmup_seq_len or longest, NllLoss())
     parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices)
     SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,16 @@ from rlctl.refit.transport import Report
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
+
+
+@dataclass(frozen=True)
+class MakeEngine:
+    """Builds an engine inside its process."""
+
+    spec: EngineSpec
+
+    def __call__(self) -> "Engine":
+        return Engine(self.spec)
 
 
 class Engine:

@@ -7,10 +7,9 @@ the trainer's version and its requests are sampled again, with the same seeds.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Checks
@@ -22,16 +21,6 @@ from rlctl.workers.group import Pending, Worker, WorkerSpec
 Emit = Callable[..., None]
 # Of an engine's calls that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
 _THREADS = 6
-
-
-@dataclass(frozen=True)
-class _Make:
-    """Builds the engine inside its process."""
-
-    spec: EngineSpec
-
-    def __call__(self) -> Engine:
-        return Engine(self.spec)
 
 
 class GeneratorPool:
@@ -140,7 +129,7 @@ class GeneratorPool:
     def _start(self, index: int) -> Worker:
         env = environment(self._spec.device, self._devices[index])
         log = f"{self._logs}/engine-{index}.log"
-        return Worker(WorkerSpec(f"engine-{index}", _Make(self._spec), env, log, threads=_THREADS))
+        return Worker(WorkerSpec(f"engine-{index}", MakeEngine(self._spec), env, log, threads=_THREADS))
 
     def _gather(self, index: int, part: Pending) -> Columns | None:
         try:

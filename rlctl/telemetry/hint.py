@@ -1,6 +1,7 @@
 """One line of advice on how an asynchronous run's devices are divided. Pure."""
 
 from rlctl.telemetry.state import RunState
+from rlctl.telemetry.throughput import split
 
 RECENT = 20
 # A division that saves less of a step than this is not worth a restart.
@@ -14,9 +15,8 @@ def hint(state: RunState) -> str:
     idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
     if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
         return ""
-    step, waited = state.mean("time/step", RECENT), _waited(state)
-    if step and waited / step > WAITING:
-        share = waited / step
+    share = dict(split(state.steps.recent(RECENT))).get("idle_oldest", 0.0)
+    if share > WAITING:
         return f"trainer waits {share:.0%} for stragglers: raise async.max_trajectory_age_steps"
     devices = state.start.get("devices") or {}
     now = (int(devices.get("trainer", 1)), int(devices.get("generator", 1)))
@@ -43,9 +43,3 @@ def better_division(now: tuple[int, int], trainer: float, generator: float) -> t
     present = pace(now[0])
     best = min(range(1, whole), key=lambda train: (pace(train), abs(train - now[0])), default=now[0])
     return (best, whole - best), 1 - pace(best) / present if present > 0 else 0.0
-
-
-def _waited(state: RunState) -> float:
-    """Mean seconds of a step in which the trainer waits for the oldest group alone."""
-    recent = state.steps.recent(RECENT)
-    return sum(float(record.get("time/idle_oldest", 0.0)) for record in recent) / len(recent)

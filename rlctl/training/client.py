@@ -30,7 +30,8 @@ class TrainerClient:
         return self._run("evaluate", sequences, loss)
 
     def warm_up(self, count: int, length: int, loss: Loss) -> None:
-        """Go through `count` made-up sequences of `length` tokens without an update: nothing but caches changes."""
+        """Go through `count` made-up sequences of `length` tokens without an update: what is compiled, cached or grown
+        at first use is there then, and nothing else has changed."""
         tokens, mask = np.zeros(length, np.int32), np.ones(length, np.bool_)
         self.evaluate([Sequence(tokens, mask)] * count, loss)
 

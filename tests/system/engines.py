@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Kind
@@ -37,14 +37,6 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         recompute_kv_cache=False,
         forced_lengths=None,
     )
-
-
-@dataclass(frozen=True)
-class MakeEngine:
-    spec: EngineSpec
-
-    def __call__(self) -> Engine:
-        return Engine(self.spec)
 
 
 @dataclass(frozen=True)

@@ -166,16 +166,18 @@ def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> No
 
 @pytest.mark.slow
 def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_its_prompts(stage: Stage) -> None:
-    stage.start(6.0, "generation.max_generation_failures=0")
+    stage.start(6.0, "generation.max_generation_failures=0", "run.explain_after_s=2")
     stage.step()
     os.kill(stage.pool.engines[0].pid(), signal.SIGSTOP)
     for _ in range(2):
         stage.step()
     stage.end()
     assert stage.told("engine_lost")
+    warnings = [event["what"] for event in stage.told("warning")]
+    assert any("s without a new group: step 2 waits for" in what and "engine-0 samples" in what for what in warnings)
     dropped = [group.prompt.id for groups in stage.steps for group in groups if not group.completions]
     assert dropped
     assert [f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped] == [
-        event["what"] for event in stage.told("warning") if "dropped" in event["what"]
+        what for what in warnings if "dropped" in what
     ]
     assert len(set(ids(stage.steps))) == 3 * PROMPTS

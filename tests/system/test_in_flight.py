@@ -1,7 +1,7 @@
 """Weights that change while rollouts run: who sampled which token is known exactly, and so is with which log-prob."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import Completion, SampleRequest
-from rlctl.generation.spec import EngineSpec, environment
+from rlctl.generation.spec import environment
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.training.hf_folder import WeightFiles
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
@@ -22,14 +22,6 @@ from tests.tiny_models import make_model
 
 DEADLINE = 280.0
 GROUPS, SAMPLES, LENGTH, UPDATES = 125, 8, 40, 20
-
-
-@dataclass(frozen=True)
-class MakeCounting:
-    spec: EngineSpec
-
-    def __call__(self) -> Engine:
-        return Engine(self.spec)
 
 
 class Models:
@@ -112,7 +104,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     spec = replace(
         spec_for(folder, 128), extension="tests.system.drifting.CountingWorker", recompute_kv_cache=recompute
     )
-    engine = Worker(WorkerSpec("engine", MakeCounting(spec), environment("cpu", []), str(ray_here / "e.log"), 4))
+    engine = Worker(WorkerSpec("engine", MakeEngine(spec), environment("cpu", []), str(ray_here / "e.log"), 4))
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]

@@ -1,8 +1,9 @@
 """An asynchronous run as it passes: what the trainer did over the last steps, above how busy the generator was."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import groupby
+from typing import TypeVar
 
 from rlctl.telemetry.formats import duration, percent
 from rlctl.telemetry.hint import hint
@@ -21,7 +22,7 @@ SIGNS = {
     "refit": ("▒", "magenta"),
     "other": ("░", "white"),
 }
-Spans = list[tuple[float, str]]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def lanes(state: RunState, width: int, height: int) -> list[Row]:
@@ -66,19 +67,19 @@ def _trainer(records: list[Record], cells: int) -> list[str]:
 
 def _generator(records: list[Record], cells: int) -> str:
     """For each cell a block as high as the generator was busy."""
-    spans = [(_seconds(record), str(float(record.get("idle/generator", 0.0)))) for record in records]
-    shares = (sum(float(idle) * part for idle, part in cell.items()) for cell in _cut(spans, cells))
+    spans = [(_seconds(record), float(record.get("idle/generator", 0.0))) for record in records]
+    shares = (sum(idle * part for idle, part in cell.items()) for cell in _cut(spans, cells))
     return "".join(SPARKS[min(6, max(0, round((1 - idle) * 6)))] for idle in shares)
 
 
-def _cut(spans: Spans, cells: int) -> Iterator[dict[str, float]]:
+def _cut(spans: list[tuple[float, Name]], cells: int) -> Iterator[dict[Name, float]]:
     """The spans, laid end to end, cut into equal cells: for each the share of its time that every name has."""
     whole = sum(length for length, _ in spans)
     if whole <= 0 or cells < 1:
         return
     size, index, left = whole / cells, 0, spans[0][0]
     for _ in range(cells):
-        shares: defaultdict[str, float] = defaultdict(float)
+        shares: defaultdict[Name, float] = defaultdict(float)
         room = size
         while room > 1e-9 * size and index < len(spans):
             part = min(room, left)
@@ -90,7 +91,7 @@ def _cut(spans: Spans, cells: int) -> Iterator[dict[str, float]]:
         yield dict(shares) or {spans[-1][1]: 1.0}
 
 
-def _spans(record: Record) -> Spans:
+def _spans(record: Record) -> list[tuple[float, str]]:
     """(seconds, sign's name) of a step, in order."""
     known: dict[str, float] = dict.fromkeys(SIGNS, 0.0)
     for key, value in record.items():

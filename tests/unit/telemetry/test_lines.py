@@ -7,7 +7,7 @@ from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.lines import LineFormat, LineView
 from rlctl.telemetry.run_dir import RunDir
 
-from .synthetic import step_metrics
+from .synthetic import async_metrics, step_metrics
 
 
 def record(step: int) -> dict[str, object]:
@@ -85,3 +85,19 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     run = RunDir.create("a", tmp_path)
     with LineView(run, 1, 0.0, Closed()):
         EventLog(run.events).emit("warning", what="unheard")
+
+
+def test_steps_of_an_asynchronous_run_have_columns_of_their_own() -> None:
+    head, line = LineFormat(1).metrics({"kind": "step", "step": 7, **async_metrics(7)})
+    assert " ".join(head.split()).endswith("grad len age idle t idle g mismatch tok/s/dev")
+    assert line.split()[7:10] == ["0.750", "60%", "40%"]
+
+
+def test_what_happens_in_an_asynchronous_or_compiled_run_is_told_in_words() -> None:
+    told = LineFormat(1).event
+    assert list(told({"kind": "redrawn", "time": 1.0, "prompt": "e0-r3", "version": 2})) == [
+        "redrawn     prompt e0-r3 drawn anew: it stood at the bound on age"
+    ]
+    assert list(told({"kind": "dispatch", "time": 1.0, "what": "compiled 0.4 ms a call"})) == [
+        "dispatch    compiled 0.4 ms a call"
+    ]

@@ -9,7 +9,7 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.state import read_state
 from rlctl.telemetry.summary import print_summary
 
-from .synthetic import write_run
+from .synthetic import async_metrics, write_run
 
 
 def summary(path: Path, width: int = 80) -> str:
@@ -44,3 +44,10 @@ def test_commands_are_never_wrapped_and_keep_their_brackets(tmp_path: Path) -> N
 
 def test_a_run_that_never_took_a_step_has_a_summary_too(tmp_path: Path) -> None:
     assert "0 of 20" in summary(write_run(tmp_path, steps=0, ended="failed").path)
+
+
+def test_an_asynchronous_run_is_told_by_its_ages_and_what_to_change(tmp_path: Path) -> None:
+    text = " ".join(summary(write_run(tmp_path, metrics=async_metrics).path, width=120).split())
+    assert "age of groups mean 0.750 · at most 2 steps · mixed versions 25.0%" in text
+    assert "advice trainer waits 20% for stragglers: raise async.max_trajectory_age_steps" in text
+    assert "mismatch" not in text
