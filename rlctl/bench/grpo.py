@@ -74,6 +74,7 @@ class ModeRow:
     """One kind of run, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1.
 
     idle: of the trainer by what it waited for. stood: share of the generator's time in which weights were changed.
+    sequences: that an engine decoded at a time; of asynchronous runs.
     """
 
     mode: str
@@ -88,7 +89,7 @@ class ModeRow:
     stall: float
     refit: float
     age: float
-    rollouts: int
+    sequences: float
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
         stall=mean("refit/stall"),
         refit=mean("refit/seconds"),
         age=mean("age/mean"),
-        rollouts=len(steps),
+        sequences=mean("generator/sequences"),
     )
 
 

@@ -163,7 +163,7 @@ def _show(results: "GrpoResults", out: "Console") -> None:
     table.add_column("run", overflow="fold")
     wide = out.width >= 120
     names = ["step", "tok/s/dev", "x first", "share", "trainer idle", "gen idle", "refit"]
-    for name in [*names, *(["stall", "age", "trainer waits for"] if wide else [])]:
+    for name in [*names, *(["stall", "age", "seqs", "trainer waits for"] if wide else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in results.rows:
         table.add_row(*_cells(results, row, wide))
@@ -174,7 +174,7 @@ def _show(results: "GrpoResults", out: "Console") -> None:
 _LEGEND = (
     "step: seconds; tok/s/dev: prompt and answer tokens over wall time and all devices; share: of the ceiling; idle: "
     "share of the step; refit: share of the generator's time that changing weights took; stall: longest gap between "
-    "two tokens of a running request, ms; age: mean steps"
+    "two tokens of a running request, ms; age: mean steps; seqs: decoded at a time by an engine"
 )
 
 
@@ -184,6 +184,7 @@ def _cells(results: "GrpoResults", row: "ModeRow", wide: bool) -> list[str]:
     more = [
         f"{row.stall * 1e3:.0f}",
         f"{row.age:.2f}",
+        f"{row.sequences:.0f}" if row.sequences else "",
         ", ".join(f"{name.removeprefix('idle_')} {share:.0%}" for name, share in waits),
     ]
     return [

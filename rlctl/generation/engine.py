@@ -17,7 +17,7 @@ from rlctl.generation.boundaries import Boundaries
 from rlctl.generation.intake import Choice, Mode
 from rlctl.generation.llm import begun, build_llm, sampling_params
 from rlctl.generation.requests import Columns, SampleRequest
-from rlctl.generation.running import Cancelled, Counters, Running, Sample, columns
+from rlctl.generation.running import Cancelled, Counters, Delivery, Running, Sample, columns
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.stall import stall
 from rlctl.refit.messages import Header, TransportSpec, Untouched
@@ -46,8 +46,10 @@ class Engine:
         self._spec = spec
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._running = Running()
-        self._finished: queue.SimpleQueue[tuple[str, Future[list[Sample]]]] = queue.SimpleQueue()
-        self._counters = Counters(0.0, 0.0, 0)
+        self._finished: queue.SimpleQueue[tuple[str, Future[list[Sample]]] | None] = queue.SimpleQueue()
+        self._counters = Counters()
+        self._ended: dict[str, int] = {}
+        self._places = 0
         self._version = -1
         self._boundaries = Boundaries()
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
@@ -67,19 +69,22 @@ class Engine:
         for request, future in zip(requests, self._on_thread(lambda: self._add(requests))):
             future.add_done_callback(partial(self._keep, request.id))
 
-    def collect(self, patience_s: float) -> tuple[list[str], Columns, Counters]:
-        """Ids and rollouts of the submitted groups that ended since the last call; waits for one at most that long.
+    def collect(self, patience_s: float) -> Delivery:
+        """The submitted groups that ended since the last call; waits at most that long for one, or for as many
+        rollouts of several groups as make room for another group.
 
         Raises what ended them otherwise than by `abort`.
         """
-        ended: list[tuple[str, Future[list[Sample]]]] = []
+        news: list[tuple[str, Future[list[Sample]]] | None] = []
         while True:
             try:
-                ended.append(self._finished.get(timeout=0.0 if ended else patience_s))
+                news.append(self._finished.get(timeout=0.0 if news else patience_s))
             except queue.Empty:
                 break
+        ended = [group for group in news if group]
         kept = [(name, future) for name, future in ended if not isinstance(future.exception(), Cancelled)]
-        return [name for name, _ in kept], columns([future.result() for _, future in kept]), self._read()
+        found = columns([future.result() for _, future in kept])
+        return Delivery([name for name, _ in kept], found, self._read(), self._ended)
 
     def _read(self) -> Counters:
         return replace(self._counters, at=time.monotonic())
@@ -182,13 +187,25 @@ class Engine:
             # The thread lives on: whoever asks next gets an answer, not silence.
             return
         self._steps.append(time.perf_counter())
-        self._counters = self._counters.worked(self._steps[-1] - begin)
+        self._counters = self._counters.worked(self._steps[-1] - begin, self._decoding())
+        if finished := [output for output in outputs if output.finished]:
+            self._finish(finished)
+
+    def _finish(self, outputs: list[Any]) -> None:
+        size = 0
         for output in outputs:
-            if output.finished:
-                sample = output.outputs[0]
-                versions = self._boundaries.end(output.request_id, len(sample.token_ids))
-                self._counters = self._counters.sampled(len(sample.token_ids))
-                self._running.finish(output.request_id, Sample(sample, versions))
+            sample = output.outputs[0]
+            versions = self._boundaries.end(output.request_id, len(sample.token_ids))
+            self._counters = self._counters.sampled(len(sample.token_ids))
+            size = self._running.finish(output.request_id, Sample(sample, versions))
+        self._ended = self._running.ended()
+        self._places += len(outputs)
+        if self._places >= size:
+            self._places = 0
+            self._finished.put(None)
+
+    def _decoding(self) -> int:
+        return len(self._llm.engine_core.engine_core.scheduler.running)
 
     def _add(self, requests: list[SampleRequest]) -> list["Future[list[Sample]]"]:
         if self._poisoned:

@@ -20,17 +20,20 @@ class Cancelled(RuntimeError):
 @dataclass(frozen=True)
 class Counters:
     """Since the engine's start. busy: seconds spent in steps. paused: seconds in which weights changed and nothing
-    could be sampled. tokens: of rollouts that ended. at: when this was read, seconds of the engine's own clock.
+    could be sampled. tokens: of rollouts that ended. sequences: decoded, summed over all steps. steps: taken. at: when
+    this was read, seconds of the engine's own clock.
     """
 
-    busy: float
-    paused: float
-    tokens: int
+    busy: float = 0.0
+    paused: float = 0.0
+    tokens: int = 0
+    sequences: int = 0
+    steps: int = 0
     at: float = field(default=0.0, compare=False)
 
-    def worked(self, seconds: float) -> "Counters":
+    def worked(self, seconds: float, sequences: int) -> "Counters":
         """After a step."""
-        return replace(self, busy=self.busy + seconds)
+        return replace(self, busy=self.busy + seconds, sequences=self.sequences + sequences, steps=self.steps + 1)
 
     def stood(self, seconds: float) -> "Counters":
         """After a change of weights."""
@@ -47,6 +50,18 @@ class Sample:
 
     output: Any
     versions: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What an engine hands out at a time. ids, columns: groups that ended, and their rollouts. ended: of each group
+    that still runs, how many of its rollouts do not any more.
+    """
+
+    ids: list[str]
+    columns: Columns
+    counters: Counters
+    ended: dict[str, int]
 
 
 @dataclass
@@ -81,14 +96,15 @@ class Running:
         self._groups[request.id] = RunningGroup(request)
         return self._groups[request.id]
 
-    def finish(self, rollout: str, sample: Sample) -> None:
-        """One rollout ended; with the last of its group the group is done."""
+    def finish(self, rollout: str, sample: Sample) -> int:
+        """One rollout ended; with the last of its group the group is done. Returns the size of the group."""
         name, _, index = rollout.rpartition("#")
         group = self._groups[name]
         group.samples[int(index)] = sample
         if len(group.samples) == group.request.num_samples:
             del self._groups[name]
             group.done.set_result([group.samples[i] for i in range(group.request.num_samples)])
+        return group.request.num_samples
 
     def drop(self, names: list[str], reason: Exception) -> list[str]:
         """These groups end without an answer, as far as they run; returns their rollouts."""
@@ -96,6 +112,10 @@ class Running:
         for group in found:
             group.done.set_exception(reason)
         return [rollout for group in found for rollout in group.rollouts()]
+
+    def ended(self) -> dict[str, int]:
+        """Rollouts that ended of each group that still runs, where there are any."""
+        return {name: len(group.samples) for name, group in self._groups.items() if group.samples}
 
     def names(self) -> list[str]:
         """Ids of all groups."""

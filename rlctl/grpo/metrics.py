@@ -72,13 +72,14 @@ def generator_metrics(lane: Lane) -> dict[str, float]:
     """
     pairs = [(b, a) for b, a in zip(lane.before, lane.after) if a.busy >= b.busy and a.at > b.at > 0]
     busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
-    tokens = sum(a.tokens - b.tokens for b, a in pairs)
+    tokens, steps = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("tokens", "steps"))
     if not pairs:
         return {}
     return {
         "throughput/generation": tokens / busy * len(pairs) / lane.devices if busy > 0 else 0.0,
         "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),
         "idle/generator_refit": min(1.0, paused / whole),
+        "generator/sequences": sum(a.sequences - b.sequences for b, a in pairs) / max(1, steps),
         "tokens/sampled": float(tokens),
     }
 

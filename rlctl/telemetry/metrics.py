@@ -48,6 +48,7 @@ MEANING = {
     "throughput/generation": "generation only, tokens/s/device",
     "throughput/mfu": "model FLOPs utilisation while training, share",
     "idle/trainer": "share of the step in which the trainer did nothing",
+    "generator/sequences": "sequences that an engine decoded at a time, mean over its steps",
     "idle/generator": "share of the step in which the generator did nothing",
     "idle/generator_refit": "share of the step in which a refit kept the generator from sampling",
     "memory/trainer_gib": "peak memory of a trainer rank, GiB",

@@ -11,9 +11,10 @@ import pytest
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, fates, in_transit, survivors
 
-STEPS, PROMPTS, AGE = 14, 8, 2
 # `RLCTL_TEST_KILLS=10 make test ARGS=tests/faults` hurts runs longer than `make test` has time for.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "2"))
+# A step takes 0.1 s: the run must not be over before its last kill.
+STEPS, PROMPTS, AGE = max(14, 10 * KILLS), 8, 2
 ROWS = 2300
 
 

@@ -62,3 +62,21 @@ def test_two_trainer_ranks_and_two_engines_share_two_devices(model: Path, tmp_pa
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 def test_weights_go_by_nccl_between_devices(model: Path, tmp_path: Path) -> None:
     check(run("grpo-qwen3-0.6b-2gpu.yaml", tmp_path, model, "generation.enforce_eager=true"))
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+def test_weights_change_in_flight_between_devices(model: Path, tmp_path: Path) -> None:
+    """Answers of several lengths, so that some are under way at every refit."""
+    bound, steps = 2, 5
+    records = run(
+        "grpo-qwen3-0.6b-2gpu.yaml",
+        tmp_path,
+        model,
+        *("async.enabled=true", f"async.max_trajectory_age_steps={bound}", f"grpo.num_steps={steps}"),
+        *("generation.enforce_eager=true", "generation.max_new_tokens=512", "generation.forced_lengths=[128, 1.0]"),
+    )
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
+    for record in records:
+        assert 0 <= record["age/mean"] <= record["age/max"] <= bound
+        assert record["mismatch/token_mult_prob_error"] < 1.02
+    assert any(record["age/mixed"] > 0 for record in records), "no answer ran across a refit"

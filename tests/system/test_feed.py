@@ -17,7 +17,8 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, PromptSource
 from rlctl.data.prompts import Prompt
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion
+from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.running import Delivery
 from rlctl.generation.spec import ForcedLengths
 from rlctl.generation.stream import RolloutStream
 from rlctl.grpo.batch import Group
@@ -124,6 +125,26 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def ids(steps: list[list[Group]]) -> list[str]:
     return [group.prompt.id for groups in steps for group in groups]
+
+
+@pytest.mark.slow
+def test_rollouts_that_ended_make_room_before_their_group_is_done(stage: Stage) -> None:
+    engine, size = stage.pool.engines[0], 12
+    stage.pool.refit(stage.refit, 0)
+    engine.start("submit", [SampleRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
+    told: list[Delivery] = []
+    while not (told and told[-1].ids):
+        told += engine.start("collect", DEADLINE).wait(DEADLINE)
+    # The engine decodes 16 at a time. A place is offered when as many rollouts ended as this group has.
+    assert [delivery.ids for delivery in told] == [[]] * (len(told) - 1) + [["long"]]
+    engine.start("submit", [SampleRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(DEADLINE)
+    told, left = [], {f"s{i}" for i in range(4)}
+    while left:
+        told += engine.start("collect", DEADLINE).wait(DEADLINE)
+        left -= set(told[-1].ids)
+    part = [delivery for delivery in told if not delivery.ids and delivery.ended]
+    assert part and all(0 < count < 4 for delivery in part for count in delivery.ended.values())
+    assert told[-1].counters.sequences > told[-1].counters.steps > 0
 
 
 @pytest.mark.slow
