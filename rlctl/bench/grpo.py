@@ -3,20 +3,14 @@
 Answers have drawn lengths with a long tail instead of stop tokens, so that random weights make the work of a real run.
 """
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlctl.bench.workload import make_workload
-
-_INTERRUPT_S = 60.0
+from rlctl.bench.runs import run_training
+from rlctl.bench.workload import make_prompts, make_random_model
 
 
 @dataclass(frozen=True)
@@ -120,7 +114,8 @@ class GrpoResults:
 def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -> GrpoResults:
     """Run every mode, one after the other, in `folder`. Raises RuntimeError with the end of a run that failed."""
     say(f"random weights in the shape of {bench.model}")
-    make_workload(bench.shape, folder, 64 * bench.prompts)
+    make_random_model(bench.shape, folder)
+    make_prompts(folder, 64 * bench.prompts)
     records: dict[str, list[dict[str, Any]]] = {}
     for mode in bench.modes:
         say(f"{mode}: {bench.num_steps(mode)} steps, {bench.steps} of them counted")
@@ -132,56 +127,17 @@ def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -
 
 def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
     """Step records of one mode, without the first ones."""
-    name = mode.replace(", ", "-").replace(" ", "-")
     columns = [f"data.train.{key}" for key in (f"path={folder / 'train.jsonl'}", "prompt_key=prompt")]
     settings = [
         *(f"model.path={folder / 'model'}", f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", *columns),
-        *(
-            f"run.dir={folder}",
-            f"run.name={name}",
-            "run.probe=false",
-            "data.validation.path=null",
-            "validation.every=0",
-        ),
-        *("checkpoint.every=0", "checkpoint.at_end=false", "telemetry.dashboard=off", "data.max_prompt_length=128"),
+        *("run.probe=false", "data.max_prompt_length=128"),
         *(f"grpo.num_steps={bench.num_steps(mode)}", f"grpo.num_prompts_per_step={bench.prompts}"),
         *(f"grpo.num_generations_per_prompt={bench.generations}", f"generation.max_new_tokens={bench.cap}"),
         *(f"generation.forced_lengths=[{bench.mean}, {bench.sigma}]", *bench.overrides(mode), *bench.extra),
     ]
-    command = [sys.executable, "-m", "rlctl.cli.main", "train", "grpo", "grpo-tiny", *settings]
-    output = folder / f"{name}.out"
-    with output.open("w") as out:
-        # A session of its own: Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        try:
-            code = process.wait()
-        except KeyboardInterrupt:
-            _stop(process)
-            raise
-    if code:
-        raise RuntimeError(f"{mode} ended with {code}: {_reason(folder / name / 'events.jsonl', output)}")
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
-    steps = [record for record in map(json.loads, lines) if record["kind"] == "step"]
+    steps = run_training("grpo", mode, settings, folder)
     counted = bench.counted(mode)
     return steps[counted.start : counted.stop]
-
-
-def _reason(events: Path, output: Path) -> str:
-    """Why a run failed, in its own words."""
-    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    errors = [str(event["what"]) for event in told if event["kind"] == "error"]
-    return errors[-1] if errors else " / ".join(output.read_text().strip().splitlines()[-3:])
-
-
-def _stop(process: "subprocess.Popen[bytes]") -> None:
-    for _ in range(2):
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(_INTERRUPT_S / 2)
-            return
-        except subprocess.TimeoutExpired:
-            continue
-    process.kill()
 
 
 def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:

@@ -6,6 +6,7 @@ from typing import Any
 from rlctl.bench.dispatch import DispatchRow
 from rlctl.bench.grpo import GrpoResults
 from rlctl.bench.results import Results
+from rlctl.bench.sft import SftResults
 
 
 def write_plot(results: Results, path: Path) -> None:
@@ -34,6 +35,21 @@ def write_grpo_plot(results: GrpoResults, path: Path) -> None:
     where = f"{results.gpus} GPUs" if results.gpus else "CPU"
     label = "tokens/s/device end to end" + ("; dashed: both sides always at work" if results.ceiling else "")
     _write(bars, results.ceiling, f"GRPO, {results.model}, {where}", label, path)
+
+
+def write_sft_plot(results: SftResults, path: Path) -> None:
+    """The same for ways to run a training step."""
+    bars = [
+        (
+            row.mode,
+            row.rate,
+            f"{row.rate:,.0f}" + (f", {row.mfu:.0%} MFU" if row.mfu is not None else ""),
+            "compiled" in row.mode,
+        )
+        for row in results.rows
+    ]
+    title = f"SFT, {results.model}, {results.ranks} rank{'s' * (results.ranks > 1)}, samples of {results.tokens} tokens"
+    _write(bars, None, title, "tokens/s/device trained", path)
 
 
 def write_dispatch_plot(rows: list[DispatchRow], path: Path) -> None:

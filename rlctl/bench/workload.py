@@ -1,4 +1,7 @@
-"""The work of `rlctl bench grpo`: a model of a real shape with random weights, prompts, and a reward, in one folder."""
+"""Work to measure runs with: a model of a real shape with random weights, and data; its tokenizer has a word a token.
+
+Everything goes into one folder.
+"""
 
 import json
 import random
@@ -17,8 +20,8 @@ def score(prompt, completion, answer, row):
 _PROMPT_WORDS = 64
 
 
-def make_workload(shape: Path, folder: Path, prompts: int) -> None:
-    """shape: a folder with a config.json. Writes model/, train.jsonl and reward.py. Raises RuntimeError."""
+def make_random_model(shape: Path, folder: Path) -> None:
+    """shape: a folder with a config.json. Writes model/. Raises RuntimeError."""
     if not (shape / "tokenizer.json").exists():
         vocabulary = int(json.loads((shape / "config.json").read_text())["vocab_size"])
         _tokenizer(vocabulary).save_pretrained(shape)
@@ -26,11 +29,28 @@ def make_workload(shape: Path, folder: Path, prompts: int) -> None:
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")
+
+
+def make_prompts(folder: Path, count: int) -> None:
+    """Writes train.jsonl and reward.py."""
     rng = random.Random(0)
-    rows = (" ".join(f"w{rng.randrange(2, 60)}" for _ in range(_PROMPT_WORDS)) for _ in range(prompts))
-    text = "".join(json.dumps({"prompt": row, "answer": ""}) + "\n" for row in rows)
-    (folder / "train.jsonl").write_text(text)
+    _write(folder, [{"prompt": _words(rng, _PROMPT_WORDS), "answer": ""} for _ in range(count)])
     (folder / "reward.py").write_text(_REWARD)
+
+
+def make_samples(folder: Path, count: int, tokens: int) -> None:
+    """Writes train.jsonl: every sample as long as `tokens`, of which all but the first are trained on."""
+    rng = random.Random(0)
+    # The end token comes by itself.
+    _write(folder, [{"prompt": _words(rng, 1), "answer": _words(rng, tokens - 2)} for _ in range(count)])
+
+
+def _write(folder: Path, rows: list[dict[str, str]]) -> None:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _words(rng: random.Random, count: int) -> str:
+    return " ".join(f"w{rng.randrange(2, 60)}" for _ in range(count))
 
 
 def _tokenizer(size: int) -> Any:

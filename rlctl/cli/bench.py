@@ -1,26 +1,27 @@
 """`rlctl bench`: checks what is asked for, measures, shows a table, a plot or JSON."""
 
 import json
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from rlctl.cli.output import FAILED, INTERRUPTED, OK, console, examples
+from rlctl.cli.bench_common import Say, check_model, check_plot, finish, words
+from rlctl.cli.output import FAILED, OK, console, examples
 from rlctl.cluster.placement import Placement
-from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.bench.refit import RefitBench
+    from rlctl.bench.results import Results
 
 MODES = ("auto", "direct", "staged")
 
 app = typer.Typer(
-    help="Measure this machine: weight transfer, calls to workers, sync against async.", no_args_is_help=True
+    help="Measure this machine: weight transfer, training steps, calls to workers, sync against async.",
+    no_args_is_help=True,
 )
 
 
@@ -88,16 +89,16 @@ def _checked(
     problems: list[Problem] = []
     gpus = count_gpus()
     defaults = load("grpo", None, []).config.refit  # type: ignore[union-attr]
-    model = _model(model or ("qwen3-8b" if gpus else "tiny"), problems)
+    model = check_model(model or ("qwen3-8b" if gpus else "tiny"), problems)
     placement = _placement(gpus, sizes, colocated, problems)
-    modes = _words("--mode", asked["mode"] or ("direct,staged" if gpus else "auto"), MODES, problems)
+    modes = words("--mode", asked["mode"] or ("direct,staged" if gpus else "auto"), MODES, problems)
     if "direct" in modes and not gpus:
         why = "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged"
         problems.append(Problem("--mode", "", why))
-    kinds = _words("--transport", asked["transport"] or _usual(placement, sizes), get_args(Kind), problems)
+    kinds = words("--transport", asked["transport"] or _usual(placement, sizes), get_args(Kind), problems)
     usual = "sampled" if gpus else "all,off"
-    checks = _words("--checksum", asked["checksum"] or usual, get_args(Checks), problems)
-    _words("--master", master, ("float32", "bfloat16"), problems)
+    checks = words("--checksum", asked["checksum"] or usual, get_args(Checks), problems)
+    words("--master", master, ("float32", "bfloat16"), problems)
     buffers = _numbers(asked["num-buffers"] or str(defaults.num_buffers), problems)
     check_plot(asked["plot"], problems)
     if problems:
@@ -125,16 +126,6 @@ def _checked(
     return bench
 
 
-def _model(model: str, problems: list[Problem]) -> str:
-    from rlctl.bench.models import SHAPES
-
-    if model not in SHAPES and not (Path(model) / "config.json").is_file():
-        hint = did_you_mean(model, SHAPES)
-        allowed = f"{', '.join(SHAPES)}, or a folder with a config.json"
-        problems.append(Problem("--model", "", f"{model} is no model{hint}; allowed: {allowed}"))
-    return model
-
-
 def _placement(gpus: int, sizes: dict[str, int], colocated: bool, problems: list[Problem]) -> Placement:
     from rlctl.cluster.placement import place
 
@@ -154,16 +145,6 @@ def _usual(placement: Placement, sizes: dict[str, int]) -> str:
     return usual_transport(placement, sizes["generators"])
 
 
-def _words(option: str, given: str, allowed: tuple[str, ...], problems: list[Problem]) -> list[Any]:
-    """The parts of a list with commas."""
-    parts = [part.strip() for part in given.split(",")]
-    for part in parts:
-        if part not in allowed:
-            hint = did_you_mean(part, allowed)
-            problems.append(Problem(option, "", f"{part!r} is not allowed{hint}; allowed: {', '.join(allowed)}"))
-    return parts
-
-
 def _numbers(given: str, problems: list[Problem]) -> list[int]:
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdigit() and int(part) >= 1 for part in parts):
@@ -172,37 +153,23 @@ def _numbers(given: str, problems: list[Problem]) -> list[int]:
     return [int(part) for part in parts]
 
 
-def check_plot(path: Path | None, problems: list[Problem]) -> None:
-    """What is wrong with the file of a plot."""
-    from importlib.util import find_spec
-
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg"):
-        problems.append(Problem("--plot", "", f"{path}: allowed are names that end in .png or .svg"))
-    if not path.absolute().parent.is_dir():
-        problems.append(Problem("--plot", "", f"{path.absolute().parent} is no folder"))
-    if find_spec("matplotlib") is None:
-        problems.append(Problem("--plot", "", "needs matplotlib: pip install 'rlctl[plot]'"))
-
-
 def _measure(make: "Callable[[str], RefitBench]", as_json: bool, plot: Path | None) -> int:
     from rlctl.bench.refit import run_bench
-    from rlctl.cli.bench_view import print_results
     from rlctl.cluster.launch import shared_memory
     from rlctl.cluster.local import local_ray
-    from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 
     logs = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
-    try:
-        with telling() as say, local_ray(logs) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as folder:
-            results = run_bench(make(str(logs)), folder, say)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
-    except (WorkerError, WorkerDied, WorkerTimeout, RuntimeError, OSError) as error:
-        typer.echo(f"error: {error}\nlogs: {logs}", err=True)
-        return FAILED
+
+    def measure(say: Say) -> "Results":
+        with local_ray(logs) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as folder:
+            return run_bench(make(str(logs)), folder, say)
+
+    return finish(measure, lambda results: _tell(results, as_json, plot), logs)
+
+
+def _tell(results: "Results", as_json: bool, plot: Path | None) -> int:
+    from rlctl.cli.bench_view import print_results
+
     if as_json:
         typer.echo(json.dumps(results.as_json(), indent=1))
     else:
@@ -215,14 +182,3 @@ def _measure(make: "Callable[[str], RefitBench]", as_json: bool, plot: Path | No
         names = ", ".join(row.wrong[:3]) + (f" and {len(row.wrong) - 3} more" if len(row.wrong) > 3 else "")
         typer.echo(f"error: {row.label}: delivered weights differ from the sent ones: {names}", err=True)
     return FAILED if results.wrong else OK
-
-
-@contextmanager
-def telling() -> Iterator[Callable[[str], None]]:
-    """What is under way, on stderr: a line that changes on a terminal, lines elsewhere."""
-    err = console(stderr=True)
-    if not sys.stderr.isatty():
-        yield lambda what: err.print(what)
-        return
-    with err.status("starting Ray") as status:
-        yield lambda what: status.update(what)

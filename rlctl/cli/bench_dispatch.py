@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.bench import check_plot, telling
-from rlctl.cli.output import FAILED, INTERRUPTED, console, examples
+from rlctl.cli.bench_common import Say, check_plot, finish
+from rlctl.cli.output import OK, console, examples
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -65,24 +65,24 @@ def _measure(workers: tuple[int, ...], payloads: tuple[int, ...], calls: int, as
     from rlctl.bench.dispatch import DispatchBench, run_dispatch_bench
     from rlctl.cluster.local import local_ray
 
-    try:
-        with tempfile.TemporaryDirectory(prefix="rlctl-") as logs, telling() as say, local_ray(Path(logs)):
-            rows = run_dispatch_bench(DispatchBench(workers, payloads, calls), logs, say)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        return FAILED
-    if as_json:
-        typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
-    else:
-        show(rows, console())
-    if plot is not None:
-        from rlctl.bench.plot import write_dispatch_plot
+    logs = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
 
-        write_dispatch_plot(rows, plot)
-    return 0
+    def measure(say: Say) -> "list[DispatchRow]":
+        with local_ray(logs):
+            return run_dispatch_bench(DispatchBench(workers, payloads, calls), str(logs), say)
+
+    def tell(rows: "list[DispatchRow]") -> int:
+        if as_json:
+            typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
+        else:
+            show(rows, console())
+        if plot is not None:
+            from rlctl.bench.plot import write_dispatch_plot
+
+            write_dispatch_plot(rows, plot)
+        return OK
+
+    return finish(measure, tell, logs)
 
 
 def show(rows: list["DispatchRow"], out: "Console") -> None:

@@ -1,7 +1,6 @@
 """`rlctl bench grpo`: checks what is asked for, runs it, shows a table, a plot or JSON."""
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,9 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.bench import check_plot, telling
-from rlctl.cli.output import FAILED, INTERRUPTED, console, examples
-from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.cli.bench_common import check_model, check_plot, finish, named
+from rlctl.cli.output import OK, console, examples
+from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,35 +84,20 @@ def _checked(
     trainers = trainers or max(1, gpus // 2)
     if gpus and trainers >= gpus > 1:
         problems.append(Problem("--trainers", "", f"{trainers} of {gpus} leave no device for engines"))
-    chosen = _modes(modes, gpus, problems)
+    if gpus == 1:
+        what = "1: asynchronous runs need a device for each side; at least 2, or 0 for CPU"
+        problems.append(Problem("--gpus", "", what))
+    # With one device, or none, nothing can stand apart that was colocated.
+    usual = ",".join(_NAMES) if gpus > 1 else "colocated,drained,in-flight"
+    chosen = named("--modes", modes or usual, _NAMES, problems)
     mean, sigma, cap = _lengths(lengths or ("600,1.0,4096" if gpus else "32,1.0,192"), problems)
-    folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
-    name = model or ("qwen3-1.7b" if gpus else "tiny")
-    try:
-        shape = model_folder(name, folder)
-    except ValueError as error:
-        problems.append(Problem("--model", "", str(error)))
-        shape = folder
+    name = check_model(model or ("qwen3-1.7b" if gpus else "tiny"), problems)
     if problems:
-        shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(problems)
+    folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
+    shape = model_folder(name, folder)
     numbers = (prompts, generations, steps, age)
     return GrpoBench(shape, name, gpus, trainers, *numbers, mean, sigma, cap, chosen, override), folder
-
-
-def _modes(given: str | None, gpus: int, problems: list[Problem]) -> list[str]:
-    # With one device, or none, nothing can stand apart that was colocated.
-    usual = list(_NAMES) if gpus > 1 else ["colocated", "drained", "in-flight"]
-    if gpus == 1:
-        problems.append(
-            Problem("--gpus", "", "1: asynchronous runs need a device for each side; at least 2, or 0 for CPU")
-        )
-    names = [part.strip() for part in given.split(",")] if given else usual
-    for name in names:
-        if name not in _NAMES:
-            hint = did_you_mean(name, tuple(_NAMES))
-            problems.append(Problem("--modes", "", f"{name!r} is not allowed{hint}; allowed: {', '.join(_NAMES)}"))
-    return [_NAMES[name] for name in names if name in _NAMES]
 
 
 def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
@@ -130,26 +114,18 @@ def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
 def _measure(bench: "GrpoBench", folder: Path, as_json: bool, plot: Path | None) -> int:
     from rlctl.bench.grpo import run_grpo_bench
 
-    try:
-        with telling() as say:
-            results = run_grpo_bench(bench, folder, say)
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
-    except (RuntimeError, OSError) as error:
-        typer.echo(f"error: {error}\nruns: {folder}", err=True)
-        return FAILED
-    shutil.rmtree(folder, ignore_errors=True)
-    if as_json:
-        typer.echo(json.dumps(results.as_json(), indent=1))
-    else:
-        _show(results, console())
-    if plot is not None:
-        from rlctl.bench.plot import write_grpo_plot
+    def tell(results: "GrpoResults") -> int:
+        if as_json:
+            typer.echo(json.dumps(results.as_json(), indent=1))
+        else:
+            _show(results, console())
+        if plot is not None:
+            from rlctl.bench.plot import write_grpo_plot
 
-        write_grpo_plot(results, plot)
-    return 0
+            write_grpo_plot(results, plot)
+        return OK
+
+    return finish(lambda say: run_grpo_bench(bench, folder, say), tell, folder)
 
 
 def _show(results: "GrpoResults", out: "Console") -> None:

@@ -1,6 +1,6 @@
 """Brings a GRPO run to life on this machine: data, Ray, trainer ranks and engines come up together, then the loop."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -120,11 +120,16 @@ def _assembled(
 def _devices(placement: Placement, facts: dict[str, Any], files: ModelFiles) -> "Devices":
     """facts: of `TrainerClient.info`."""
     from rlctl.grpo.loop import Devices
+
+    devices = (placement.trainer_devices, placement.generator_devices, placement.all_devices)
+    return Devices(*devices, *training_cost(facts, files))
+
+
+def training_cost(facts: dict[str, Any], files: ModelFiles) -> tuple[str, Callable[[float], float]]:
+    """Name of the trainer's device, and FLOPs a token by sequence length. facts: of `TrainerClient.info`."""
     from rlctl.telemetry.throughput import flops_per_token
 
-    flops = partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden)
-    devices = (placement.trainer_devices, placement.generator_devices, placement.all_devices)
-    return Devices(*devices, facts["device_name"], flops)
+    return facts["device_name"], partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden)
 
 
 def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts") -> None:

@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlctl.cluster.launch import announce, ray_for
+from rlctl.cluster.launch import announce, ray_for, training_cost
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
 from rlctl.cluster.session import Session, run_session
@@ -64,7 +64,8 @@ def _assembled(
         with session.starting("warm-up"):
             longest = max(len(sample.tokens) for sample in [*train, *validation])
             trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, graph.warmup_seq_len or longest, NllLoss())
-    parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices)
+    cost = training_cost(trainer.info(), files)
+    parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices, *cost)
     SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 
 

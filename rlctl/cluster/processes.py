@@ -11,6 +11,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.generation.spec import EngineSpec, ForcedLengths
 from rlctl.refit.messages import Checks, Kind
 from rlctl.refit.refit import Options
+from rlctl.training.profile import ProfileSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from rlctl.workers.ports import free_port
@@ -48,6 +49,8 @@ def start_trainers(
     """The trainer ranks, starting."""
     ranks, threads = config.trainer.num_ranks, trainer_threads(config, os.cpu_count() or 1)
     init_method = f"tcp://127.0.0.1:{free_port()}"
+    updates = config.telemetry.profile_updates
+    profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
     for rank in range(ranks):
         spec = TrainerSpec(
@@ -61,6 +64,7 @@ def start_trainers(
             temperature=temperature,
             total_updates=total_updates,
             seed=config.run.seed,
+            profile=profile,
         )
         env = trainer_environment(placement, rank, threads)
         specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, f"{session.logs}/trainer-{rank}.log"))

@@ -67,7 +67,7 @@ def _lateness(origin: Origin) -> tuple[int, int]:
 def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
     """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist."""
     view = View(config, origins)
-    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _chat, _validation, _data)]
+    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _chat, _validation, _data, _profile)]
     if isinstance(config, GrpoConfig):
         checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines, _async)]
     else:
@@ -260,6 +260,12 @@ def _engines(view: View, config: GrpoConfig) -> Problems:
     elif sizes is not None and sizes.kv_heads % size and size % sizes.kv_heads:
         what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
         yield view.problem("generation.tensor_parallel_size", what)
+
+
+def _profile(view: View) -> Problems:
+    updates = view.config.telemetry.profile_updates
+    if updates is not None and (len(updates) != 2 or updates[0] > updates[1]):
+        yield view.problem("telemetry.profile_updates", f"must be [first, last], not {updates}")
 
 
 def _run(view: View) -> Problems:

@@ -166,6 +166,7 @@ class TrainerSection:
     dtype: Literal["auto", "float32", "bfloat16"] = spec("compute dtype; auto: float32 on CPU, bfloat16 on GPU")
     activation_checkpointing: bool = spec("recompute layers in the backward pass to save memory")
     logprob_chunk_tokens: int = spec("tokens whose logits exist at one time", ge=1)
+    compile: bool = spec("torch.compile each layer and the loss; the first step takes a minute longer")
     threads: int | None = spec("CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1)
     optimizer: OptimizerSection = spec("optimizer and schedule")
 
@@ -240,6 +241,9 @@ class TelemetrySection:
     tensorboard: bool = spec("write TensorBoard events into the run directory")
     wandb_project: str | None = spec("Weights & Biases project; null: off")
     rollouts_per_step: int = spec("rollouts written to rollouts.jsonl each step", ge=0)
+    profile_updates: list[int] | None = spec(
+        "profile the trainer in these updates after the start, [first, last], into profile/; null: off", ge=1
+    )
 
 
 @dataclass

@@ -17,13 +17,17 @@ from rlctl.training.sequences import Sequence
 
 @dataclass(frozen=True)
 class SftParts:
-    """What a run is assembled from. devices: those that train."""
+    """What a run is assembled from. devices: those that train, and device their name. flops: of training, (sequence
+    length) -> FLOPs a token.
+    """
 
     trainer: TrainerClient
     source: SampleSource
     validation: list[Sample]
     keeper: Keeper
     devices: int
+    device: str
+    flops: Callable[[float], float]
 
 
 class SftLoop(Loop):
@@ -49,6 +53,9 @@ class SftLoop(Loop):
             "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
             "idle/trainer": throughput.idle_share(times, ("train",)),
         }
+        flops = self._parts.flops(tokens / len(batch))
+        if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
+            speed["throughput/mfu"] = share
         self._parts.keeper.step(number, {"version": number, **metrics, **speed, **times})
 
     def validate(self) -> None:

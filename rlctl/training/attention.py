@@ -5,14 +5,25 @@ grouped by length, so that hundreds of short ones cost a few calls, not hundreds
 """
 
 import inspect
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 NAME = "rlctl_packed"
+
+
+def _varlen_options() -> dict[str, Any]:
+    """How this torch's kernel is told to be causal (2.10: is_causal, later window_size), and whether it knows GQA."""
+    known = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return causal | ({"enable_gqa": False} if "enable_gqa" in known else {})
+
+
+# Found once: what is compiled must not look.
+_VARLEN = _varlen_options()
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
@@ -27,9 +38,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    options = _varlen_options()
+    options = _VARLEN
     if "enable_gqa" in options:
         options = options | {"enable_gqa": q.shape[1] != k.shape[1]}
     elif q.shape[1] != k.shape[1]:
@@ -38,16 +47,6 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, s
     attend: Any = varlen_attn
     out: Tensor = attend(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, **options)
     return out
-
-
-@cache
-def _varlen_options() -> dict[str, Any]:
-    """How this torch's kernel is told to be causal (2.10: is_causal, later window_size), and whether it knows GQA."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    return causal | ({"enable_gqa": False} if "enable_gqa" in known else {})
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:

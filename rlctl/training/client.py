@@ -23,17 +23,18 @@ class TrainerClient:
 
     def train(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
         """One optimizer update on all sequences; normalisers are over all of them."""
-        return self._run("train", sequences, loss)
+        metrics: dict[str, float] = self._run("train", sequences, loss)
+        return metrics
 
     def evaluate(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
         """The loss's metrics without an update."""
-        return self._run("evaluate", sequences, loss)
+        metrics: dict[str, float] = self._run("evaluate", sequences, loss)
+        return metrics
 
     def warm_up(self, count: int, length: int, loss: Loss) -> None:
-        """Go through `count` made-up sequences of `length` tokens without an update: what is compiled, cached or grown
-        at first use is there then, and nothing else has changed."""
+        """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update."""
         tokens, mask = np.zeros(length, np.int32), np.ones(length, np.bool_)
-        self.evaluate([Sequence(tokens, mask)] * count, loss)
+        self._run("warm_up", [Sequence(tokens, mask)] * count, loss)
 
     def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
         """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
@@ -56,11 +57,10 @@ class TrainerClient:
         facts: dict[str, Any] = self.group.call("info")[0]
         return facts
 
-    def _run(self, method: str, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
+    def _run(self, method: str, sequences: Rows[Sequence], loss: Loss) -> Any:
         totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
         shares = _shares(self._plan(sequences), sequences)
-        metrics: dict[str, float] = self.group.run(method, [(share, loss, totals) for share in shares])[0]
-        return metrics
+        return self.group.run(method, [(share, loss, totals) for share in shares])[0]
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
         return plan_micro_batches([len(sequence) for sequence in sequences], len(self.group), self._tokens)

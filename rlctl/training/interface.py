@@ -74,6 +74,10 @@ class TrainerRank(Protocol):
     def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
         """One optimizer update over all ranks' micro-batches; returns metrics that are equal on every rank."""
 
+    def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
+        """What `train` does, but for the update: weights, optimizer and generators of random numbers stay as they are,
+        to the last bit, and what is compiled, cached or allocated at first use is there."""
+
     def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
         """The loss's metrics without an update."""
 

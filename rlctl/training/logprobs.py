@@ -3,6 +3,8 @@
 The backward pass makes each chunk's logits again instead of keeping them. Softmax is in float32 throughout.
 """
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,70 +13,91 @@ from torch import Tensor
 
 
 def chunked_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, *, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and entropy, under softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [vocab, h]; targets: int64 [N]; chunk: rows whose logits exist at one time.
+    hidden: [N, h]; weight: [vocab, h]; targets: int64 [N]; chunk: rows whose logits exist at one time; compiled:
+    what is done to logits is fused by torch.compile, so that they are read twice instead of eleven times.
     Returns two float32 [N], both with gradient to hidden and weight. With p the tempered softmax and H its
     entropy: d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H), each over the temperature.
     """
     apply: Any = _ChunkedLogProbs.apply
-    log_probs, entropy = apply(hidden, weight, targets, temperature, chunk)
+    log_probs, entropy = apply(hidden, weight, targets, temperature, chunk, compiled)
     return log_probs, entropy
 
 
-def _log_softmax(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return F.linear(hidden, weight).float().div_(temperature).log_softmax(-1)
+def _forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk: log-probs and entropy, float32 [rows] each, and what makes logits log-probs, float32 [rows, 2].
+
+    Those are the largest logit and the log of the sum that is left: added up they would cost digits where p is near 1.
+    """
+    scaled = logits.float() / temperature
+    peak = scaled.amax(-1)
+    below = scaled.sub_(peak[:, None])
+    log_sum = below.exp().sum(-1).log()
+    log_p = below.sub_(log_sum[:, None])
+    chosen = log_p.gather(1, targets[:, None])[:, 0]
+    return chosen, -(log_p.exp().mul_(log_p)).sum(-1), torch.stack((peak, log_sum), -1)
+
+
+def _backward(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: float,
+    normalizer: Tensor,
+    entropy: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """[rows, vocab], the logits' dtype: the gradient of a chunk's logits."""
+    peak, log_sum = normalizer[:, :1], normalizer[:, 1:]
+    log_p = (logits.float() / temperature).sub_(peak).sub_(log_sum)
+    p = log_p.exp()
+    grad = torch.zeros((), device=logits.device)
+    if grad_entropy is not None:
+        grad = (log_p + entropy[:, None]).mul_(p).mul_(-grad_entropy[:, None])
+    if grad_log_probs is not None:
+        # A comparison, not a scatter: that would keep the passes over the logits from being one.
+        chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+        grad = grad + p.neg_().add_(chosen).mul_(grad_log_probs[:, None])
+    return grad.div_(temperature).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # The last chunk is shorter than the others.
+    return torch.compile(function)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, compiled: bool
     ) -> tuple[Tensor, Tensor]:
+        work = _compiled(_forward) if compiled else _forward
         log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty_like(log_probs)
+        entropy, normalizer = torch.empty_like(log_probs), log_probs.new_empty(len(hidden), 2)
         for at in range(0, len(hidden), chunk):
             rows = slice(at, at + chunk)
-            log_p = _log_softmax(hidden[rows], weight, temperature)
-            log_probs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
-            entropy[rows] = -(log_p.exp().mul_(log_p)).sum(-1)
-        ctx.save_for_backward(hidden, weight, targets, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
+            parts = work(F.linear(hidden[rows], weight), targets[rows], temperature)
+            log_probs[rows], entropy[rows], normalizer[rows] = parts
+        ctx.save_for_backward(hidden, weight, targets, entropy, normalizer)
+        ctx.temperature, ctx.chunk, ctx.compiled = temperature, chunk, compiled
         ctx.set_materialize_grads(False)
         return log_probs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, targets, entropy = ctx.saved_tensors
+        hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
+        work = _compiled(_backward) if ctx.compiled else _backward
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for at in range(0, len(hidden), ctx.chunk):
             rows = slice(at, at + ctx.chunk)
-            log_p = _log_softmax(hidden[rows], weight, ctx.temperature)
-            grad = _grad_logits(log_p, targets[rows], entropy[rows], grad_log_probs, grad_entropy, rows)
-            grad = grad.div_(ctx.temperature).to(hidden.dtype)
+            logits = F.linear(hidden[rows], weight)
+            gradients = [None if each is None else each[rows] for each in (grad_log_probs, grad_entropy)]
+            grad = work(logits, targets[rows], ctx.temperature, normalizer[rows], entropy[rows], *gradients)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
-
-
-def _grad_logits(
-    log_p: Tensor,
-    targets: Tensor,
-    entropy: Tensor,
-    grad_log_probs: Tensor | None,
-    grad_entropy: Tensor | None,
-    rows: slice,
-) -> Tensor:
-    """float32 [rows, vocab]: gradient of the tempered logits."""
-    p = log_p.exp()
-    grad = torch.zeros_like(p)
-    if grad_entropy is not None:
-        grad -= (log_p + entropy[:, None]).mul_(p).mul_(grad_entropy[rows, None])
-    if grad_log_probs is not None:
-        weighted = grad_log_probs[rows, None]
-        grad -= p.mul_(weighted)
-        grad.scatter_add_(1, targets[:, None], weighted)
-    return grad
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals, TrainerRank
+from rlctl.training.profile import Profiler, ProfileSpec
 from rlctl.training.sequences import Sequence
 
 
@@ -30,6 +31,7 @@ class TrainerSpec:
     temperature: float
     total_updates: int
     seed: int
+    profile: ProfileSpec | None
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,16 @@ class TrainerWorker(SendsWeights):
 
         self._trainer = _backend(spec)
         self._sending = SendingEnd(self._trainer, spec.rank, torch.device(spec.device))
+        self._profiler = Profiler(spec.profile, spec.rank)
 
     def train(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
         """See `TrainerRank.train`."""
-        return self._trainer.train(share.micro_batches(), loss, totals)
+        with self._profiler.update():
+            return self._trainer.train(share.micro_batches(), loss, totals)
+
+    def warm_up(self, share: Share, loss: Loss, totals: Totals) -> None:
+        """See `TrainerRank.warm_up`."""
+        self._trainer.warm_up(share.micro_batches(), loss, totals)
 
     def evaluate(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
         """See `TrainerRank.evaluate`."""

@@ -23,11 +23,12 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 class Policy(nn.Module):
     """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
 
-    def __init__(self, lm: Any, temperature: float, chunk: int) -> None:
+    def __init__(self, lm: Any, temperature: float, chunk: int, compiled: bool) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
         self.chunk = chunk
+        self.compiled = compiled
 
     def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy, float32 [N] each, of the tokens at `rows` (int64 [N], each after its sequence's
@@ -41,7 +42,9 @@ class Policy(nn.Module):
         )
         hidden = output.last_hidden_state[0].index_select(0, rows - 1)
         targets = packed.tokens[rows]
-        return chunked_log_probs(hidden, self.lm.lm_head.weight, targets, self.temperature, self.chunk)
+        return chunked_log_probs(
+            hidden, self.lm.lm_head.weight, targets, self.temperature, self.chunk, compiled=self.compiled
+        )
 
 
 def build_policy(
@@ -57,12 +60,15 @@ def build_policy(
     if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
-    policy = Policy(lm, temperature, section.logprob_chunk_tokens)
+    policy = Policy(lm, temperature, section.logprob_chunk_tokens, section.compile)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     files = WeightFiles(folder)
     for i, layer in enumerate(lm.model.layers):
         _materialize(layer, f"model.layers.{i}.", files, device)
+        if section.compile:
+            # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers.
+            layer.forward = torch.compile(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", files, device)
     if lm.config.tie_word_embeddings:

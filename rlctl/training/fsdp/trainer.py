@@ -96,17 +96,29 @@ class FsdpTrainer:
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        tally = self._gradients(micro_batches, loss, totals)
+        norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._updates += 1
+        return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+
+    def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
+        """See TrainerRank."""
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            self._gradients(micro_batches, loss, totals).join()
+        self._optimizer.zero_grad()
+
+    def _gradients(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> Tally:
+        """Of the whole update, summed into the parameters."""
         tally = Tally()
         self._optimizer.zero_grad()
         for micro_batch in micro_batches:
             output = self._loss(micro_batch, loss, totals)
             output.loss.backward()  # type: ignore[no-untyped-call]
             tally.add(output)
-        norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._updates += 1
-        return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+        return tally
 
     def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
         """See TrainerRank."""

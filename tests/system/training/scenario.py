@@ -24,7 +24,7 @@ OPTIMIZER = OptimizerSection(
 )  # fmt: skip
 CONFIG = TrainerSection(
     backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
-    logprob_chunk_tokens=10, threads=1, optimizer=OPTIMIZER,
+    logprob_chunk_tokens=10, compile=False, threads=1, optimizer=OPTIMIZER,
 )  # fmt: skip
 TOTAL_UPDATES = 10
 

@@ -1,6 +1,7 @@
 """One FSDP rank against plain transformers and torch, for every architecture."""
 
 import itertools
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,6 +152,25 @@ def test_activation_checkpointing_changes_nothing(models: dict[Kind, Path], tmp_
             one.train(share(DATA, 64), LOSS, totals(DATA))
             results.append(weights(one))
     assert_close(results[0], results[1], atol=0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_and_loss_train_alike(models: dict[Kind, Path], tmp_path: Path, checkpointing: bool) -> None:
+    """Micro-batches of many shapes, as a run has them, with passes without a gradient between."""
+    results = []
+    for on in (False, True):
+        with trainer(models["qwen3"], tmp_path, compile=on, activation_checkpointing=checkpointing) as one:
+            log_probs = [one.log_probs(share(DATA, most)) for most in (30, 64)]
+            metrics = [one.train(share(DATA, most), LOSS, totals(DATA)) for most in (20, 45, 64)]
+            results.append((log_probs, metrics, weights(one)))
+    for one, other in zip(*[[row for part in found[0] for batch in part for row in batch] for found in results]):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    for one, other in zip(results[0][1], results[1][1]):
+        assert_close(one, other, atol=1e-5)
+    assert_close(results[0][2], results[1][2], atol=1e-5)
 
 
 def test_the_same_run_twice_gives_the_same_bits(models: dict[Kind, Path], tmp_path: Path) -> None:

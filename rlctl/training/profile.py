@@ -1,0 +1,100 @@
+"""Where the time of some updates goes: a Chrome trace and a table of the dearest operations for each rank."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_ROWS = 25
+
+
+@dataclass(frozen=True)
+class ProfileSpec:
+    """first, last: updates to look at, the first after the start of the process being 1. folder: for what is found."""
+
+    folder: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One kind of operation. seconds: on the device, without those it calls. share: of all operations. calls: of it."""
+
+    name: str
+    seconds: float
+    share: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """wall: seconds of the updates. busy: share of it in which the device worked. costs: dearest first."""
+
+    updates: list[int]
+    wall: float
+    busy: float
+    costs: list[Cost]
+
+
+class Profiler:
+    """Counts the updates of a rank and looks at those of the spec; does nothing without one."""
+
+    def __init__(self, spec: ProfileSpec | None, rank: int) -> None:
+        self._spec, self._rank, self._updates, self._began = spec, rank, 0, 0.0
+        self._profile: Any = None
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Around an update."""
+        self._updates += 1
+        if self._spec and self._updates == self._spec.first:
+            self._begin()
+        yield
+        if self._spec and self._profile and self._updates >= self._spec.last:
+            self._end(self._spec)
+
+    def _begin(self) -> None:
+        import torch
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._began = time.perf_counter()
+
+    def _end(self, spec: ProfileSpec) -> None:
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        wall = time.perf_counter() - self._began
+        profile, self._profile = self._profile, None
+        profile.stop()
+        found = _read(profile.key_averages(), wall, list(range(spec.first, spec.last + 1)))
+        folder = Path(spec.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(folder / f"trainer-{self._rank}.trace.json.gz"))
+        (folder / f"trainer-{self._rank}.json").write_text(json.dumps(asdict(found), indent=1))
+
+
+def _read(averages: Any, wall: float, updates: list[int]) -> Profiled:
+    """Operations by the time that their own kernels took; where there is no device, by their own time on the CPU."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+
+    operations = [event for event in averages if event.device_type == DeviceType.CPU]
+    kernels = sum(event.self_device_time_total for event in averages if event.device_type == DeviceType.CUDA)
+    field = "self_device_time_total" if kernels else "self_cpu_time_total"
+    total = kernels or sum(event.self_cpu_time_total for event in operations)
+    dearest = sorted(operations, key=lambda event: -getattr(event, field))[:_ROWS]
+    costs = [
+        Cost(event.key, getattr(event, field) / 1e6, getattr(event, field) / max(total, 1), event.count)
+        for event in dearest
+    ]
+    return Profiled(updates, wall, total / 1e6 / wall, costs)
