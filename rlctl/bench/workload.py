@@ -24,7 +24,7 @@ def make_random_model(shape: Path, folder: Path) -> None:
     """shape: a folder with a config.json. Writes model/. Raises RuntimeError."""
     if not (shape / "tokenizer.json").exists():
         vocabulary = int(json.loads((shape / "config.json").read_text())["vocab_size"])
-        _tokenizer(vocabulary).save_pretrained(shape)
+        word_tokenizer(vocabulary).save_pretrained(shape)
     command = [sys.executable, "-m", "rlctl.training.random_init", str(shape), str(folder / "model"), "0"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
@@ -42,7 +42,7 @@ def make_samples(folder: Path, count: int, tokens: int) -> None:
     """Writes train.jsonl: every sample as long as `tokens`, of which all but the first are trained on."""
     rng = random.Random(0)
     # The end token comes by itself.
-    _write(folder, [{"prompt": _words(rng, 1), "answer": _words(rng, tokens - 2)} for _ in range(count)])
+    _write(folder, [{"prompt": _words(rng, 1) + " ", "answer": _words(rng, tokens - 2)} for _ in range(count)])
 
 
 def _write(folder: Path, rows: list[dict[str, str]]) -> None:
@@ -50,14 +50,18 @@ def _write(folder: Path, rows: list[dict[str, str]]) -> None:
 
 
 def _words(rng: random.Random, count: int) -> str:
-    return " ".join(f"w{rng.randrange(2, 60)}" for _ in range(count))
+    return " ".join(f"w{rng.randrange(3, 60)}" for _ in range(count))
 
 
-def _tokenizer(size: int) -> Any:
+def word_tokenizer(size: int) -> Any:
     """A word a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
+    special = ("<pad>", "<end>", "<unknown>")
+    names = [*special, *(f"w{index}" for index in range(len(special), size))]
+    words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=special[2]))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token=special[0], eos_token=special[1], unk_token=special[2]
+    )

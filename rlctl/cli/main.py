@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from rlctl.cli import bench, bench_dispatch, bench_grpo, bench_sft, config, doctor, recipes, runs, train
+from rlctl.cli import bench, bench_dispatch, bench_grpo, bench_sft, config, data, doctor, recipes, runs, train
 from rlctl.cli.output import BAD_INPUT, examples, report
 from rlctl.config.errors import ConfigError
 
@@ -18,7 +18,7 @@ class _Commands(TyperGroup):
     """Listed in the order in which a newcomer needs them."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        first = ["train", "runs", "config", "recipes", "bench", "doctor"]
+        first = ["train", "runs", "config", "data", "recipes", "bench", "doctor"]
         return sorted(self.commands, key=lambda name: first.index(name) if name in first else len(first))
 
 
@@ -38,6 +38,7 @@ app = typer.Typer(
 )
 app.add_typer(train.app, name="train")
 app.add_typer(config.app, name="config")
+app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(runs.app, name="runs")
 app.add_typer(bench.app, name="bench")

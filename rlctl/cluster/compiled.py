@@ -27,10 +27,16 @@ def compile_group(graph: CompiledGraphSection, group: WorkerGroup, session: Sess
     if len(group) + 1 > cores:
         what = f"{len(group)} ranks and the driver share {cores} cores: calls are not much faster than ordinary ones"
         emit("warning", what=f"ray_compiled_graph: {what}")
+
+    def lost(why: str) -> None:
+        if graph.enabled == "require":
+            raise GraphUnavailable(f"the compiled graph broke: {why}")
+        emit("warning", what=f"the compiled graph broke, the run goes on with ordinary calls: {why}")
+
     ordinary = _milliseconds(group)
     try:
         with session.starting("compiled graph"):
-            group.compile(_BUFFER_BYTES)
+            group.compile(_BUFFER_BYTES, lost)
     except GraphUnavailable as error:
         if graph.enabled == "require":
             raise

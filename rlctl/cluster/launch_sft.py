@@ -43,9 +43,11 @@ def _assembled(
     from rlctl.cluster.compiled import compile_group
     from rlctl.cluster.processes import start_trainers
     from rlctl.data.cursor import Cursor, SampleSource
+    from rlctl.data.preview import step_lengths
     from rlctl.sft.loop import SftLoop, SftParts
     from rlctl.sft.loss import NllLoss
     from rlctl.training.client import TrainerClient
+    from rlctl.training.plan import packing
 
     group = start_trainers(session, config, files, placement, config.sft.num_steps, temperature=1.0)
     stack.callback(group.kill)
@@ -62,9 +64,14 @@ def _assembled(
     if graph.enabled:
         compile_group(graph, group, session)
         with session.starting("warm-up"):
-            longest = max(len(sample.tokens) for sample in [*train, *validation])
-            trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, graph.warmup_seq_len or longest, NllLoss())
+            length = graph.warmup_seq_len or max(len(sample.tokens) for sample in [*train, *validation])
+            # torch.compile takes every size for fixed until it meets another one.
+            lengths = (length, max(2, length // 2 - 1)) if config.trainer.compile else (length,)
+            for each in lengths:
+                trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
     cost = training_cost(trainer.info(), files)
+    packs = packing(step_lengths(train, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
+    session.events.emit("data", what=f"packing: {packs}")
     parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices, *cost)
     SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 

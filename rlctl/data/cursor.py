@@ -34,6 +34,7 @@ class Cursor:
         self._num_rows, self._seed, self._shuffle = num_rows, seed, shuffle
         self._epoch = self._index = 0
         self._order = self._order_of(0)
+        self._other: tuple[int, NDArray[np.int64]] = (0, self._order)
 
     def draw(self, n: int) -> list[Draw]:
         """The next n draws, into the next epochs if need be."""
@@ -52,8 +53,11 @@ class Cursor:
     def at(self, number: int) -> Draw:
         """The draw of that number, whether it is past or to come."""
         epoch, index = divmod(number, self._num_rows)
-        order = self._order if epoch == self._epoch else self._order_of(epoch)
-        return Draw(epoch, int(order[index]))
+        if epoch == self._epoch:
+            return Draw(epoch, int(self._order[index]))
+        if epoch != self._other[0]:
+            self._other = epoch, self._order_of(epoch)
+        return Draw(epoch, int(self._other[1][index]))
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self._epoch, "index": self._index, "rows": self._num_rows}
@@ -93,6 +97,10 @@ class Source(Generic[Drawn]):
     def at(self, number: int) -> Drawn:
         """What the draw of that number gave, or will give."""
         return self._named(self.cursor.at(number))
+
+    def ahead(self, first: int, n: int) -> list[Drawn]:
+        """What n draws from number `first` on will give; the cursor stays where it is."""
+        return [self.at(number) for number in range(first, first + n)]
 
     def _named(self, draw: Draw) -> Drawn:
         row = self._rows[draw.row]

@@ -1,6 +1,7 @@
-"""The SFT loop: draw samples, one update on them, now and then the held-out loss."""
+"""The SFT loop: one update a step, the next batch made ready meanwhile, now and then the held-out loss."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rlctl.config.schema import SftConfig
@@ -9,7 +10,7 @@ from rlctl.data.prompts import Sample
 from rlctl.sft.loss import NllLoss
 from rlctl.telemetry import throughput
 from rlctl.telemetry.recorder import StepRecorder
-from rlctl.training.client import TrainerClient
+from rlctl.training.client import Prepared, TrainerClient
 from rlctl.training.keeper import Keeper
 from rlctl.training.loop import Loop
 from rlctl.training.sequences import Sequence
@@ -36,27 +37,37 @@ class SftLoop(Loop):
     def __init__(self, config: SftConfig, parts: SftParts, stop: Callable[[], bool]) -> None:
         super().__init__(config.sft.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
         self._config, self._parts = config, parts
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next = self._prepare()
 
     def step(self) -> None:
         """One step: a batch of samples, one update."""
-        number = self.done + 1
+        number, size = self.done + 1, self._config.sft.batch_size
         record = StepRecorder(self._parts.keeper.events, number)
         with record.phase("data"):
-            batch = _sequences(self._parts.source.draw(self._config.sft.batch_size))
+            batch = self._next.result()
+            self._parts.source.cursor.draw(size)
+            self._next = self._prepare()
         with record.phase("train"):
             metrics = self._parts.trainer.train(batch, NllLoss())
         self.done = number
-        tokens, times = sum(len(sequence) for sequence in batch), record.finish()
+        tokens, times = sum(len(share.tokens) for share in batch.shares), record.finish()
         speed = {
             "tokens/trained": float(tokens),
             "throughput/effective": throughput.effective(tokens, 0, times, self._parts.devices),
             "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
             "idle/trainer": throughput.idle_share(times, ("train",)),
         }
-        flops = self._parts.flops(tokens / len(batch))
+        flops = self._parts.flops(tokens / size)
         if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
             speed["throughput/mfu"] = share
         self._parts.keeper.step(number, {"version": number, **metrics, **speed, **times})
+
+    def _prepare(self) -> "Future[Prepared]":
+        """The batch after the cursor, which moves when the batch is trained: a checkpoint knows what was."""
+        source, trainer = self._parts.source, self._parts.trainer
+        first, size = source.cursor.position, self._config.sft.batch_size
+        return self._threads.submit(lambda: trainer.prepare(_sequences(source.ahead(first, size))))
 
     def validate(self) -> None:
         """Held-out loss: the mean over all trained-on tokens of the set."""

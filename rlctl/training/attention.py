@@ -5,6 +5,7 @@ grouped by length, so that hundreds of short ones cost a few calls, not hundreds
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
     """
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _varlen(q, k, v, cu_seqlens, max_len, scale)
-    return _grouped(q, k, v, cu_seqlens, max_len, scale)
+    return _grouped_eagerly(q, k, v, cu_seqlens, max_len, scale)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
@@ -72,6 +73,10 @@ def _grouped(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, 
             out = out.index_copy(0, rows[real], padded[real])
         high = low
     return out
+
+
+# Its shapes depend on data, which torch.compile cannot follow.
+_grouped_eagerly: Callable[..., Tensor] = torch.compiler.disable(_grouped)  # type: ignore[no-untyped-call]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

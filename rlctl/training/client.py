@@ -1,6 +1,7 @@
 """The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from rlctl.training.worker import Share
 from rlctl.workers.group import WorkerGroup
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A batch as it travels: every rank's share, and the normalisers over all of them."""
+
+    shares: list[Share]
+    totals: Totals
+
+
 class TrainerClient:
     """Splits batches over the ranks of a group, in micro-batches of at most `micro_batch_tokens`."""
 
@@ -21,9 +30,14 @@ class TrainerClient:
         self.group = group
         self._tokens = micro_batch_tokens
 
-    def train(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
+    def prepare(self, sequences: Rows[Sequence]) -> Prepared:
+        """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
+        totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
+        return Prepared(_shares(self._plan(sequences), sequences), totals)
+
+    def train(self, batch: Rows[Sequence] | Prepared, loss: Loss) -> dict[str, float]:
         """One optimizer update on all sequences; normalisers are over all of them."""
-        metrics: dict[str, float] = self._run("train", sequences, loss)
+        metrics: dict[str, float] = self._run("train", batch, loss)
         return metrics
 
     def evaluate(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
@@ -57,10 +71,9 @@ class TrainerClient:
         facts: dict[str, Any] = self.group.call("info")[0]
         return facts
 
-    def _run(self, method: str, sequences: Rows[Sequence], loss: Loss) -> Any:
-        totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
-        shares = _shares(self._plan(sequences), sequences)
-        return self.group.run(method, [(share, loss, totals) for share in shares])[0]
+    def _run(self, method: str, batch: Rows[Sequence] | Prepared, loss: Loss) -> Any:
+        ready = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        return self.group.run(method, [(share, loss, ready.totals) for share in ready.shares])[0]
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
         return plan_micro_batches([len(sequence) for sequence in sequences], len(self.group), self._tokens)

@@ -66,8 +66,8 @@ def _backward(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # The last chunk is shorter than the others.
-    return torch.compile(function)
+    # The last chunk of every pack has another size.
+    return torch.compile(function, dynamic=True)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

@@ -4,6 +4,39 @@ FSDP ranks run their collectives in lockstep, so every rank gets the same number
 """
 
 import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Of some steps. micro_batches: of a rank, mean over the steps. filled: tokens over the room in all micro-batches,
+    those that only keep ranks in step included. busiest: tokens of the rank with most, over the mean.
+    """
+
+    steps: int
+    micro_batches: float
+    filled: float
+    busiest: float
+
+    def __str__(self) -> str:
+        """`2.5 micro-batches a rank and step, 93% full`."""
+        balance = f"; the busiest rank has {self.busiest:.2f} times the mean" if self.busiest >= 1.005 else ""
+        plural = "" if self.micro_batches == 1 else "es"
+        return f"{self.micro_batches:.3g} micro-batch{plural} a rank and step, {self.filled:.0%} full{balance}"
+
+
+def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> Packing:
+    """What `plan_micro_batches` makes of the lengths of each step's sequences."""
+    steps = tokens = room = busiest = 0
+    for lengths in batches:
+        plan = plan_micro_batches(lengths, ranks, max_tokens)
+        steps += 1
+        tokens += sum(lengths)
+        room += ranks * len(plan[0]) * max_tokens
+        busiest += max(sum(lengths[index] for batch in rank for index in batch) for rank in plan)
+    micro_batches = room / max(1, ranks * max_tokens * steps)
+    return Packing(steps, micro_batches, tokens / max(1, room), busiest * ranks / max(1, tokens))
 
 
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayChannelError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import NOTHING, Graph
+from rlctl.workers.graph import NOTHING, Graph, GraphBroken
 from rlctl.workers.host import Host
 
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
@@ -174,6 +174,7 @@ class WorkerGroup:
         self.workers = [Worker(spec) for spec in specs]
         self.deadline_s = deadline_s
         self._graph: Graph | None = None
+        self._lost: Callable[[str], None] = lambda why: None
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -194,8 +195,12 @@ class WorkerGroup:
         """The method with a rank's own arguments on each: one result a rank."""
         return self._run(method, per_rank, {})
 
-    def compile(self, buffer_bytes: int) -> None:
-        """From now on `call` and `run` go through a compiled graph, with the same meaning. Raises GraphUnavailable."""
+    def compile(self, buffer_bytes: int, lost: Callable[[str], None] = lambda why: None) -> None:
+        """From now on `call` and `run` go through a compiled graph, with the same meaning. Raises GraphUnavailable.
+
+        lost: told why when the graph breaks while its ranks live, and calls become ordinary ones again; it may raise.
+        """
+        self._lost = lost
         ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
         self._graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
@@ -224,21 +229,41 @@ class WorkerGroup:
             answers = self._graph.call((method, per_rank, kwargs), self.deadline_s)
         except TimeoutError as error:
             raise WorkerTimeout(method, [w.name for w in self.workers], self.deadline_s, DEADLINE_KNOB) from error
-        except (RayActorError, RayChannelError) as error:
-            raise WorkerDied(method, self._gone(), _reason(error)) from error
+        except RayActorError as error:
+            raise WorkerDied(method, self._gone() or [w.name for w in self.workers], _reason(error)) from error
+        except RayError as error:
+            if gone := self._gone():
+                raise WorkerDied(method, gone, _reason(error)) from error
+            return self._ordinarily(method, per_rank, kwargs, error)
         return results(method, answers)
+
+    def _ordinarily(
+        self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], error: RayError
+    ) -> list[Any]:
+        """The call of a broken graph, once more by ordinary calls: if no rank has begun it, it is done but once."""
+        assert self._graph
+        why = str(error).strip().splitlines()[0]
+        begun = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
+        names = [worker.name for worker, count in zip(self.workers, begun) if count != self._graph.calls]
+        self._graph.close()
+        self._graph = None
+        if names:
+            what = f"the compiled graph broke ({why}) while {', '.join(names)} did {method}: how far is not known"
+            raise GraphBroken(f"{what}; resume from the last checkpoint")
+        self._lost(why)
+        return self._run(method, per_rank, kwargs)
 
     def _gone(self) -> list[str]:
         """Workers whose process does not answer."""
         asked = [Pending("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
-        return [name for part in asked for name in part.dead()] or [worker.name for worker in self.workers]
+        return [name for part in asked for name in part.dead()]
 
     def _start(self, method: str, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
         refs = [worker.handle.call.remote(method, *item) for worker, item in zip(self.workers, inputs)]
         return Pending(method, self.workers, refs)
 
 
-def _reason(error: RayActorError | RayChannelError) -> str:
+def _reason(error: RayError) -> str:
     # Ray's text is a page on why workers die in general; one sentence of it is about this one.
     detail = re.search(r"exit detail: ([^.\n]*)", str(error))
     return detail.group(1).strip() if detail else "its process is gone"

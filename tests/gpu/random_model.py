@@ -11,6 +11,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from rlctl.bench.workload import word_tokenizer
+
 # Shapes of the published models of the same names.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -57,11 +59,11 @@ def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64, 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
-    _tokenizer(int(options["vocab_size"])).save_pretrained(folder / "model")
+    word_tokenizer(int(options["vocab_size"])).save_pretrained(folder / "model")
     rng = random.Random(0)
     for name, count in (("train", prompts), ("validation", 64)):
         rows = (
-            " ".join(f"w{rng.randrange(2, options['vocab_size'])}" for _ in range(prompt_tokens)) for _ in range(count)
+            " ".join(f"w{rng.randrange(3, options['vocab_size'])}" for _ in range(prompt_tokens)) for _ in range(count)
         )
         text = "".join(json.dumps({"prompt": row, "answer": ""}) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
@@ -77,15 +79,6 @@ def overrides(folder: Path) -> list[str]:
         f"data.validation.path={folder / 'validation.jsonl'}",
         f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]",
     ]
-
-
-def _tokenizer(size: int) -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(size)}, unk_token="w2"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w2")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import rlctl.workers.graph
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import GraphUnavailable
+from rlctl.workers.graph import GraphBroken, GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 
 
@@ -136,6 +136,33 @@ def test_an_argument_that_cannot_be_sent_costs_nothing(group: WorkerGroup) -> No
     with pytest.raises(TypeError):
         group.call("add", threading.Lock())
     assert group.call("add", 1) == [1, 2]
+
+
+def test_a_graph_that_breaks_before_a_call_is_begun_is_given_up_and_said(ray_here: Path) -> None:
+    group, said = make_group(ray_here, compiled=False), []
+    try:
+        group.compile(1 << 16, said.append)
+        assert group.graph and group.call("add", 1) == [1, 2]
+        group.graph._graph.teardown()
+        assert group.call("add", 2) == [2, 3]
+        assert len(said) == 1 and "hannel" in said[0]
+        assert group.graph is None and group.call("thread") == ["mine", "mine"]
+    finally:
+        group.kill()
+
+
+def test_a_call_that_a_rank_has_begun_is_never_made_again(ray_here: Path) -> None:
+    group, said = make_group(ray_here, compiled=False), []
+    try:
+        group.compile(1 << 16, said.append)
+        assert group.graph
+        rlctl.workers.graph.ray.get(group.workers[1].handle.graph_call.remote(("add", [(1,), (1,)], {}), 1))
+        group.graph._graph.teardown()
+        with pytest.raises(GraphBroken, match="while probe-1 did add: how far is not known; resume"):
+            group.call("add", 2)
+        assert said == []
+    finally:
+        group.kill()
 
 
 def test_a_death_shows_at_once_though_the_other_rank_still_works(doomed: WorkerGroup) -> None:

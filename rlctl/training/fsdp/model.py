@@ -67,8 +67,9 @@ def build_policy(
     for i, layer in enumerate(lm.model.layers):
         _materialize(layer, f"model.layers.{i}.", files, device)
         if section.compile:
-            # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers.
-            layer.forward = torch.compile(layer.forward)
+            # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers, and packs
+            # of every shape: else each new number of tokens or sequences, or longest one, would be compiled for.
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", files, device)
     if lm.config.tie_word_embeddings:

@@ -35,7 +35,7 @@ class Diary(Loop):
             MetricsLog(run.metrics, events),
             CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
             ValidationSection(validate, at_start, 1, 0.0, None),
-            TelemetrySection("off", False, None, 0),
+            TelemetrySection("off", False, None, 0, None),
         )
         self.book: list[str] = []
         self.kept = keeper.checkpoints

@@ -1,0 +1,152 @@
+"""`rlctl data`: what a run will see of its data, before it starts."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.output import console, examples
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.schema import DatasetSection, GrpoConfig, RunConfig, SftConfig
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from rlctl.data.preview import Piece
+
+app = typer.Typer(help="The data of a run: text, masks, lengths, packs.", no_args_is_help=True)
+
+DEFAULT = "sft-tiny"
+
+
+@app.callback()
+def data() -> None:
+    """The data of a run: text, masks, lengths, packs."""
+
+
+@app.command(
+    epilog=examples(
+        "rlctl data preview my.yaml",
+        "rlctl data preview my.yaml sft.mask=last model.max_length=2048 --samples 5",
+        "rlctl data preview grpo-tiny --validation --json",
+    )
+)
+def preview(
+    arguments: Arguments = None,
+    samples: Annotated[int, typer.Option(min=0, help="Rows whose text is shown, as the run draws them.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each, at most so many tokens.")] = 256,
+    validation: Annotated[bool, typer.Option("--validation", help="data.validation instead of data.train.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The counts alone, as JSON.")] = False,
+) -> None:
+    """How rows become tokens: text, what is trained on of it, how long rows are and how well they pack."""
+    from rlctl.config.load import load
+    from rlctl.data.datasets import DataError
+
+    recipe, overrides = split(arguments)
+    config = load(None, recipe or DEFAULT, overrides).config
+    section = config.data.validation if validation else config.data.train
+    if section.path is None:
+        raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
+    try:
+        facts, texts = (
+            _sft(config, section, samples, tokens) if isinstance(config, SftConfig) else _grpo(config, section, samples)
+        )
+    except DataError as error:
+        raise ConfigError([Problem("data", "", str(error))]) from error
+    if as_json:
+        typer.echo(json.dumps({"path": str(section.path), **facts}, indent=1))
+        return
+    _show(str(section.path), facts, texts)
+
+
+def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> tuple[dict[str, Any], list["Text"]]:
+    from rlctl.data.cursor import Cursor, SampleSource
+    from rlctl.data.load import load_samples
+    from rlctl.data.preview import Lengths, pieces, step_lengths
+    from rlctl.training.plan import packing
+
+    tokenizer = _tokenizer(config)
+    rows, report = load_samples(config.data, section, tokenizer, config.sft.mask, _longest(config))
+    source = SampleSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle))
+    shown = source.draw(min(count, len(rows)))
+    packs = packing(step_lengths(rows, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
+    trained = sum(int(sample.mask.sum()) for sample in rows)
+    whole = Lengths.of([len(sample.tokens) for sample in rows])
+    facts = {
+        **asdict(report),
+        "lengths": asdict(whole),
+        "trained_share": trained / whole.total,
+        "packing": asdict(packs),
+    }
+    return facts, [_sample(sample.id, pieces(sample, tokenizer, most)) for sample in shown]
+
+
+def _grpo(config: RunConfig, section: DatasetSection, count: int) -> tuple[dict[str, Any], list["Text"]]:
+    from rlctl.data.cursor import Cursor, PromptSource
+    from rlctl.data.load import load_prompts
+    from rlctl.data.preview import Lengths, Piece
+
+    assert isinstance(config, GrpoConfig)
+    rows, report = load_prompts(config.data, section, _tokenizer(config))
+    source = PromptSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle))
+    shown = source.draw(min(count, len(rows)))
+    facts = {**asdict(report), "lengths": asdict(Lengths.of([len(prompt.tokens) for prompt in rows]))}
+    texts = [
+        _sample(prompt.id, [Piece(prompt.text, False), Piece(f"\nanswer: {prompt.answer}", False)]) for prompt in shown
+    ]
+    return facts, texts
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    from rlctl.data.chat import load_tokenizer
+
+    return load_tokenizer(config.model.tokenizer or config.model.path)
+
+
+def _longest(config: RunConfig) -> int:
+    from rlctl.config.architecture import config_file, read_architecture
+
+    if config.model.max_length:
+        return config.model.max_length
+    file = config_file(config.model.path)
+    if file is None:
+        what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
+        raise ConfigError([Problem("model.max_length", "", what)])
+    return read_architecture(file).max_positions
+
+
+def _sample(name: str, parts: list["Piece"]) -> "Text":
+    """What is trained on stands out in colour, or {+like this+} where there is none."""
+    from rich.text import Text
+
+    plain = not console().is_terminal or bool(console().no_color)
+    text = Text(f"{name}\n", "cyan")
+    for part in parts:
+        shown = "..." if part.truncated else part.text
+        text.append(f"{{+{shown}+}}" if plain and part.trained else shown, "bold green" if part.trained else "default")
+    return text
+
+
+def _show(path: str, facts: dict[str, Any], texts: list["Text"]) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from rlctl.data.tokenize import LengthReport
+    from rlctl.training.plan import Packing
+
+    out, lengths = console(), facts["lengths"]
+    report = LengthReport(*(facts[name] for name in ("rows", "dropped", "truncated", "longest")))
+    out.print(Text.assemble((path, "bold"), f": {report}"))
+    out.print(
+        f"tokens   {lengths['total']:,}; a row has {lengths['mean']:,.4g} on average, {lengths['median']:,.4g} at the "
+        f"median, {lengths['p90']:,.4g} at the 90th percentile, at most {lengths['longest']:,}"
+    )
+    if "packing" in facts:
+        out.print(f"trained  {facts['trained_share']:.1%} of the tokens")
+        packs = Packing(**facts["packing"])
+        out.print(f"packs    {packs}, over the first {packs.steps:,} step{'s' * (packs.steps != 1)}")
+    for text in texts:
+        out.print()
+        out.print(Padding(text, (0, 0, 0, 2)) if out.is_terminal else text)

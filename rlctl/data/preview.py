@@ -1,0 +1,61 @@
+"""What a run will see of its data: lengths, and text with what is trained on apart from what is not."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.config.schema import SftConfig
+from rlctl.data.cursor import Cursor, SampleSource
+from rlctl.data.prompts import Sample
+
+# Steps of a run that say how well its samples pack.
+_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In tokens. total: of all; longest: after cutting."""
+
+    total: int
+    mean: float
+    median: float
+    p90: float
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Lengths":
+        """Of at least one."""
+        median, p90 = np.percentile(lengths, (50, 90))
+        return cls(sum(lengths), float(np.mean(lengths)), float(median), float(p90), max(lengths))
+
+
+def step_lengths(samples: list[Sample], config: SftConfig) -> Iterator[list[int]]:
+    """Of the sequences of each of the run's first steps."""
+    source = SampleSource(samples, Cursor(len(samples), config.run.seed, config.data.shuffle))
+    for _ in range(min(_STEPS, config.sft.num_steps)):
+        yield [len(sample.tokens) for sample in source.draw(config.sft.batch_size)]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of tokens that are all trained on, or all not. truncated: it goes on, but is not shown."""
+
+    text: str
+    trained: bool
+    truncated: bool = False
+
+
+def pieces(sample: Sample, tokenizer: Any, most: int) -> list[Piece]:
+    """The text of a sample's first `most` tokens, cut where the mask changes."""
+    mask: NDArray[np.bool_] = sample.mask[:most]
+    cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    found = [
+        Piece(tokenizer.decode(sample.tokens[start:end].tolist()), bool(mask[start]))
+        for start, end in pairwise(cuts)
+        if end > start
+    ]
+    return [*found, Piece("", False, truncated=True)] if len(sample.tokens) > most else found

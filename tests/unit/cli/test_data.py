@@ -1,0 +1,41 @@
+import json
+
+from rlctl.config.shipped import RECIPES
+from tests.unit.cli.conftest import Rlctl
+
+
+def test_preview_shows_text_what_is_trained_on_lengths_and_packs(rlctl: Rlctl) -> None:
+    out = rlctl("data", "preview", "sft-tiny", "--samples", "2", "trainer.micro_batch_tokens=100").out
+    first, tokens, trained, packs, *texts = out.splitlines()
+    assert first == f"{RECIPES / 'tiny-data/sft.jsonl'}: 4,600 rows; none cut; longest 9 tokens"
+    assert tokens.startswith("tokens   39,452; a row has 8.577 on average, 9 at the median")
+    assert trained == "trained  34.7% of the tokens"
+    assert packs.startswith("packs    6 micro-batches a rank and step, 91% full") and packs.endswith("200 steps")
+    assert [line for line in texts if "=" in line] == ["35+11={+64<eos>+}", "7+26={+33<eos>+}"]
+
+
+def test_preview_in_numbers_and_what_is_cut(rlctl: Rlctl) -> None:
+    done = rlctl("data", "preview", "sft-tiny", "model.max_length=8", "--json")
+    found = json.loads(done.out)
+    assert 0 < found["truncated"] < found["rows"] == 4600
+    assert found["longest"] == 9 and found["lengths"]["longest"] == 8
+    assert found["packing"]["steps"] == 200 and found["packing"]["micro_batches"] == 1
+
+
+def test_preview_of_prompts(rlctl: Rlctl) -> None:
+    lines = rlctl(
+        "data", "preview", "grpo-tiny", "--validation", "--samples", "1", "data.shuffle=false"
+    ).out.splitlines()
+    assert lines[0].endswith("validation.jsonl: 200 rows; none cut; longest 6 tokens")
+    assert lines[-1].startswith("answer: ") and lines[-2].endswith("=")
+
+
+def test_preview_cuts_long_text_and_says_what_it_cannot_show(rlctl: Rlctl) -> None:
+    assert "{+6+}..." in rlctl("data", "preview", "--samples", "1", "--tokens", "7").out
+    done = rlctl("data", "preview", "sft-tiny", "--validation", "data.validation.path=null")
+    assert (done.code, done.err.splitlines()[0]) == (
+        2,
+        "error: data.validation.path: is null: there is nothing to show",
+    )
+    done = rlctl("data", "preview", "sft-tiny", "data.train.answer_key=reply")
+    assert done.code == 2 and "reply" in done.err
