@@ -64,7 +64,7 @@ def check_run_name(run: RunSection) -> Iterator[str]:
     """A name that is no folder name, or that another run has."""
     if run.name is None:
         return
-    if not re.fullmatch(r"\w[\w.+=-]*", run.name):
+    if not re.fullmatch(r"\w[\w.+=-]*", str(run.name)):
         yield f"must be letters, digits and any of . _ - + =, not {run.name!r}"
         return
     folder = Path(run.dir).expanduser() / run.name

@@ -5,6 +5,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -49,6 +50,9 @@ def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
     assert all(step["age/max"] <= AGE for step in steps)
     assert max(step["age/max"] for step in steps) > 0
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
+    # Older tokens are further from what trains on them.
+    error = {age: [step[f"mismatch/age_{age}"] for step in steps if f"mismatch/age_{age}" in step] for age in (0, 1)}
+    assert 1 <= fmean(error[0]) < 1.01 and fmean(error[0]) < fmean(error[1])
     ended = fates(run.path)
     assert all(len(numbers) == 1 for numbers in ended.values())
     drawn = Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)

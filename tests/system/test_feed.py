@@ -169,6 +169,9 @@ def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, p
     assert 0 < max(stage.ages()) <= 2
     assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
     assert any(len(np.unique(one.versions)) > 1 for groups in stage.steps for g in groups for one in g.completions)
+    # Nothing long was left behind: what was trained is what was drawn.
+    trained = [len(one.tokens) for groups in stage.steps for group in groups for one in group.completions]
+    assert stage.feed and sorted(stage.feed.sampled_lengths()) == sorted(trained)
     if policy == "in_order":
         assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
 

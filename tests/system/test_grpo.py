@@ -76,6 +76,21 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
     assert errors[0].startswith("mine:score: ")
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path, ranks: int) -> None:
+    size = ("sft.num_steps=50", "sft.batch_size=16", f"trainer.num_ranks={ranks}", "validation.every=0")
+    curves = []
+    for enabled in ("false", "require"):
+        graph = (f"ray_compiled_graph.enabled={enabled}", "checkpoint.every=0")
+        run = Run(tmp_path, f"graph-{enabled}", *size, *graph, kind="sft")
+        assert run.end() == 0, run.text()
+        curves.append([(step["loss/nll"], step["train/grad_norm"]) for step in run.steps()])
+    assert len(curves[0]) == 50 and curves[0] == curves[1]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path: Path) -> None:

@@ -108,7 +108,21 @@ class FsdpTrainer:
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             self._gradients(micro_batches, loss, totals).join()
+        if self._updates == 0:
+            self._rehearse_update()
         self._optimizer.zero_grad()
+
+    def _rehearse_update(self) -> None:
+        """An update by nothing: with gradients and moments of zero and a rate of zero every bit stays as it is."""
+        for p in self._parameters.values():
+            if p.grad is not None:
+                local(p.grad).zero_()
+        clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        self._optimizer.step()
+        for state in self._optimizer.state.values():
+            state["step"].zero_()
 
     def _gradients(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> Tally:
         """Of the whole update, summed into the parameters."""

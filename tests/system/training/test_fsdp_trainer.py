@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 from rlctl.training.schedule import learning_rate
@@ -143,6 +144,31 @@ def test_packing_order_and_empty_micro_batches_change_nothing(
         print({k: (metrics[k], metrics[k] - results[0][0][k]) for k in metrics})
         assert_close(metrics, results[0][0], atol=1e-6)
         assert_close(after, results[0][1], atol=1e-6)
+
+
+def test_a_warm_up_changes_no_bit(models: dict[Kind, Path], tmp_path: Path) -> None:
+    """Before the first update and, as after a resume, before a later one."""
+    results = []
+    for warm in (False, True):
+        found: list[Any] = []
+        with trainer(models["qwen3"], tmp_path) as one:
+            for number in range(2):
+                before = torch.get_rng_state()
+                if warm:
+                    one.warm_up(share(DATA[:5], 20), LOSS, totals(DATA[:5]))
+                assert torch.equal(torch.get_rng_state(), before)
+                one.save(tmp_path / f"state-{warm}-{number}")
+                found += [weights(one), one.train(share(DATA, 45), LOSS, totals(DATA))]
+            results.append([*found, weights(one)])
+    for plain, warmed in zip(*results):
+        assert plain.keys() == warmed.keys()
+        assert all(torch.equal(torch.as_tensor(plain[name]), torch.as_tensor(warmed[name])) for name in plain)
+    for number in range(2):
+        folders = [tmp_path / f"state-{warm}-{number}" for warm in (False, True)]
+        cold, warmed = (load_file(next(folder.glob("*.safetensors"))) for folder in folders)
+        assert {name: tensor.numpy().tobytes() for name, tensor in cold.items()} == {
+            name: tensor.numpy().tobytes() for name, tensor in warmed.items()
+        }
 
 
 def test_activation_checkpointing_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
