@@ -9,8 +9,12 @@ from rich.console import Console
 from rlctl.bench.dispatch import DispatchRow, Spread
 from rlctl.bench.plot import write_plot
 from rlctl.bench.results import Results, Row
+from rlctl.bench.sft import SftResults, SftRow
 from rlctl.cli.bench_dispatch import _UNITS, _numbers, show
+from rlctl.cli.bench_sft import show as show_sft
 from rlctl.cli.bench_view import print_results
+from rlctl.config.shipped import RECIPES
+from rlctl.training.profile import Cost
 from tests.unit.cli.conftest import Rlctl
 
 
@@ -55,6 +59,37 @@ def test_mistakes_of_bench_dispatch_are_told_at_once(rlctl: Rlctl) -> None:
         "--plot: x.pdf: allowed are names that end in .png or .svg",
     ]
     assert [text for text in expected if text not in done.err] == []
+
+
+def test_mistakes_of_bench_sft_are_told_at_once(rlctl: Rlctl) -> None:
+    done = rlctl(
+        "bench", "sft", "--model", "tiy", "--modes", "eagre", "--ranks", "4", "--batch", "2", "--plot", "x.pdf"
+    )
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "error: --plot: x.pdf: allowed are names that end in .png or .svg",
+        "error: --batch: 2: at least one sample for each of the 4 ranks",
+        "error: --modes: 'eagre' is not allowed; did you mean eager?; allowed: eager, eager-graph, compiled, "
+        "compiled-graph",
+        "error: --model: tiy is no model; did you mean tiny?; allowed: tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b, "
+        "qwen3-8b, qwen3-30b-a3b, llama-8b, or a folder with a config.json",
+        "4 problems; nothing was started",
+    ]
+    longer = rlctl("bench", "sft", "--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "65")
+    assert longer.err.splitlines()[0] == "error: --seq-len: 65: the model's longest sequence is 64"
+
+
+def test_the_table_of_bench_sft_says_where_the_time_goes() -> None:
+    costs = [Cost("aten::mm", 0.2, 0.5, 7), Cost("flash", 0.1, 0.25, 2)]
+    rows = [SftRow("eager", 3.0, 2.0, 100.0, None, 0.5, []), SftRow("compiled", 9.0, 1.0, 200.0, 0.475, 1.0, costs)]
+    out = io.StringIO()
+    show_sft(SftResults("tiny", 2, 64, 8, rows), Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "tiny on 2 ranks: 8 samples of 64 tokens a step"
+    assert lines[2].split() == ["eager", "3.000", "2.000", "100", "1.00", "50%"]
+    assert lines[3].split() == ["compiled", "9.000", "1.000", "200", "47.5%", "2.00", "100%"]
+    assert lines[5:7] == ["  50.0%  aten::mm", "  25.0%  flash"]
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_payload_without_a_unit_is_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,7 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("trainer.optimizer.betas=[0.9]", "must be two numbers, not 1"),
         ("validation.num_generations=4", "4 greedy answers are all the same; set validation.temperature above 0, or 1 "
          "here"),
+        ("telemetry.profile_updates=[3, 1]", "must be [first, last], not [3, 1]"),
         ("run.name=false", "must be text or null, not false"),
         ("run.name=a/b", "must be letters, digits and any of . _ - + =, not 'a/b'"),
         ("run.name=used", "runs/used exists: continue it with --resume runs/used, or choose another name"),
