@@ -77,7 +77,8 @@ class Host:
     def _guarded(self, work: Callable[[], Any]) -> tuple[Failure | None, Any]:
         try:
             return None, work()
-        except Exception as error:
+        except BaseException as error:
+            # A worker that calls sys.exit must not take its thread, and whoever waits for it, along.
             with contextlib.suppress(OSError):  # the log may stand on the disk that is full
                 traceback.print_exc()
             return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None

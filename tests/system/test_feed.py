@@ -160,7 +160,9 @@ def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["windowed_fifo", "in_order", "ready_first"])
+@pytest.mark.parametrize(
+    "policy", ["windowed_fifo", *(pytest.param(name, marks=pytest.mark.long) for name in ("in_order", "ready_first"))]
+)
 def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, policy: str) -> None:
     stage.start(DEADLINE, f"async.policy={policy}", "async.max_trajectory_age_steps=2")
     for _ in range(8):

@@ -83,8 +83,8 @@ def sample_across_updates(engine: Worker, refit: Refit, requests: list[SampleReq
         if share := waiting[:room]:
             engine.start("submit", share).wait(DEADLINE)
             waiting = waiting[room:]
-        ids, columns, _ = engine.start("collect", 0.02).wait(DEADLINE)[0]
-        done.update(zip(ids, columns.split([by_name[name] for name in ids])))
+        told = engine.start("collect", 0.02).wait(DEADLINE)[0]
+        done.update(zip(told.ids, told.columns.split([by_name[name] for name in told.ids])))
         # As the work goes on, so do the updates: none is left for the end, when nothing runs.
         if version < UPDATES and len(done) >= (version + 0.2) * len(requests) / (UPDATES + 1):
             version += 1

@@ -30,7 +30,9 @@ class MakeTrainer:
 
     def __call__(self) -> TrainerWorker:
         return TrainerWorker(
-            TrainerSpec(self.config, str(self.folder), str(self.folder), 0, 1, f"file://{self.store}", "cpu", 1.0, 1, 0)
+            TrainerSpec(
+                self.config, str(self.folder), str(self.folder), 0, 1, f"file://{self.store}", "cpu", 1.0, 1, 0, None
+            )
         )
 
 

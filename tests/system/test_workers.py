@@ -63,6 +63,8 @@ class Probe:
     def fail_on(self, rank: int) -> str:
         if self.rank == rank:
             raise ValueError(f"rank {rank} was told to fail")
+        if self.rank + rank < 0:
+            raise SystemExit(3)
         return "fine"
 
     def die_on(self, rank: int) -> None:
@@ -115,6 +117,8 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
     with pytest.raises(WorkerError, match="fail_on on probe-1: ValueError: rank 1 was told to fail") as error:
         group.call("fail_on", 1)
     assert "in fail_on" in error.value.tracebacks()
+    with pytest.raises(WorkerError, match="fail_on on probe-0: SystemExit: 3"):
+        group.call("fail_on", -1)
     assert group.call("fail_on", 2) == ["fine", "fine"]
 
 
