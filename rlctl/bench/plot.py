@@ -1,15 +1,16 @@
 """The pictures of `rlctl bench`: a bar a scheme or a kind of run, and the bound as the line that none passes."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlctl.bench.dispatch import DispatchRow
-from rlctl.bench.grpo import GrpoResults
-from rlctl.bench.results import Results
-from rlctl.bench.sft import SftResults
+if TYPE_CHECKING:
+    from rlctl.bench.dispatch import DispatchRow
+    from rlctl.bench.grpo import GrpoResults
+    from rlctl.bench.results import Results
+    from rlctl.bench.sft import SftResults
 
 
-def write_plot(results: Results, path: Path) -> None:
+def write_plot(results: "Results", path: Path) -> None:
     """PNG or SVG by the name's ending; appears whole or not at all. Needs matplotlib."""
     bound = results.payload / results.bound / 1e9
     bars = [
@@ -21,7 +22,7 @@ def write_plot(results: Results, path: Path) -> None:
     _write(bars, bound, title, "GB/s delivered to each engine; dashed: the plain link", path)
 
 
-def write_grpo_plot(results: GrpoResults, path: Path) -> None:
+def write_grpo_plot(results: "GrpoResults", path: Path) -> None:
     """The same for kinds of run."""
     bars = [
         (
@@ -37,7 +38,7 @@ def write_grpo_plot(results: GrpoResults, path: Path) -> None:
     _write(bars, results.ceiling, f"GRPO, {results.model}, {where}", label, path)
 
 
-def write_sft_plot(results: SftResults, path: Path) -> None:
+def write_sft_plot(results: "SftResults", path: Path) -> None:
     """The same for ways to run a training step."""
     bars = [
         (
@@ -52,7 +53,7 @@ def write_sft_plot(results: SftResults, path: Path) -> None:
     _write(bars, None, title, "tokens/s/device trained", path)
 
 
-def write_dispatch_plot(rows: list[DispatchRow], path: Path) -> None:
+def write_dispatch_plot(rows: "list[DispatchRow]", path: Path) -> None:
     """How much faster a compiled call is than ordinary ones, a bar a size of group and payload."""
     bars = [
         (f"{row.workers} x {row.payload / 1024:,.0f} KB", row.ratio, f"{row.ratio:.1f}x", True)

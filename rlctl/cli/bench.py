@@ -1,15 +1,15 @@
 """`rlctl bench`: checks what is asked for, measures, shows a table, a plot or JSON."""
 
-import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from rlctl.cli.bench_common import Say, check_model, check_plot, finish, words
-from rlctl.cli.output import FAILED, OK, console, examples
+from rlctl.cli.bench_common import Say, check_model, check_plot, finish, tell, words
+from rlctl.cli.output import FAILED, OK, examples
 from rlctl.cluster.placement import Placement
 from rlctl.config.errors import ConfigError, Problem
 
@@ -164,20 +164,14 @@ def _measure(make: "Callable[[str], RefitBench]", as_json: bool, plot: Path | No
         with local_ray(logs) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as folder:
             return run_bench(make(str(logs)), folder, say)
 
-    return finish(measure, lambda results: _tell(results, as_json, plot), logs)
+    return finish(measure, lambda results: _report(results, as_json, plot), logs)
 
 
-def _tell(results: "Results", as_json: bool, plot: Path | None) -> int:
+def _report(results: "Results", as_json: bool, plot: Path | None) -> int:
+    from rlctl.bench.plot import write_plot
     from rlctl.cli.bench_view import print_results
 
-    if as_json:
-        typer.echo(json.dumps(results.as_json(), indent=1))
-    else:
-        print_results(results, console())
-    if plot is not None:
-        from rlctl.bench.plot import write_plot
-
-        write_plot(results, plot)
+    tell(results.as_json(), partial(print_results, results), as_json, partial(write_plot, results), plot)
     for row in results.wrong:
         names = ", ".join(row.wrong[:3]) + (f" and {len(row.wrong) - 3} more" if len(row.wrong) > 3 else "")
         typer.echo(f"error: {row.label}: delivered weights differ from the sent ones: {names}", err=True)

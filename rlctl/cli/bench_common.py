@@ -1,16 +1,20 @@
 """What the commands of `rlctl bench` share: checks of what is asked for, and how a measurement ends."""
 
+import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
 from rlctl.cli.output import FAILED, INTERRUPTED, console
 from rlctl.config.errors import Problem, did_you_mean
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Results = TypeVar("Results")
 Say = Callable[[str], None]
@@ -57,8 +61,20 @@ def check_plot(path: Path | None, problems: list[Problem]) -> None:
         problems.append(Problem("--plot", "", "needs matplotlib: pip install 'rlctl[plot]'"))
 
 
-def finish(measure: Callable[[Say], Results], tell: Callable[[Results], int], folder: Path) -> int:
-    """Measure, then tell what was found; returns the exit code.
+def tell(
+    facts: object, show: Callable[["Console"], None], as_json: bool, draw: Callable[[Path], None], plot: Path | None
+) -> None:
+    """Results on stdout, as JSON or as `show` puts them there; then the plot, if one is wanted."""
+    if as_json:
+        typer.echo(json.dumps(facts, indent=1))
+    else:
+        show(console())
+    if plot is not None:
+        draw(plot)
+
+
+def finish(measure: Callable[[Say], Results], report: Callable[[Results], int], folder: Path) -> int:
+    """Measure, then report what was found; returns the exit code.
 
     `folder` goes when all is well and after Ctrl-C; after an error its logs stay, and where they are is said.
     """
@@ -75,7 +91,7 @@ def finish(measure: Callable[[Say], Results], tell: Callable[[Results], int], fo
         typer.echo(f"error: {error}\nlogs: {folder}", err=True)
         return FAILED
     shutil.rmtree(folder, ignore_errors=True)
-    return tell(results)
+    return report(results)
 
 
 @contextmanager

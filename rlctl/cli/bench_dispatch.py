@@ -1,7 +1,7 @@
 """`rlctl bench dispatch`: checks what is asked for, measures, shows a table, a plot or JSON."""
 
-import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.bench_common import Say, check_plot, finish
-from rlctl.cli.output import OK, console, examples
+from rlctl.cli.bench_common import Say, check_plot, finish, tell
+from rlctl.cli.output import OK, examples
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def _numbers(option: str, given: str, units: dict[str, int], problems: list[Prob
 
 def _measure(workers: tuple[int, ...], payloads: tuple[int, ...], calls: int, as_json: bool, plot: Path | None) -> int:
     from rlctl.bench.dispatch import DispatchBench, run_dispatch_bench
+    from rlctl.bench.plot import write_dispatch_plot
     from rlctl.cluster.local import local_ray
 
     logs = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
@@ -71,18 +72,12 @@ def _measure(workers: tuple[int, ...], payloads: tuple[int, ...], calls: int, as
         with local_ray(logs):
             return run_dispatch_bench(DispatchBench(workers, payloads, calls), str(logs), say)
 
-    def tell(rows: "list[DispatchRow]") -> int:
-        if as_json:
-            typer.echo(json.dumps([row.as_json() for row in rows], indent=1))
-        else:
-            show(rows, console())
-        if plot is not None:
-            from rlctl.bench.plot import write_dispatch_plot
-
-            write_dispatch_plot(rows, plot)
+    def report(rows: "list[DispatchRow]") -> int:
+        facts = [row.as_json() for row in rows]
+        tell(facts, partial(show, rows), as_json, partial(write_dispatch_plot, rows), plot)
         return OK
 
-    return finish(measure, tell, logs)
+    return finish(measure, report, logs)
 
 
 def show(rows: list["DispatchRow"], out: "Console") -> None:

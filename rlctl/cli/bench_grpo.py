@@ -1,7 +1,7 @@
 """`rlctl bench grpo`: checks what is asked for, runs it, shows a table, a plot or JSON."""
 
-import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,8 +9,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.bench_common import check_model, check_plot, finish, named
-from rlctl.cli.output import OK, console, examples
+from rlctl.cli.bench_common import check_model, check_plot, finish, named, tell
+from rlctl.cli.output import OK, examples
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -113,19 +113,13 @@ def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
 
 def _measure(bench: "GrpoBench", folder: Path, as_json: bool, plot: Path | None) -> int:
     from rlctl.bench.grpo import run_grpo_bench
+    from rlctl.bench.plot import write_grpo_plot
 
-    def tell(results: "GrpoResults") -> int:
-        if as_json:
-            typer.echo(json.dumps(results.as_json(), indent=1))
-        else:
-            _show(results, console())
-        if plot is not None:
-            from rlctl.bench.plot import write_grpo_plot
-
-            write_grpo_plot(results, plot)
+    def report(results: "GrpoResults") -> int:
+        tell(results.as_json(), partial(_show, results), as_json, partial(write_grpo_plot, results), plot)
         return OK
 
-    return finish(lambda say: run_grpo_bench(bench, folder, say), tell, folder)
+    return finish(lambda say: run_grpo_bench(bench, folder, say), report, folder)
 
 
 def _show(results: "GrpoResults", out: "Console") -> None:

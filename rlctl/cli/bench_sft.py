@@ -1,8 +1,8 @@
 """`rlctl bench sft`: checks what is asked for, runs it, shows a table, a plot or JSON."""
 
-import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.bench_common import check_model, check_plot, finish, named
-from rlctl.cli.output import OK, console, examples
+from rlctl.cli.bench_common import check_model, check_plot, finish, named, tell
+from rlctl.cli.output import OK, examples
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -99,20 +99,14 @@ def _checked(
 
 
 def _measure(bench: "SftBench", folder: Path, as_json: bool, plot: Path | None) -> int:
+    from rlctl.bench.plot import write_sft_plot
     from rlctl.bench.sft import run_sft_bench
 
-    def tell(results: "SftResults") -> int:
-        if as_json:
-            typer.echo(json.dumps(results.as_json(), indent=1))
-        else:
-            show(results, console())
-        if plot is not None:
-            from rlctl.bench.plot import write_sft_plot
-
-            write_sft_plot(results, plot)
+    def report(results: "SftResults") -> int:
+        tell(results.as_json(), partial(show, results), as_json, partial(write_sft_plot, results), plot)
         return OK
 
-    return finish(lambda say: run_sft_bench(bench, folder, say), tell, folder)
+    return finish(lambda say: run_sft_bench(bench, folder, say), report, folder)
 
 
 def show(results: "SftResults", out: "Console") -> None:

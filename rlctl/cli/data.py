@@ -1,7 +1,7 @@
 """`rlctl data`: what a run will see of its data, before it starts."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,12 +9,15 @@ import typer
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import console, examples
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.schema import DatasetSection, GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rlctl.data.preview import Piece
+    from rlctl.data.cursor import Drawn
+    from rlctl.data.preview import Lengths, Piece
+    from rlctl.data.tokenize import LengthReport
+    from rlctl.training.plan import Packing
 
 app = typer.Typer(help="The data of a run: text, masks, lengths, packs.", no_args_is_help=True)
 
@@ -50,53 +53,63 @@ def preview(
     if section.path is None:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
     try:
-        facts, texts = (
-            _sft(config, section, samples, tokens) if isinstance(config, SftConfig) else _grpo(config, section, samples)
-        )
+        if isinstance(config, SftConfig):
+            seen = _sft(config, section, samples, tokens)
+        else:
+            seen = _grpo(config, section, samples)
     except DataError as error:
         raise ConfigError([Problem("data", "", str(error))]) from error
     if as_json:
-        typer.echo(json.dumps({"path": str(section.path), **facts}, indent=1))
-        return
-    _show(str(section.path), facts, texts)
+        typer.echo(json.dumps({"path": str(section.path), **seen.as_json()}, indent=1))
+    else:
+        _show(str(section.path), seen)
 
 
-def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> tuple[dict[str, Any], list["Text"]]:
-    from rlctl.data.cursor import Cursor, SampleSource
+@dataclass(frozen=True)
+class _Seen:
+    """trained: share of the tokens. trained and packs: of samples alone."""
+
+    report: "LengthReport"
+    lengths: "Lengths"
+    texts: list["Text"]
+    trained: float | None = None
+    packs: "Packing | None" = None
+
+    def as_json(self) -> dict[str, Any]:
+        facts = {**asdict(self.report), "lengths": asdict(self.lengths)}
+        return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
+
+
+def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
     from rlctl.data.load import load_samples
     from rlctl.data.preview import Lengths, pieces, step_lengths
     from rlctl.training.plan import packing
 
     tokenizer = _tokenizer(config)
     rows, report = load_samples(config.data, section, tokenizer, config.sft.mask, _longest(config))
-    source = SampleSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle))
-    shown = source.draw(min(count, len(rows)))
+    texts = [_sample(sample.id, pieces(sample, tokenizer, most)) for sample in _first(rows, config, count)]
     packs = packing(step_lengths(rows, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
-    trained = sum(int(sample.mask.sum()) for sample in rows)
-    whole = Lengths.of([len(sample.tokens) for sample in rows])
-    facts = {
-        **asdict(report),
-        "lengths": asdict(whole),
-        "trained_share": trained / whole.total,
-        "packing": asdict(packs),
-    }
-    return facts, [_sample(sample.id, pieces(sample, tokenizer, most)) for sample in shown]
+    lengths = Lengths.of([len(sample.tokens) for sample in rows])
+    return _Seen(report, lengths, texts, sum(int(sample.mask.sum()) for sample in rows) / lengths.total, packs)
 
 
-def _grpo(config: RunConfig, section: DatasetSection, count: int) -> tuple[dict[str, Any], list["Text"]]:
-    from rlctl.data.cursor import Cursor, PromptSource
+def _grpo(config: RunConfig, section: DatasetSection, count: int) -> _Seen:
     from rlctl.data.load import load_prompts
     from rlctl.data.preview import Lengths, Piece
 
-    assert isinstance(config, GrpoConfig)
     rows, report = load_prompts(config.data, section, _tokenizer(config))
-    source = PromptSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle))
-    shown = source.draw(min(count, len(rows)))
-    facts = {**asdict(report), "lengths": asdict(Lengths.of([len(prompt.tokens) for prompt in rows]))}
     texts = [
-        _sample(prompt.id, [Piece(prompt.text, False), Piece(f"\nanswer: {prompt.answer}", False)]) for prompt in shown
+        _sample(prompt.id, [Piece(f"{prompt.text}\nanswer: {prompt.answer}", False)])
+        for prompt in _first(rows, config, count)
     ]
-    return facts, texts
+    return _Seen(report, Lengths.of([len(prompt.tokens) for prompt in rows]), texts)
+
+
+def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
+    """What the run draws first."""
+    from rlctl.data.cursor import Cursor, Source
+
+    return Source(rows, Cursor(len(rows), config.run.seed, config.data.shuffle)).draw(min(count, len(rows)))
 
 
 def _tokenizer(config: RunConfig) -> Any:
@@ -105,16 +118,16 @@ def _tokenizer(config: RunConfig) -> Any:
     return load_tokenizer(config.model.tokenizer or config.model.path)
 
 
-def _longest(config: RunConfig) -> int:
+def _longest(config: SftConfig) -> int:
     from rlctl.config.architecture import config_file, read_architecture
+    from rlctl.config.plan import longest_sequence
 
-    if config.model.max_length:
-        return config.model.max_length
     file = config_file(config.model.path)
-    if file is None:
+    longest = longest_sequence(config, read_architecture(file) if file else None)
+    if longest is None:
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
         raise ConfigError([Problem("model.max_length", "", what)])
-    return read_architecture(file).max_positions
+    return longest
 
 
 def _sample(name: str, parts: list["Piece"]) -> "Text":
@@ -129,24 +142,19 @@ def _sample(name: str, parts: list["Piece"]) -> "Text":
     return text
 
 
-def _show(path: str, facts: dict[str, Any], texts: list["Text"]) -> None:
+def _show(path: str, seen: _Seen) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from rlctl.data.tokenize import LengthReport
-    from rlctl.training.plan import Packing
-
-    out, lengths = console(), facts["lengths"]
-    report = LengthReport(*(facts[name] for name in ("rows", "dropped", "truncated", "longest")))
-    out.print(Text.assemble((path, "bold"), f": {report}"))
+    out, lengths = console(), seen.lengths
+    out.print(Text.assemble((path, "bold"), f": {seen.report}"))
     out.print(
-        f"tokens   {lengths['total']:,}; a row has {lengths['mean']:,.4g} on average, {lengths['median']:,.4g} at the "
-        f"median, {lengths['p90']:,.4g} at the 90th percentile, at most {lengths['longest']:,}"
+        f"tokens   {lengths.total:,}; a row has {lengths.mean:,.4g} on average, {lengths.median:,.4g} at the "
+        f"median, {lengths.p90:,.4g} at the 90th percentile, at most {lengths.longest:,}"
     )
-    if "packing" in facts:
-        out.print(f"trained  {facts['trained_share']:.1%} of the tokens")
-        packs = Packing(**facts["packing"])
+    if (packs := seen.packs) is not None:
+        out.print(f"trained  {seen.trained:.1%} of the tokens")
         out.print(f"packs    {packs}, over the first {packs.steps:,} step{'s' * (packs.steps != 1)}")
-    for text in texts:
+    for text in seen.texts:
         out.print()
         out.print(Padding(text, (0, 0, 0, 2)) if out.is_terminal else text)

@@ -43,11 +43,9 @@ def _assembled(
     from rlctl.cluster.compiled import compile_group
     from rlctl.cluster.processes import start_trainers
     from rlctl.data.cursor import Cursor, SampleSource
-    from rlctl.data.preview import step_lengths
     from rlctl.sft.loop import SftLoop, SftParts
     from rlctl.sft.loss import NllLoss
     from rlctl.training.client import TrainerClient
-    from rlctl.training.plan import packing
 
     group = start_trainers(session, config, files, placement, config.sft.num_steps, temperature=1.0)
     stack.callback(group.kill)
@@ -65,13 +63,11 @@ def _assembled(
         compile_group(graph, group, session)
         with session.starting("warm-up"):
             length = graph.warmup_seq_len or max(len(sample.tokens) for sample in [*train, *validation])
-            # torch.compile takes every size for fixed until it meets another one.
+            # Sizes that happen to be equal are compiled as one: a second length keeps them apart.
             lengths = (length, max(2, length // 2 - 1)) if config.trainer.compile else (length,)
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
     cost = training_cost(trainer.info(), files)
-    packs = packing(step_lengths(train, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
-    session.events.emit("data", what=f"packing: {packs}")
     parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices, *cost)
     SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 
@@ -79,12 +75,16 @@ def _assembled(
 def _load(config: SftConfig, files: ModelFiles, session: Session) -> Samples:
     from rlctl.data.chat import load_tokenizer
     from rlctl.data.load import load_samples
+    from rlctl.data.preview import step_lengths
+    from rlctl.training.plan import packing
 
     length = config.model.max_length or files.max_length
     with session.starting("data"):
         tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
         train, report = load_samples(config.data, config.data.train, tokenizer, config.sft.mask, length)
         session.events.emit("data", what=f"train: {report}")
+        packs = packing(step_lengths(train, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
+        session.events.emit("data", what=f"packing: {packs}")
         validation: list[Sample] = []
         if config.data.validation.path and config.validation.every:
             validation, report = load_samples(config.data, config.data.validation, tokenizer, config.sft.mask, length)

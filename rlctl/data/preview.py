@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import SftConfig
-from rlctl.data.cursor import Cursor, SampleSource
+from rlctl.data.cursor import Cursor
 from rlctl.data.prompts import Sample
 
 # Steps of a run that say how well its samples pack.
@@ -35,9 +35,12 @@ class Lengths:
 
 def step_lengths(samples: list[Sample], config: SftConfig) -> Iterator[list[int]]:
     """Of the sequences of each of the run's first steps."""
-    source = SampleSource(samples, Cursor(len(samples), config.run.seed, config.data.shuffle))
+    lengths, cursor = (
+        [len(sample.tokens) for sample in samples],
+        Cursor(len(samples), config.run.seed, config.data.shuffle),
+    )
     for _ in range(min(_STEPS, config.sft.num_steps)):
-        yield [len(sample.tokens) for sample in source.draw(config.sft.batch_size)]
+        yield [lengths[draw.row] for draw in cursor.draw(config.sft.batch_size)]
 
 
 @dataclass(frozen=True)

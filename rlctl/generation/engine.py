@@ -187,7 +187,7 @@ class Engine:
             # The thread lives on: whoever asks next gets an answer, not silence.
             return
         self._steps.append(time.perf_counter())
-        self._counters = self._counters.worked(self._steps[-1] - begin, self._decoding())
+        self._counters = self._counters.worked(self._steps[-1] - begin, len(self._scheduler.running))
         if finished := [output for output in outputs if output.finished]:
             self._finish(finished)
 
@@ -204,8 +204,9 @@ class Engine:
             self._places = 0
             self._finished.put(None)
 
-    def _decoding(self) -> int:
-        return len(self._llm.engine_core.engine_core.scheduler.running)
+    @property
+    def _scheduler(self) -> Any:
+        return self._llm.engine_core.engine_core.scheduler
 
     def _add(self, requests: list[SampleRequest]) -> list["Future[list[Sample]]"]:
         if self._poisoned:
@@ -266,8 +267,8 @@ class Engine:
         A token that the device still works on counts: it was begun with the weights of before. Where keys and values
         are computed anew it is thrown away. A rollout that has not begun enters anew, for its salt is of before.
         """
-        scheduler = self._llm.engine_core.engine_core.scheduler
-        states = [(scheduler.requests.get(name), state) for name, state in self._request_states()]
+        requests = self._scheduler.requests
+        states = [(requests.get(name), state) for name, state in self._request_states()]
         found = [(request, state.external_req_id) for request, state in states if request is not None]
         fresh = [rollout for request, rollout in found if not begun(request)]
         if self._spec.recompute_kv_cache:

@@ -80,8 +80,13 @@ class Profiler:
         found = _read(profile.key_averages(), wall, list(range(spec.first, spec.last + 1)))
         folder = Path(spec.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(folder / f"trainer-{self._rank}.trace.json.gz"))
-        (folder / f"trainer-{self._rank}.json").write_text(json.dumps(asdict(found), indent=1))
+        trace, costs = (folder / f"trainer-{self._rank}{ending}" for ending in (".trace.json.gz", ".json"))
+        # The ending decides whether the trace is compressed.
+        partial = trace.with_name(f".partial-{trace.name}")
+        profile.export_chrome_trace(str(partial))
+        partial.replace(trace)
+        partial.write_text(json.dumps(asdict(found), indent=1))
+        partial.replace(costs)
 
 
 def _read(averages: Any, wall: float, updates: list[int]) -> Profiled:

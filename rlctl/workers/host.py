@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.workers.errors import Failure
-from rlctl.workers.graph import NOTHING, Answer, Message, packed, read_patiently, take
+from rlctl.workers.graph import NOTHING, packed, read_patiently, take
 
 Guarded = tuple[Failure | None, Any]
 Run = Callable[[Callable[[], Guarded]], Guarded]
@@ -46,11 +46,10 @@ class Host:
         """The failure or the result of one method of the worker; None of NOTHING."""
         return self._run(lambda: self._guarded(lambda: self._do(method, args, kwargs)))
 
-    def graph_call(self, message: Message, rank: int) -> Answer:
-        """The same as `call`, with a message that all ranks share."""
+    def graph_call(self, message: Any, rank: int) -> Any:
+        """The same as `call`, with a message that all ranks share; both ways as `packed` makes it."""
         self._graph_calls += 1
-        answer: Answer = packed(self.call(*take(message, rank)))
-        return answer
+        return packed(self.call(*take(message, rank)))
 
     def graph_calls(self) -> int:
         """How many calls through a graph came here."""
