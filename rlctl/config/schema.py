@@ -159,8 +159,24 @@ class OptimizerSection:
 
 
 @dataclass
+class MegatronSection:
+    tensor_model_parallel_size: int = spec("ranks that share each layer's matrices", ge=1)
+    pipeline_model_parallel_size: int = spec("ranks that share the layers out, as stages (1F1B)", ge=1)
+    context_parallel_size: int = spec("ranks that share the tokens of a pack", ge=1)
+    expert_model_parallel_size: int = spec("ranks that share a layer's experts out", ge=1)
+    sequence_parallel: bool | None = spec(
+        "tensor-parallel ranks share the tokens between matrices too; null: where there are several"
+    )
+    optimizer_cpu_offload: bool = spec("optimizer state lives on the host and is updated there; it never moves")
+    optimizer_offload_fraction: float | None = spec(
+        "share of the parameters whose optimizer state lives on the host; null: all of them", gt=0, le=1
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool = spec("copy gradients out and weights back while the host updates others")
+
+
+@dataclass
 class TrainerSection:
-    backend: Literal["fsdp"] = spec("what trains")
+    backend: Literal["fsdp", "megatron"] = spec("what trains: torch FSDP2 or Megatron-core")
     num_ranks: int = spec("trainer processes, one a device", ge=1)
     micro_batch_tokens: int = spec("tokens a rank packs into one forward pass", ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = spec("compute dtype; auto: float32 on CPU, bfloat16 on GPU")
@@ -168,7 +184,9 @@ class TrainerSection:
     logprob_chunk_tokens: int = spec("tokens whose logits exist at one time", ge=1)
     compile: bool = spec("torch.compile each layer and the loss; the first step takes a minute longer")
     threads: int | None = spec("CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1)
+    offload_optimizer_for_logprob: bool = spec("move optimizer state to the host while log-probs are computed")
     optimizer: OptimizerSection = spec("optimizer and schedule")
+    megatron: MegatronSection = spec("backend megatron: how its ranks share the work")
 
 
 @dataclass

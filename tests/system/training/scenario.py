@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.config.schema import OptimizerSection, TrainerSection
+from rlctl.config.schema import MegatronSection, OptimizerSection, TrainerSection
 from rlctl.training.fsdp.trainer import FsdpTrainer
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.plan import plan_micro_batches
@@ -22,9 +22,15 @@ OPTIMIZER = OptimizerSection(
     name="adamw", lr=1e-2, betas=[0.9, 0.99], eps=1e-2, weight_decay=0.1, max_grad_norm=1.0,
     schedule="linear", warmup_steps=1, min_lr_ratio=0.0,
 )  # fmt: skip
+MEGATRON = MegatronSection(
+    tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
+    expert_model_parallel_size=1, sequence_parallel=None, optimizer_cpu_offload=False,
+    optimizer_offload_fraction=None, overlap_cpu_optimizer_d2h_h2d=False,
+)  # fmt: skip
 CONFIG = TrainerSection(
     backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
-    logprob_chunk_tokens=10, compile=False, threads=1, optimizer=OPTIMIZER,
+    logprob_chunk_tokens=10, compile=False, threads=1,
+    offload_optimizer_for_logprob=False, optimizer=OPTIMIZER, megatron=MEGATRON,
 )  # fmt: skip
 TOTAL_UPDATES = 10
 
@@ -63,11 +69,13 @@ def share(data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) 
 
 
 @contextmanager
-def trainer(model: Path, folder: Path, rank: int = 0, world: int = 1, **options: Any) -> Iterator[FsdpTrainer]:
+def trainer(
+    model: Path, folder: Path, rank: int = 0, world: int = 1, device: str = "cpu", **options: Any
+) -> Iterator[FsdpTrainer]:
     """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's."""
     meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
     one = FsdpTrainer(
-        replace(CONFIG, **options), str(model), rank, world, f"file://{meeting}", "cpu", TEMPERATURE,
+        replace(CONFIG, **options), str(model), rank, world, f"file://{meeting}", device, TEMPERATURE,
         TOTAL_UPDATES, 0,
     )  # fmt: skip
     try:

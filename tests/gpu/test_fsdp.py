@@ -1,0 +1,35 @@
+"""The FSDP trainer on a GPU, in bfloat16: what is fused or compiled there alone trains as it does without."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer
+from tests.tiny_models import Kind, make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DATA = sequences(40)
+LOSS = WeightedLoss()
+
+
+def trained(model: Path, folder: Path, **options: Any) -> tuple[list[np.ndarray], list[dict[str, float]]]:
+    """Log-probs before, then the metrics of three updates whose packs have other shapes each."""
+    with trainer(model, folder, device="cuda:0", dtype="bfloat16", **options) as one:
+        log_probs = [row for batch in one.log_probs(share(DATA, 64)) for row in batch]
+        return log_probs, [one.train(share(DATA, most), LOSS, totals(DATA)) for most in (30, 64, 100)]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_and_loss_train_alike(kind: Kind, checkpointing: bool, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", kind)
+    eager = trained(model, tmp_path, activation_checkpointing=checkpointing)
+    compiled = trained(model, tmp_path, activation_checkpointing=checkpointing, compile=True)
+    for one, other in zip(eager[0], compiled[0], strict=True):
+        np.testing.assert_allclose(one, other, atol=0.15)
+    for one, other in zip(eager[1], compiled[1], strict=True):
+        assert other["train/loss"] == pytest.approx(one["train/loss"], abs=0.02)
+        assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=0.1)
