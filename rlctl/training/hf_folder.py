@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
+Shape = tuple[int, ...]
 Layout = list[tuple[str, tuple[int, ...], str]]
 _FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
@@ -53,6 +55,24 @@ def is_fused(name: str) -> "re.Match[str] | None":
     return _FUSED.fullmatch(name)
 
 
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
+    """The other way: a checkpoint's tensor, of which `start` begins a part, within the parameter that holds it.
+
+    Returns the parameter's name and shape, and where the part begins in it.
+    """
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return name, shape, start
+    number, rows = int(found[2]), shape[0]
+    if found[3] == "down":
+        return f"{found[1]}.down_proj", (experts, *shape), (number, *start)
+    row = start[0] + (rows if found[3] == "up" else 0)
+    return f"{found[1]}.gate_up_proj", (experts, 2 * rows, *shape[1:]), (number, row, *start[1:])
+
+
 class WeightFiles:
     """The safetensors of a folder, opened lazily; reads one tensor at a time."""
 
@@ -82,6 +102,16 @@ class WeightFiles:
         value: Tensor = self._file[name].get_tensor(name)
         return value
 
+    def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
+        """`size` numbers a dimension of tensor `name` from `start` on; only they are read. Raises as `read_into`."""
+        if name not in self._file:
+            raise KeyError(f"{self.folder} has no tensor {name}")
+        found = self._file[name].get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{self.folder}: {name} has shape {tuple(found.get_shape())}, expected {shape}")
+        value: Tensor = found[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
+        return value
+
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target`, the parameter called `name` in memory. Raises KeyError, ValueError naming the tensor."""
         parts = [(name, target)] if name in self._file else unfuse(name, target)
@@ -104,6 +134,18 @@ def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[t
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
     _write_weights(folder, layout, tensors)
+
+
+def write_folder_together(
+    source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """`write_folder` by rank 0 of tensors that all ranks make together; all ranks return when it stands."""
+    if dist.get_rank() == 0:
+        write_folder(source, folder, layout, tensors)
+    else:
+        for _ in tensors:
+            pass
+    dist.barrier()
 
 
 def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:

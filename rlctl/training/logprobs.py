@@ -4,26 +4,45 @@ The backward pass makes each chunk's logits again instead of keeping them. Softm
 """
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Split:
+    """The vocabulary is shared out: this rank of `group` has the rows of the weight from `first` on."""
+
+    group: dist.ProcessGroup
+    first: int
+
+
 def chunked_log_probs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, *, compiled: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    chunk: int,
+    *,
+    compiled: bool = False,
+    split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, and entropy, under softmax(hidden @ weight.T / temperature).
 
     hidden: [N, h]; weight: [vocab, h]; targets: int64 [N]; chunk: rows whose logits exist at one time; compiled:
     what is done to logits is fused by torch.compile, so that they are read twice instead of eleven times.
+    split: weight holds a part of the vocabulary; results are of all of it, equal on all ranks, while the gradient to
+    hidden is this part's alone, to be summed over the ranks by the caller.
     Returns two float32 [N], both with gradient to hidden and weight. With p the tempered softmax and H its
     entropy: d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H), each over the temperature.
     """
     apply: Any = _ChunkedLogProbs.apply
-    log_probs, entropy = apply(hidden, weight, targets, temperature, chunk, compiled)
+    log_probs, entropy = apply(hidden, weight, targets, temperature, chunk, compiled, split)
     return log_probs, entropy
 
 
@@ -39,6 +58,27 @@ def _forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tenso
     log_p = below.sub_(log_sum[:, None])
     chosen = log_p.gather(1, targets[:, None])[:, 0]
     return chosen, -(log_p.exp().mul_(log_p)).sum(-1), torch.stack((peak, log_sum), -1)
+
+
+def _forward_split(
+    logits: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup, compiled: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_forward` where each rank of `group` has some columns of the logits; targets count from this rank's first."""
+    peak = logits.amax(-1).float() / temperature
+    dist.all_reduce(peak, dist.ReduceOp.MAX, group)
+    sums = (_compiled(_sums) if compiled else _sums)(logits, targets, temperature, peak)
+    dist.all_reduce(sums, group=group)
+    total, chosen, weighted = sums
+    log_sum = total.log()
+    return chosen - log_sum, log_sum - weighted / total, torch.stack((peak, log_sum), -1)
+
+
+def _sums(logits: Tensor, targets: Tensor, temperature: float, peak: Tensor) -> Tensor:
+    """float32 [3, rows] over these columns: of exp(z), of the target's z, of z exp(z), with z = logit - peak."""
+    below = (logits.float() / temperature).sub_(peak[:, None])
+    chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    exp = below.exp()
+    return torch.stack((exp.sum(-1), torch.where(chosen, below, 0.0).sum(-1), (exp * below).sum(-1)))
 
 
 def _backward(
@@ -73,9 +113,19 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int, compiled: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        compiled: bool,
+        split: Split | None,
     ) -> tuple[Tensor, Tensor]:
-        work = _compiled(_forward) if compiled else _forward
+        work: Callable[..., Any] = _compiled(_forward) if compiled else _forward
+        if split:
+            targets = targets - split.first
+            work = partial(_forward_split, group=split.group, compiled=compiled)
         log_probs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(log_probs), log_probs.new_empty(len(hidden), 2)
         for at in range(0, len(hidden), chunk):
@@ -100,4 +150,4 @@ class _ChunkedLogProbs(torch.autograd.Function):
             grad = work(logits, targets[rows], ctx.temperature, normalizer[rows], entropy[rows], *gradients)
             grad_hidden[rows] = grad @ weight
             grad_weight += grad.T @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None, None

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.training.interface import MicroBatch
+from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.sequences import Sequence
 
 _NOTHING = Sequence(tokens=np.zeros(1, np.int32), mask=np.zeros(1, np.bool_))
@@ -60,4 +60,16 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
         cu_seqlens=put(starts.astype(np.int32)),
         max_len=int(lengths.max()),
         lengths=tuple(lengths.tolist()),
+    )
+
+
+def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatch:
+    """What a loss sees of a pack; log_probs, entropy: float32 [T]."""
+    return TokenBatch(
+        log_probs=log_probs,
+        entropy=entropy,
+        mask=packed.mask,
+        fields=packed.fields,
+        sequence=packed.sequence,
+        num_sequences=len(packed.lengths),
     )

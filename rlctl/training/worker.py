@@ -3,6 +3,7 @@
 The only place that knows which backend a name stands for.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,10 +145,19 @@ def _save_tokenizer(source: str, folder: Path) -> None:
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def _backend(spec: TrainerSpec) -> TrainerRank:
+def trainer_class(backend: str) -> Callable[..., TrainerRank]:
+    """What trains behind a name."""
+    if backend == "megatron":
+        from rlctl.training.megatron.trainer import MegatronTrainer
+
+        return MegatronTrainer
     from rlctl.training.fsdp.trainer import FsdpTrainer
 
-    return FsdpTrainer(
+    return FsdpTrainer
+
+
+def _backend(spec: TrainerSpec) -> TrainerRank:
+    return trainer_class(spec.config.backend)(
         spec.config,
         spec.model_path,
         rank=spec.rank,

@@ -12,12 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlctl.config.schema import TrainerSection
-from rlctl.training import attention
 from rlctl.training.hf_folder import WeightFiles
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed
-
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+from rlctl.training.skeleton import skeleton
 
 
 class Policy(nn.Module):
@@ -52,11 +50,13 @@ def build_policy(
 ) -> Policy:
     """The model of a Hugging Face folder, sharded over `mesh`; computes in `dtype`, keeps float32 masters.
 
-    Raises ValueError for an architecture outside KINDS or with sliding windows, and what WeightFiles raises.
+    Raises what `skeleton` and WeightFiles raise.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    lm = _skeleton(folder, device)
+    lm = skeleton(folder, device)
+    # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
+    lm.model.embed_tokens.padding_idx = None
     if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
@@ -77,23 +77,6 @@ def build_policy(
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     _sum_gradients(policy)
     return policy
-
-
-def _skeleton(folder: Path, device: torch.device) -> Any:
-    """The causal LM with its parameters on the meta device and its rotary table on `device`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(folder)
-    if config.model_type not in KINDS:
-        raise ValueError(f"{folder} is a {config.model_type} model; rlctl trains {', '.join(KINDS)}")
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        raise ValueError(f"{folder} uses sliding-window attention, which packed attention does not do")
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.register())
-    lm.model.rotary_emb = type(lm.model.rotary_emb)(config=lm.config).to(device)
-    # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
-    lm.model.embed_tokens.padding_idx = None
-    return lm
 
 
 def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rlctl.config.schema import MegatronSection, OptimizerSection, TrainerSection
-from rlctl.training.fsdp.trainer import FsdpTrainer
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.plan import plan_micro_batches
 from rlctl.training.sequences import Sequence
+from rlctl.training.worker import trainer_class
 
 TEMPERATURE = 0.8
 # A large epsilon makes AdamW smooth in the gradient, so that equal gradients give equal weights.
@@ -71,11 +71,12 @@ def share(data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) 
 @contextmanager
 def trainer(
     model: Path, folder: Path, rank: int = 0, world: int = 1, device: str = "cpu", **options: Any
-) -> Iterator[FsdpTrainer]:
+) -> Iterator[Any]:
     """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's."""
     meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
-    one = FsdpTrainer(
-        replace(CONFIG, **options), str(model), rank, world, f"file://{meeting}", device, TEMPERATURE,
+    config = replace(CONFIG, **options)
+    one: Any = trainer_class(config.backend)(
+        config, str(model), rank, world, f"file://{meeting}", device, TEMPERATURE,
         TOTAL_UPDATES, 0,
     )  # fmt: skip
     try:
@@ -84,7 +85,7 @@ def trainer(
         one.close()
 
 
-def weights(one: FsdpTrainer) -> dict[str, Tensor]:
+def weights(one: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in one.export()}
 
 

@@ -1,0 +1,119 @@
+"""A Megatron rank's state under the same names and in the same form as FSDP's: either resumes what the other saved.
+
+Weights are the float32 ones that are updated. The distributed optimizer gives each rank flat pieces of parameters;
+they are put together over its ranks, one parameter at a time, and each rank writes its share of the parameters.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlctl.training.boxes import Box, load_boxes, save_boxes, saved_names
+from rlctl.training.megatron.mapping import Mapping, Part
+from rlctl.training.megatron.optimizer import MOMENTS, Optimizer
+
+KINDS = ("model", *MOMENTS)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What this rank holds. named: its parameters; mirrored: of them, those that another rank answers for."""
+
+    named: dict[str, nn.Parameter]
+    mapping: Mapping
+    optimizer: Optimizer
+    mirrored: set[str]
+
+
+def save(folder: Path, stage: Stage, updates: int) -> None:
+    """Weights, moments, step counts, the number of updates and this rank's RNG state. Raises OSError."""
+    boxes = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
+    state = {f"{kind}.{name}": box for kind, found in boxes.items() for name, box in found.items()}
+    state |= {f"step.{name}": Box.whole(torch.tensor(float(updates))) for name in boxes["model"]}
+    state |= {"updates": Box.whole(torch.tensor(updates)), _rng(dist.get_rank()): Box.whole(torch.get_rng_state())}
+    save_boxes(folder, state)
+
+
+def load(folder: Path, stage: Stage) -> int:
+    """What either backend saved, on any layout; returns the number of updates. Raises FileNotFoundError, KeyError."""
+    own = _rng(dist.get_rank())
+    key = own if own in saved_names(folder) else _rng(0)
+    updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
+    load_boxes(folder, {"updates": Box.whole(updates), key: Box.whole(rng)})
+    torch.set_rng_state(rng)
+    for kind in KINDS:
+        _load_kind(folder, stage, kind)
+    for slot in stage.optimizer.slots.values():
+        slot.state["step"].fill_(float(updates))
+    stage.optimizer.publish()
+    return int(updates)
+
+
+def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
+    held = {name: stage.named[name] for name in stage.named if stage.named[name] in stage.optimizer.slots}
+    values = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in held.items()}
+    parts = [part for name, value in values.items() for part in stage.mapping.parts(name, value)]
+    boxes = _merged(parts, stage.mapping)
+    load_boxes(folder, {f"{kind}.{name}": box for name, box in boxes.items()})
+    for part in parts:
+        name, _, start = stage.mapping.fused(part)
+        part.view.copy_(_within(boxes[name], start, part.view))
+    for name, parameter in held.items():
+        slot = stage.optimizer.slots[parameter]
+        target = slot.main if kind == "model" else slot.state[kind]
+        target.copy_(values[name].view(-1)[slot.start : slot.stop])
+
+
+def _own_parts(stage: Stage, kind: str) -> Iterator[Part]:
+    """The parts that this rank writes, on the host."""
+    for number, (name, parameter) in enumerate(stage.named.items()):
+        group = stage.optimizer.group(parameter)
+        whole = _gathered(stage.optimizer, parameter, kind, group)
+        if number % dist.get_world_size(group) == dist.get_rank(group) and name not in stage.mirrored:
+            yield from stage.mapping.parts(name, whole.cpu())
+
+
+def _gathered(optimizer: Optimizer, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
+    """float32, of the parameter's shape, on its device: the ranks' pieces together."""
+    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    slot = optimizer.slots.get(parameter)
+    if slot is not None:
+        whole[slot.start : slot.stop].copy_(slot.main if kind == "model" else slot.state[kind])
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(whole, group=group)
+    return whole.view(parameter.shape)
+
+
+def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, Box]:
+    """One box a tensor, of all its parts that are here; experts of a layer fused, as they are in memory."""
+    by_name: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]] = {}
+    for part in parts:
+        name, shape, start = mapping.fused(part)
+        by_name.setdefault(name, []).append((shape, start, part.view))
+    return {name: _box(found) for name, found in by_name.items()}
+
+
+def _box(found: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]) -> Box:
+    shape = found[0][0]
+    extents = [(start, (1,) * (len(shape) - view.ndim) + tuple(view.shape)) for _, start, view in found]
+    low = tuple(min(start[d] for start, _ in extents) for d in range(len(shape)))
+    high = tuple(max(start[d] + size[d] for start, size in extents) for d in range(len(shape)))
+    box = Box(shape, low, torch.empty([stop - begin for begin, stop in zip(low, high)], dtype=torch.float32))
+    for _, start, view in found:
+        _within(box, start, view).copy_(view)
+    return box
+
+
+def _within(box: Box, start: tuple[int, ...], like: Tensor) -> Tensor:
+    """The view of a box that is the part at `start`, of the shape of `like`."""
+    size = (1,) * (len(box.shape) - like.ndim) + tuple(like.shape)
+    begin = [at - low for at, low in zip(start, box.start)]
+    return box.tensor[tuple(slice(b, b + n) for b, n in zip(begin, size))].view(like.shape)
+
+
+def _rng(rank: int) -> str:
+    return f"rng.{rank}"

@@ -1,0 +1,150 @@
+"""Megatron-core without a GPU: what it asks of CUDA is answered by the CPU. Where CUDA is, nothing here does anything.
+
+Changes `torch.cuda` for the whole process, so it is for trainer processes only; and a TorchFunctionMode holds for one
+thread, so it begins on the thread that trains. `stop` puts everything back.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+class Emulation:
+    """From `start` to `stop` calls for the device "cuda" go to the CPU."""
+
+    def __init__(self) -> None:
+        self._undo = contextlib.ExitStack()
+
+    def start(self) -> None:
+        """Nothing where CUDA is."""
+        if torch.cuda.is_available():
+            return
+        from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        mode = _CudaToCpu()
+        self._replace(torch.cuda, _CUDA)
+        self._replace(torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing})
+        generator = {"_get_cuda_rng_state": _get_rng_state, "_set_cuda_rng_state": _set_rng_state}
+        self._replace(megatron_random, generator)
+        self._replace(dist, {"all_to_all_single": _whole_sizes(dist.all_to_all_single)})
+        split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+        self._replace(HybridDeviceOptimizer, {"_get_sub_optimizer_param_groups": _on_a_device(mode, split)})
+        self._undo.enter_context(mode)
+
+    def stop(self) -> None:
+        """As it was before `start`; on the same thread."""
+        self._undo.close()
+
+    def _replace(self, owner: Any, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            self._undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Tensors asked for on a GPU are made on the CPU, and say that they are on a GPU where only that is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_device: set[int] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0].clone()
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return str(func(args[0])).replace("torch.", "torch.cuda.", 1)
+        if self.on_device and func is _IS_CUDA:
+            return id(args[0]) in self.on_device
+        if _is_cuda(kwargs.get("device")) or kwargs.get("pin_memory"):
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _Nothing:
+    """A stream or an event: whatever is done to it does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., "_Nothing"]:
+        return lambda *args, **kwargs: self
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _get_rng_state(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+_CUDA: dict[str, Any] = {
+    "current_device": lambda: CPU,
+    "synchronize": _nothing,
+    "current_stream": _Nothing,
+    "stream": lambda stream: contextlib.nullcontext(),
+    "Stream": _Nothing,
+    "Event": _Nothing,
+    "manual_seed": torch.random.default_generator.manual_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+}
+
+
+def _whole_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
+    """Split sizes as numbers: Megatron leaves them tensors when they are not on a GPU."""
+
+    def all_to_all_single(output: Tensor, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+        named = {name: _numbers(value) if name.endswith("split_sizes") else value for name, value in kwargs.items()}
+        return exchange(output, input, *(_numbers(value) for value in sizes), **named)
+
+    return all_to_all_single
+
+
+def _numbers(sizes: Any) -> Any:
+    if isinstance(sizes, Tensor):
+        return sizes.tolist()
+    return [int(size) for size in sizes] if isinstance(sizes, Iterable) else sizes
+
+
+def _on_a_device(mode: _CudaToCpu, split: Callable[..., Any]) -> Callable[..., Any]:
+    """The CPU optimizer's choice of what to take to the host, with all parameters taken for a GPU's."""
+
+    def on_a_device(optimizer: Any, fraction: float) -> Any:
+        mode.on_device = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        try:
+            return split(optimizer, fraction)
+        finally:
+            mode.on_device = set()
+
+    return on_a_device

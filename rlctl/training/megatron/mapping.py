@@ -1,0 +1,146 @@
+"""Megatron's parameters as parts of Hugging Face tensors: one map, for loading, refit, export and checkpoints alike.
+
+Megatron keeps q, k and v of a layer in one matrix, by groups of heads that share k and v; gate and up in one; and of
+each matrix only this rank's rows (column-parallel) or columns (row-parallel).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlctl.training import hf_folder
+from rlctl.training.megatron.model import Policy
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of the whole tensor `name` (as on disk) of `shape`: what begins at `start`, as a view of the given memory."""
+
+    name: str
+    shape: Shape
+    start: Shape
+    view: Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank stands: number and count of tensor-parallel and of expert-parallel ranks."""
+
+    tensor: int
+    tensors: int
+    expert: int
+    experts: int
+
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
+_WHOLE = {
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
+}
+
+
+class Mapping:
+    """Of the parameters of one stage."""
+
+    def __init__(self, policy: Policy, hf: Any, ranks: Ranks) -> None:
+        self._config, self._hf, self._ranks = policy.config, hf, ranks
+        layers = policy.decoder.layers
+        self._first = layers[0].layer_number - 1 if len(layers) else 0
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output weight is the embedding."""
+        return bool(self._hf.tie_word_embeddings)
+
+    def parts(self, name: str, tensor: Tensor) -> list[Part]:
+        """The parts that parameter `name` is made of; `tensor`: the parameter, or anything of its shape.
+
+        Raises KeyError for a parameter that no Hugging Face tensor stands for.
+        """
+        if name == "embedding.word_embeddings.weight":
+            return [self._rows("model.embed_tokens.weight", tensor)]
+        if name == "output_layer.weight":
+            return [self._rows("model.embed_tokens.weight" if self.tied else "lm_head.weight", tensor)]
+        if name == "decoder.final_layernorm.weight":
+            return [_whole("model.norm.weight", tensor)]
+        found = _LAYER.fullmatch(name)
+        if not found:
+            raise KeyError(name)
+        return list(self._of_layer(f"model.layers.{self._first + int(found[1])}.", found[2], tensor))
+
+    def fused(self, part: Part) -> tuple[str, Shape, Shape]:
+        """Name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
+        return hf_folder.fuse(part.name, part.shape, part.start, self._config.num_moe_experts or 0)
+
+    def replicated(self, name: str) -> bool:
+        """Whether every tensor-parallel rank holds the whole parameter."""
+        found = _LAYER.fullmatch(name)
+        return name == "decoder.final_layernorm.weight" or (found is not None and found[2] in _WHOLE)
+
+    def _of_layer(self, layer: str, name: str, tensor: Tensor) -> Iterator[Part]:
+        if name in _WHOLE:
+            yield _whole(layer + _WHOLE[name], tensor)
+        elif name.startswith("self_attention.linear_qkv."):
+            yield from self._heads(layer, name.rpartition(".")[2], tensor)
+        elif name == "self_attention.linear_proj.weight":
+            yield self._columns(layer + "self_attn.o_proj.weight", tensor)
+        elif name == "mlp.linear_fc1.weight":
+            for part, half in zip(("gate", "up"), tensor.chunk(2)):
+                yield self._rows(f"{layer}mlp.{part}_proj.weight", half)
+        elif name == "mlp.linear_fc2.weight":
+            yield self._columns(layer + "mlp.down_proj.weight", tensor)
+        elif expert := _EXPERT.fullmatch(name):
+            yield from self._expert(layer, int(expert[1]), expert[2], tensor)
+        else:
+            raise KeyError(layer + name)
+
+    def _heads(self, layer: str, leaf: str, tensor: Tensor) -> Iterator[Part]:
+        """Group by group: its heads' rows of q, then one head's of k, one of v."""
+        groups, dim = self._config.num_query_groups, self._config.kv_channels
+        heads = self._config.num_attention_heads // groups
+        rest = tensor.shape[1:]
+        own = tensor.view(groups // self._ranks.tensors, (heads + 2) * dim, *rest)
+        for number, group in enumerate(own, self._ranks.tensor * len(own)):
+            begin = 0
+            for part, count in (("q", heads), ("k", 1), ("v", 1)):
+                view = group[begin * dim : (begin + count) * dim]
+                start = (number * count * dim, *(0,) * len(rest))
+                yield Part(f"{layer}self_attn.{part}_proj.{leaf}", (groups * count * dim, *rest), start, view)
+                begin += count
+
+    def _expert(self, layer: str, local: int, which: str, tensor: Tensor) -> Iterator[Part]:
+        number = self._ranks.expert * (self._config.num_moe_experts // self._ranks.experts) + local
+        stem = f"{layer}mlp.experts.{number}."
+        if which == "linear_fc2":
+            yield _whole(stem + "down_proj.weight", tensor)
+        else:
+            for part, half in zip(("gate", "up"), tensor.chunk(2)):
+                yield _whole(f"{stem}{part}_proj.weight", half)
+
+    def _rows(self, name: str, tensor: Tensor) -> Part:
+        rows, rest = tensor.shape[0], tensor.shape[1:]
+        shape = (rows * self._ranks.tensors, *rest)
+        return Part(name, shape, (self._ranks.tensor * rows, *(0,) * len(rest)), tensor)
+
+    def _columns(self, name: str, tensor: Tensor) -> Part:
+        rows, columns = tensor.shape
+        return Part(name, (rows, columns * self._ranks.tensors), (0, self._ranks.tensor * columns), tensor)
+
+
+def _whole(name: str, tensor: Tensor) -> Part:
+    return Part(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
+
+
+def read(parts: list[Part], slice_of: Callable[[str, Shape, Shape, Shape], Tensor]) -> None:
+    """Fill every part. slice_of: (name, whole shape, start, extent) -> that part of a stored tensor."""
+    for part in parts:
+        part.view.copy_(slice_of(part.name, part.shape, part.start, tuple(part.view.shape)))

@@ -1,0 +1,182 @@
+"""The policy as a Megatron-core GPTModel: the stage that this rank holds, from a Hugging Face folder.
+
+No Transformer Engine, no Apex: Megatron's local layers with a norm, attention and experts of our own. Positions are
+turned in the attention (see `attention.CoreAttention`), so Megatron's own rotary embedding is left out.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from rlctl.config.schema import TrainerSection
+from rlctl.training.megatron.attention import CoreAttention, Pack
+from rlctl.training.megatron.experts import GroupedExperts
+
+# Without Transformer Engine 0.16.1 leaves this name undefined, and a router with a dtype of its own fails on it.
+moe_utils.te_general_gemm = None
+
+
+class RMSNorm(nn.Module):
+    """As Megatron builds norms. With sequence parallelism its gradient is summed over the tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        super().__init__()
+        self._eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden_size]."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+
+
+class Policy(GPTModel):  # type: ignore[misc]
+    """The last stage returns the normed hidden states instead of logits: log-probs are made of them in chunks."""
+
+    def forward(self, tokens: Tensor, positions: Tensor, pack: Pack) -> Tensor:
+        """tokens, positions: int64 [t], this rank's part of the pack. Returns [t (or its sequence part), 1, hidden]."""
+        out: Tensor = super().forward(tokens[None], positions[None], None, packed_seq_params=pack)
+        return out
+
+    def _postprocess(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def head(self) -> Tensor:
+        """This rank's rows of the output weight [vocab / tensor, hidden]."""
+        shared = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        return weight
+
+
+def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device) -> Policy:
+    """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration.
+
+    Raises ValueError for biases or an activation that these layers do not have.
+    """
+    config = _transformer_config(hf, section, dtype, device)
+    policy = Policy(
+        config,
+        _block_spec(hf, config),
+        vocab_size=hf.vocab_size,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
+        position_embedding_type="none",
+    )
+    return policy.to(dtype)
+
+
+def _transformer_config(
+    hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    parallel = section.megatron
+    tensor = parallel.tensor_model_parallel_size
+    cuda = device.type == "cuda"
+    if hf.hidden_act != "silu" or getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and _biased(hf)):
+        raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
+    recompute: dict[str, Any] = {}
+    if section.activation_checkpointing:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=hf.model_type.startswith("qwen3"),
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
+        sequence_parallel=tensor > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Packs differ in size, so stages tell each other how large they are; Megatron asks for this dispatcher then.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Losses come divided by their global totals: gradients are sums.
+        calculate_per_token_loss=True,
+        # What needs Apex, Transformer Engine or a GPU.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=cuda,
+        use_cpu_initialization=not cuda,
+        perform_initialization=False,
+        **recompute,
+        **_experts(hf),
+    )
+
+
+def _biased(hf: Any) -> bool:
+    return bool(getattr(hf, "attention_bias", False))
+
+
+def _experts(hf: Any) -> dict[str, Any]:
+    if hf.model_type != "qwen3_moe":
+        return {}
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_layer_freq": [int(is_sparse(hf, layer)) for layer in range(hf.num_hidden_layers)],
+    }
+
+
+def is_sparse(hf: Any, layer: int) -> bool:
+    """Whether the MLP of layer number `layer` (from 0) is a mixture of experts."""
+    if hf.model_type != "qwen3_moe" or layer in (hf.mlp_only_layers or ()):
+        return False
+    return hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
+
+
+def _block_spec(hf: Any, config: TransformerConfig) -> TransformerBlockSubmodules:
+    first = get_transformer_layer_offset(config)
+    layers = range(first, first + get_num_layers_to_build(config))
+    return TransformerBlockSubmodules(
+        layer_specs=[_layer_spec(hf, config, is_sparse(hf, layer)) for layer in layers], layer_norm=RMSNorm
+    )
+
+
+def _layer_spec(hf: Any, config: TransformerConfig, sparse: bool) -> ModuleSpec:
+    experts = hf.num_experts if sparse else None
+    spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CoreAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if sparse:
+        layer.mlp.submodules.experts.module = GroupedExperts
+    return spec
+
+
+def _device(config: TransformerConfig) -> torch.device:
+    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,165 @@
+"""Megatron's optimizers as rlctl uses them: AdamW behind the distributed optimizer, on the device or on the host.
+
+What 0.16.1 leaves to its callers, or gets wrong without Transformer Engine, is settled here: factors of decay and rate
+are applied each step; state is there from the start, each parameter with a step count of its own, and is filled in
+place, so that nothing of Megatron's own loading (which shares one step count among all) is needed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+from torch import Tensor, nn
+
+from rlctl.config.schema import TrainerSection
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """This rank's share of one parameter: elements `start` to `stop` of it, flat. main: float32 [stop - start], what is
+    updated; state: step, exp_avg, exp_avg_sq of it."""
+
+    start: int
+    stop: int
+    main: Tensor
+    state: dict[str, Tensor]
+
+
+class Optimizer:
+    """Of one rank's stage, wrapped in Megatron's DistributedDataParallel."""
+
+    def __init__(self, ddp: Any, section: TrainerSection, dtype: torch.dtype) -> None:
+        self._section, self._ddp = section.optimizer, ddp
+        self._chained = get_megatron_optimizer(_config(section, dtype), [ddp], use_gloo_process_groups=False)
+        self._members = [each for each in self._chained.chained_optimizers if not each.is_stub_optimizer]
+        for member in self._members:
+            _prepare(member.optimizer)
+        self.slots = {parameter: slot for member in self._members for parameter, slot in _slots(member)}
+
+    def zero_grad(self) -> None:
+        """Before the gradients of an update."""
+        self._ddp.zero_grad_buffer()
+        self._chained.zero_grad(set_to_none=True)
+
+    def step(self, lr: float) -> float:
+        """One update at rate `lr`; returns the gradients' 2-norm over all ranks before clipping.
+
+        Raises FloatingPointError, on every rank and with nothing updated, if the norm is not finite.
+        """
+        self._set_rate(lr)
+        self._chained.prepare_grads()
+        norm = float(self._chained.get_grad_norm())
+        if not norm < float("inf"):
+            raise FloatingPointError(f"the gradient norm is {norm} ({self._worst()}); the weights were left as they were")
+        self._chained.step()
+        return norm
+
+    def rehearse(self) -> None:
+        """An update by nothing: with gradients and moments of zero and a rate of zero every bit stays as it is."""
+        self._ddp.zero_grad_buffer()
+        self._set_rate(0.0)
+        self._chained.step()
+        self.zero_grad()
+        for slot in self.slots.values():
+            slot.state["step"].zero_()
+
+    def publish(self) -> None:
+        """Bring the mains, filled from a checkpoint, to the weights of all ranks."""
+        with torch.no_grad():
+            for parameter, slot in self.slots.items():
+                parameter.data.view(-1)[slot.start : slot.stop].copy_(slot.main)
+            self._ddp.start_param_sync(force_sync=True)
+
+    def group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
+        """The ranks that share the state of a parameter out among them."""
+        dense = getattr(parameter, "allreduce", True)
+        return self._ddp.intra_dp_cp_group if dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
+
+    def device_tensors(self) -> list[Tensor]:
+        """State that stands on a GPU: mains, where they are not the weights themselves, and moments."""
+        found = []
+        for parameter, slot in self.slots.items():
+            own = [slot.state[key] for key in MOMENTS]
+            if slot.main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                own.append(slot.main)
+            found += [tensor for tensor in own if tensor.is_cuda]
+        return found
+
+    def _set_rate(self, lr: float) -> None:
+        for group in self._chained.param_groups:
+            # Without its own scheduler Megatron applies neither: norms would decay like matrices.
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)
+
+    def _worst(self) -> str:
+        bad = [name for name, p in self._ddp.module.named_parameters() if not p.main_grad.isfinite().all()]
+        total = sum(1 for _ in self._ddp.module.parameters())
+        return f"first in {bad[0]}, {len(bad)} of {total} tensors" if bad else "on another rank"
+
+
+def _config(section: TrainerSection, dtype: torch.dtype) -> OptimizerConfig:
+    own, offload = section.optimizer, section.megatron
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=own.lr,
+        weight_decay=own.weight_decay,
+        adam_beta1=own.betas[0],
+        adam_beta2=own.betas[1],
+        adam_eps=own.eps,
+        clip_grad=own.max_grad_norm,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+        optimizer_cpu_offload=offload.optimizer_cpu_offload,
+        optimizer_offload_fraction=offload.optimizer_offload_fraction or 1.0,
+        overlap_cpu_optimizer_d2h_h2d=offload.overlap_cpu_optimizer_d2h_h2d,
+    )
+    if offload.optimizer_cpu_offload:
+        # The constructor refuses these without Transformer Engine, but the host's optimizer needs only their meaning:
+        # it keeps the float32 weights itself, instead of a copy on the device too.
+        config.use_precision_aware_optimizer = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        config.store_param_remainders = False
+    return config
+
+
+def _prepare(optimizer: Any) -> None:
+    """Give every parameter its state, and AdamW its one fused kernel."""
+    for each in optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]:
+        for group in each.param_groups:
+            group["fused"], group["foreach"] = True, False
+            for main in group["params"]:
+                if main.device.type == "cpu" and torch.cuda.is_available():
+                    # Megatron pins what it replaces a line later: copies from pageable memory run at half the speed.
+                    main.data = main.data.pin_memory()
+                step = torch.zeros((), dtype=torch.float32, device=main.device)
+                each.state[main] = {"step": step} | {key: torch.zeros_like(main.detach()) for key in MOMENTS}
+
+
+def _slots(member: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+    if isinstance(member.optimizer, HybridDeviceOptimizer):
+        hybrid = member.optimizer
+        states = {main: state for sub in hybrid.sub_optimizers for main, state in sub.state.items()}
+        pairs = (
+            (parameter, hybrid.param_to_inner_param[shard])
+            for parameter, shard in _pairs(member.model_float16_groups, member.shard_float16_groups)
+        )
+    else:
+        states = member.optimizer.state
+        pairs = (
+            *_pairs(member.model_float16_groups, member.shard_fp32_from_float16_groups),
+            *_pairs(member.model_fp32_groups, member.shard_fp32_groups),
+        )
+    for parameter, main in pairs:
+        own = member._get_model_param_range_map(parameter)["param"]
+        yield parameter, Slot(own.start, own.end, main.detach(), states[main])
+
+
+def _pairs(groups: Any, shards: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    for group, own in zip(groups, shards):
+        yield from zip(group, own)

@@ -1,0 +1,41 @@
+"""What every trainer rank's process is, whatever trains in it: its place in the group, its device, its memory."""
+
+import os
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rlctl.config.schema import TrainerSection
+
+
+def join(section: TrainerSection, rank: int, world: int, init_method: str, device: torch.device) -> None:
+    """Join torch's process group; on CPU with this rank's share of the cores."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(section.threads or max(1, len(os.sched_getaffinity(0)) // world))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
+
+
+def compute_dtype(section: TrainerSection, device: torch.device) -> torch.dtype:
+    """auto: float32 on CPU, bfloat16 on GPU."""
+    if section.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """See TrainerRank.memory."""
+    cuda = device.type == "cuda"
+    return {
+        "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
+        "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
+        "host_rss": float(psutil.Process().memory_info().rss),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Of the maker's, or cpu."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

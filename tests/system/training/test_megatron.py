@@ -1,0 +1,173 @@
+"""Megatron-core on CPU: one rank and every way to share a model out over two train as FSDP does on one.
+
+Two processes, started once; each layout trains there in turn.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+
+from rlctl.config.schema import MegatronSection
+from tests.system.training.scenario import (
+    MEGATRON,
+    WeightedLoss,
+    assert_close,
+    sequences,
+    share,
+    totals,
+    trainer,
+    weights,
+)
+from tests.tiny_models import KINDS, Kind, make_model
+
+pytest.importorskip("megatron.core")
+DATA = sequences(9, seed=4)
+LOSS = WeightedLoss()
+STEPS = 5
+UNTIED: Kind = "llama"
+
+
+def split(**sizes: Any) -> MegatronSection:
+    return replace(MEGATRON, **sizes)
+
+
+# name -> (model, how two ranks share it, further options, shards of data)
+LAYOUTS: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
+    "tensor": ("qwen3", split(tensor_model_parallel_size=2, sequence_parallel=False), {}, 1),
+    "tensor, sequence, recompute": (
+        "qwen3",
+        split(tensor_model_parallel_size=2),
+        {"activation_checkpointing": True},
+        1,
+    ),
+    "tensor, untied, biases": ("qwen2", split(tensor_model_parallel_size=2), {}, 1),
+    "pipeline": ("qwen3", split(pipeline_model_parallel_size=2), {}, 1),
+    "pipeline, untied": (UNTIED, split(pipeline_model_parallel_size=2), {}, 1),
+    "data": ("qwen3", MEGATRON, {}, 2),
+    "context": ("qwen3", split(context_parallel_size=2), {}, 1),
+    "expert": ("qwen3_moe", split(expert_model_parallel_size=2), {}, 2),
+    "tensor, expert": ("qwen3_moe", split(tensor_model_parallel_size=2, expert_model_parallel_size=2), {}, 1),
+}
+
+
+def two_ranks(rank: int, folder: Path) -> None:
+    """One rank of every layout; each rank writes what it saw."""
+    for name, (kind, section, options, shards) in LAYOUTS.items():
+        own = folder / name
+        mine = share(DATA, 24, rank % shards, shards)
+        settings = {"backend": "megatron", "num_ranks": 2, "megatron": section, **options}
+        with trainer(folder / kind, own, rank, 2, **settings) as one:
+            seen: dict[str, Any] = {"log_probs": [torch.from_numpy(x) for b in one.log_probs(mine) for x in b]}
+            seen["exported"] = weights(one)
+            seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
+            seen["boxes"] = [(s.name, s.start, s.tensor.clone()) for s in one.shards()]
+            seen["trained"] = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS)]
+            seen["evaluated"] = one.evaluate(mine, LOSS, totals(DATA))
+            seen["weights"] = weights(one)
+            one.save(own / "state")
+            one.export_folder(own / "exported")
+            reference = one.reference_log_probs(mine)
+            seen["reference"] = [torch.from_numpy(x) for b in reference for x in b]
+            seen["next"] = one.train(mine, LOSS, totals(DATA))
+            torch.save(seen, own / f"rank-{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("megatron")
+    for kind in KINDS:
+        make_model(folder / kind, kind)
+    for name in LAYOUTS:
+        (folder / name).mkdir()
+    mp.spawn(two_ranks, (folder,), nprocs=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, dict[str, Any]]:
+    """What FSDP does on one rank."""
+    found: dict[Kind, dict[str, Any]] = {}
+    for kind in KINDS:
+        with trainer(run / kind, tmp_path_factory.mktemp(kind)) as one:
+            found[kind] = {
+                "log_probs": [x for batch in one.log_probs([DATA]) for x in batch],
+                "exported": weights(one),
+                "trained": [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(STEPS)],
+                "evaluated": one.evaluate([DATA], LOSS, totals(DATA)),
+                "weights": weights(one),
+                "next": one.train(share(DATA, 64), LOSS, totals(DATA)),
+            }
+    return found
+
+
+def seen(run: Path, name: str, rank: int) -> dict[str, Any]:
+    return torch.load(run / name / f"rank-{rank}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dict[Kind, dict[str, Any]]) -> None:
+    ranks, want = [seen(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
+    for key in ("trained", "evaluated", "next"):
+        assert ranks[0][key] == ranks[1][key]
+    for one, other in zip(ranks[0]["trained"], want["trained"]):
+        assert_close(one, other, atol=1e-4)
+    for key in ("evaluated", "weights", "next"):
+        assert_close(ranks[0][key], want[key], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_log_probs_and_reference_are_those_of_fsdp(
+    name: str, run: Path, expected: dict[Kind, dict[str, Any]]
+) -> None:
+    kind, _, _, shards = LAYOUTS[name]
+    for rank in (0, 1):
+        mine = [sequence for batch in share(DATA, 24, rank % shards, shards) for sequence in batch]
+        for key in ("log_probs", "reference"):
+            for sequence, got in zip(mine, seen(run, name, rank)[key], strict=True):
+                [want] = [x for x, other in zip(expected[kind]["log_probs"], DATA) if other.tokens is sequence.tokens]
+                np.testing.assert_allclose(got.numpy(), want, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_come_and_go_bit_by_bit(name: str, run: Path, expected: dict[Kind, dict[str, Any]]) -> None:
+    """Read from the folder, exported whole, sent as boxes, written to a folder."""
+    from safetensors.torch import load_file
+
+    ranks, want = [seen(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
+    for rank in ranks:
+        assert rank["listed"]
+        assert_close(rank["exported"], want["exported"], atol=0)
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in want["exported"].items()}
+    for part, start, tensor in (box for rank in ranks for box in rank["boxes"]):
+        where = tuple(slice(begin, begin + size) for begin, size in zip(start, tensor.shape))
+        assert torch.equal(want["exported"][part][where], tensor)
+        covered[part][where] = True
+    assert all(mask.all() for mask in covered.values())
+    assert_close(load_file(run / name / "exported" / "model.safetensors"), ranks[0]["weights"], atol=0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_either_backend_goes_on_from_any_layout(name: str, backend: str, run: Path, tmp_path: Path) -> None:
+    result = seen(run, name, 1)
+    with trainer(run / LAYOUTS[name][0], tmp_path, backend=backend) as one:
+        one.load(run / name / "state")
+        assert_close(weights(one), result["weights"], atol=0)
+        assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), result["next"], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_rank_trains_as_fsdp_does(kind: Kind, run: Path, tmp_path: Path, expected: dict[Kind, Any]) -> None:
+    with trainer(run / kind, tmp_path, backend="megatron") as one:
+        log_probs = one.log_probs([DATA[:5], [], DATA[5:]])
+        assert log_probs[1] == []
+        for got, want in zip(log_probs[0] + log_probs[2], expected[kind]["log_probs"], strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-5)
+        for want in expected[kind]["trained"]:
+            assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), want, atol=1e-4)
+        assert_close(weights(one), expected[kind]["weights"], atol=1e-4)
