@@ -81,6 +81,7 @@ class _Seen:
 
 
 def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
+    from rlctl.config.parallel import layout
     from rlctl.data.load import load_samples
     from rlctl.data.preview import Lengths, pieces, step_lengths
     from rlctl.training.plan import packing
@@ -88,7 +89,7 @@ def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _
     tokenizer = _tokenizer(config)
     rows, report = load_samples(config.data, section, tokenizer, config.sft.mask, _longest(config))
     texts = [_sample(sample.id, pieces(sample, tokenizer, most)) for sample in _first(rows, config, count)]
-    packs = packing(step_lengths(rows, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
+    packs = packing(step_lengths(rows, config), layout(config.trainer).data, config.trainer.micro_batch_tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
     return _Seen(report, lengths, texts, sum(int(sample.mask.sum()) for sample in rows) / lengths.total, packs)
 

@@ -45,6 +45,8 @@ def _table(width: int) -> "Table":
 def _where(plan: Plan) -> list[tuple[str, str]]:
     size = f", {plan.parameters:,} parameters" if plan.parameters else ", sizes unknown: not on this machine"
     rows = [("model", show_path(Path(plan.model)) + size)]
+    if plan.layout:
+        rows.append(("layout", str(plan.layout)))
     if plan.placement is None:
         return [*rows, ("devices", f"[red]{plan.misplaced}[/red]")]
     if plan.placement.device == "cpu":
@@ -62,7 +64,7 @@ def _where(plan: Plan) -> list[tuple[str, str]]:
 
 def _step(plan: Plan) -> list[tuple[str, str]]:
     batch = plan.batch
-    rows = [("batch", _arithmetic(plan.kind, batch))]
+    rows = [("batch", _arithmetic(plan.kind, batch, "shard" if plan.layout else "rank"))]
     if batch.longest and batch.tokens:
         rows.append(("tokens", f"at most {batch.longest:,} a sequence, {batch.tokens:,} a step"))
         rows.append(("micro-batches", f"at most {batch.micro_batches} of {batch.full_sequences} full sequences a rank"))
@@ -71,10 +73,10 @@ def _step(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _arithmetic(kind: str, batch: Batch) -> str:
+def _arithmetic(kind: str, batch: Batch, unit: str) -> str:
     if kind == "sft":
-        return f"{batch.prompts} samples, {batch.per_rank} a rank"
-    shared = f" = {batch.per_update} an update x {_count(batch.updates, 'update')}, {batch.per_rank} a rank"
+        return f"{batch.prompts} samples, {batch.per_rank} a {unit}"
+    shared = f" = {batch.per_update} an update x {_count(batch.updates, 'update')}, {batch.per_rank} a {unit}"
     return f"{batch.prompts} prompts x {batch.group} = {batch.rollouts} rollouts{shared}"
 
 

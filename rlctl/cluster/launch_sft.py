@@ -8,6 +8,7 @@ from rlctl.cluster.launch import announce, ray_for, training_cost
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, count_gpus, place
 from rlctl.cluster.session import Session, run_session
+from rlctl.config.parallel import layout
 from rlctl.config.schema import RunConfig, SftConfig
 from rlctl.data.prompts import Sample
 
@@ -83,7 +84,8 @@ def _load(config: SftConfig, files: ModelFiles, session: Session) -> Samples:
         tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
         train, report = load_samples(config.data, config.data.train, tokenizer, config.sft.mask, length)
         session.events.emit("data", what=f"train: {report}")
-        packs = packing(step_lengths(train, config), config.trainer.num_ranks, config.trainer.micro_batch_tokens)
+        shards = layout(config.trainer).data
+        packs = packing(step_lengths(train, config), shards, config.trainer.micro_batch_tokens)
         session.events.emit("data", what=f"packing: {packs}")
         validation: list[Sample] = []
         if config.data.validation.path and config.validation.every:

@@ -10,24 +10,29 @@ same reason. `top_p` or `top_k` with `behaviour` is an error: the generator then
 distribution, which are larger than the trainer's, so every ratio is below 1 before the policy has changed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from rlctl.config import resolve
 from rlctl.config.architecture import Architecture, config_file, read_architecture
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
+from rlctl.config.check_parallel import check_backend, check_batch, check_cpu_optimizer, check_layout
 from rlctl.config.errors import Problem
+from rlctl.config.nearest import KEYS
+from rlctl.config.parallel import layout
 from rlctl.config.plan import longest_sequence
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.config.shipped import is_shipped
 from rlctl.config.tree import Origin
 
 Problems = Iterator[Problem]
+T = TypeVar("T")
 
 
 @dataclass
@@ -67,12 +72,13 @@ def _lateness(origin: Origin) -> tuple[int, int]:
 def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
     """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist."""
     view = View(config, origins)
-    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _chat, _validation, _data, _profile)]
+    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _parallel, _chat, _validation)]
+    checks += [_data(view), _profile(view)]
     if isinstance(config, GrpoConfig):
-        checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines, _async)]
+        checks += [each(view, config) for each in (_rewards, _sampling, _engines, _async)]
     else:
-        checks += [_sft_batch(view, config), _graph(view, config)]
-    checks += [] if resume else [_run(view)]
+        checks += [_graph(view, config)]
+    checks += [_batch(view)] if resume else [_batch(view), _run(view)]
     found: list[Problem] = []
     for problems in checks:
         # What a check found before it met a broken value counts.
@@ -83,25 +89,32 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> lis
 
 def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     """One line for every override that changes nothing. Only overrides: a resolved config writes every value."""
-    if not isinstance(config, GrpoConfig):
-        return []
+    given = {key: origin for key, origin in origins.items() if origin.override}
+    asked = config.trainer.megatron.sequence_parallel
+    unused = asked and not layout(config.trainer).sequence_parallel and f"{KEYS['tensor']} is 1"
+    idle: dict[str, str | bool | None] = {KEYS["sequence"]: unused}
+    if isinstance(config, GrpoConfig):
+        idle |= _idle(config)
+        if not config.async_.enabled:
+            idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
+    said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
+    age = "async.max_trajectory_age_steps"
+    if age in given and isinstance(config, GrpoConfig) and resolve.max_age(config) > WISE_AGE:
+        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    return said
+
+
+def _idle(config: GrpoConfig) -> dict[str, str | bool | None]:
+    """Key -> why it has no effect, where it has none."""
     loss, schedule = config.grpo.loss, config.trainer.optimizer.schedule
-    idle = {
+    behaviour = resolve.proximal(config) == "behaviour" and "grpo.loss.proximal is behaviour"
+    return {
         "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
-        "grpo.loss.force_on_policy_ratio": resolve.proximal(config) == "behaviour"
-        and "grpo.loss.proximal is behaviour",
-        "grpo.loss.importance_cap": resolve.proximal(config) == "behaviour" and "grpo.loss.proximal is behaviour",
+        "grpo.loss.force_on_policy_ratio": behaviour,
+        "grpo.loss.importance_cap": behaviour,
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
-    given = {key: origin for key, origin in origins.items() if origin.override}
-    if not config.async_.enabled:
-        idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
-    said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
-    age = "async.max_trajectory_age_steps"
-    if age in given and resolve.max_age(config) > WISE_AGE:
-        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
-    return said
 
 
 def _model(view: View) -> Problems:
@@ -209,24 +222,26 @@ def _rewards(view: View, config: GrpoConfig) -> Problems:
         yield view.problem("rewards.0.weight", "the weights are all 0: nothing would be learnt")
 
 
-def _batch(view: View, config: GrpoConfig) -> Problems:
-    prompts, updates = config.grpo.num_prompts_per_step, config.grpo.updates_per_step
-    if prompts % updates:
-        near = max(updates, round(prompts / updates) * updates)
-        what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
-        yield view.problem("grpo.num_prompts_per_step", what, "grpo.updates_per_step")
-        return
-    rollouts = prompts * config.grpo.num_generations_per_prompt // updates
-    if rollouts < config.trainer.num_ranks:
-        what = f"{config.trainer.num_ranks} ranks but only {rollouts} rollouts an update: at least one a rank is needed"
-        others = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.updates_per_step")
-        yield view.problem("trainer.num_ranks", what, *others)
+def _parallel(view: View) -> Problems:
+    trainer = view.config.trainer
+    sizes = _unless_broken(lambda: view.architecture)
+    # None too where there is none: `_batch` says so.
+    sequences = _unless_broken(lambda: resolve.sequences_per_update(view.config)) or None
+    for found in (check_backend(trainer), check_layout(trainer, sizes, sequences), check_cpu_optimizer(trainer)):
+        with suppress(BrokenValueError):
+            yield from (view.problem(key, what, *others) for key, what, others in found)
 
 
-def _sft_batch(view: View, config: SftConfig) -> Problems:
-    if config.sft.batch_size < config.trainer.num_ranks:
-        what = f"must be at least the {config.trainer.num_ranks} ranks of the trainer, not {config.sft.batch_size}"
-        yield view.problem("sft.batch_size", what, "trainer.num_ranks")
+def _batch(view: View) -> Problems:
+    sizes = _unless_broken(lambda: view.architecture)
+    yield from (view.problem(key, what, *others) for key, what, others in check_batch(view.config, sizes))
+
+
+def _unless_broken(value: Callable[[], T]) -> T | None:
+    try:
+        return value()
+    except BrokenValueError:
+        return None
 
 
 def _graph(view: View, config: SftConfig) -> Problems:

@@ -1,10 +1,14 @@
-"""What a config names outside itself: data files, rewards, the run's directory. Nothing is imported or run."""
+"""What a config names outside itself: data files, rewards, the run's directory. Nothing is imported or run.
+
+And whether megatron-core, which only backend megatron needs, is installed.
+"""
 
 import ast
 import json
 import re
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +75,11 @@ def check_run_name(run: RunSection) -> Iterator[str]:
     if folder.exists():
         resumable = (folder / "config.yaml").is_file()
         yield f"{folder} exists: " + (f"continue it with --resume {folder}, or " * resumable) + "choose another name"
+
+
+def missing_megatron() -> str | None:
+    """What to type when megatron-core is not installed. Its namespace is looked for: finding its core would import."""
+    return None if find_spec("megatron") else "megatron needs megatron-core: pip install 'rlctl[megatron]'"
 
 
 def _check_pattern(pattern: str | None) -> Iterator[tuple[str, str]]:

@@ -10,6 +10,7 @@ from rlctl.cluster.placement import Placement, place
 from rlctl.config import resolve
 from rlctl.config.architecture import Architecture
 from rlctl.config.memory import Memory, compute_bytes, forecast, refit_bytes
+from rlctl.config.parallel import Layout, layout
 from rlctl.config.schema import GrpoConfig, RunConfig
 
 
@@ -17,8 +18,8 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 class Batch:
     """One step. longest: tokens of the longest sequence allowed. tokens: of a step at most.
 
-    micro_batches: forward passes a rank needs for one update, at most. full_sequences: sequences of the longest
-    kind that fit into one.
+    per_rank: sequences a rank trains in an update, at most; the ranks of a shard train the same. micro_batches: forward
+    passes a rank needs for one update, at most. full_sequences: sequences of the longest kind that fit into one.
     """
 
     prompts: int
@@ -47,13 +48,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """placement is None when the machine has too few devices; `misplaced` then says so."""
+    """placement is None when the machine has too few devices; `misplaced` then says so. layout: of megatron alone."""
 
     kind: str
     model: str
     parameters: int | None
     placement: Placement | None
     misplaced: str | None
+    layout: Layout | None
     batch: Batch
     memory: Memory | None
     schedule: Schedule
@@ -73,6 +75,7 @@ def make_plan(config: RunConfig, architecture: Architecture | None, gpus: int, d
         parameters=architecture.parameters if architecture else None,
         placement=placement,
         misplaced=misplaced,
+        layout=layout(config.trainer) if config.trainer.backend == "megatron" else None,
         batch=_batch(config, longest),
         memory=memory,
         schedule=schedule,
@@ -111,7 +114,7 @@ def _batch(config: RunConfig, longest: int | None) -> Batch:
     else:
         prompts, group, updates = config.sft.batch_size, 1, 1
     rollouts = prompts * group
-    per_rank = -(-rollouts // updates // config.trainer.num_ranks)
+    per_rank = -(-rollouts // updates // layout(config.trainer).data)
     full = config.trainer.micro_batch_tokens // longest if longest else None
     return Batch(
         prompts=prompts,

@@ -35,6 +35,14 @@ def on_policy_ratio(config: GrpoConfig) -> bool:
     return proximal(config) == "recompute" and (once if own is None else own)
 
 
+def sequences_per_update(config: RunConfig) -> int:
+    """Rollouts or samples that one optimizer update trains on."""
+    if not isinstance(config, GrpoConfig):
+        return config.sft.batch_size
+    rollouts = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return rollouts // config.grpo.updates_per_step
+
+
 def trainer_threads(config: RunConfig, cores: int) -> int:
     """CPU threads of a trainer rank. Engines that sample while it trains keep a core each: on two cores, two threads
     beside an engine made the tiny run's asynchronous step 0.63 s, one thread 0.57 s.
