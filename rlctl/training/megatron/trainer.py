@@ -74,6 +74,9 @@ class MegatronTrainer:
         self._policy = build_policy(self._hf, config, self._dtype, self._device)
         self._named = dict(self._policy.named_parameters())
         self._mapping = Mapping(self._policy, self._hf, _ranks())
+        for name, p in self._named.items():
+            # Megatron says so only where it draws weights at random; what is not marked, the gradient norm counts once.
+            p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
         self._read({name: p.detach() for name, p in self._named.items()})
         self._ddp = _wrapped(self._policy)
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
