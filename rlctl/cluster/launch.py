@@ -102,7 +102,7 @@ def _assembled(
         pool.open_refit(refit)
     stack.callback(group.call, "close")
     score = GroupScorer(scorer, _decoder(prompts.tokenizer))
-    trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
+    trainer = TrainerClient(group, config.trainer)
     devices = _devices(placement, trainer.info(), files)
     memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
     vitals = Vitals(placement.device, memories)

@@ -58,7 +58,7 @@ def _assembled(
     if session.checkpoint:
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
-    trainer = TrainerClient(group, config.trainer.micro_batch_tokens)
+    trainer = TrainerClient(group, config.trainer)
     graph = config.ray_compiled_graph
     if graph.enabled:
         compile_group(graph, group, session)

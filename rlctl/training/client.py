@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.config.parallel import layout
+from rlctl.config.schema import TrainerSection
 from rlctl.training.interface import Loss, Totals
 from rlctl.training.plan import plan_micro_batches
 from rlctl.training.sequences import Sequence
@@ -24,16 +26,20 @@ class Prepared:
 
 
 class TrainerClient:
-    """Splits batches over the ranks of a group, in micro-batches of at most `micro_batch_tokens`."""
+    """Splits batches over a group's shards of data, in micro-batches of at most `micro_batch_tokens`.
 
-    def __init__(self, group: WorkerGroup, micro_batch_tokens: int) -> None:
+    The ranks of a shard get the same sequences and, of what concerns them, give the same answers.
+    """
+
+    def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
         self.group = group
-        self._tokens = micro_batch_tokens
+        self._tokens = section.micro_batch_tokens
+        self._shards = layout(section).shards
 
     def prepare(self, sequences: Rows[Sequence]) -> Prepared:
         """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
         totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
-        return Prepared(_shares(self._plan(sequences), sequences), totals)
+        return Prepared(self._shares(self._plan(sequences), sequences), totals)
 
     def train(self, batch: Rows[Sequence] | Prepared, loss: Loss) -> dict[str, float]:
         """One optimizer update on all sequences; normalisers are over all of them."""
@@ -53,11 +59,11 @@ class TrainerClient:
     def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
         """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
         plan = self._plan(sequences)
-        found = self.group.run("log_probs", [(share, reference) for share in _shares(plan, sequences)])
+        found = self.group.run("log_probs", [(share, reference) for share in self._shares(plan, sequences)])
         answers: list[Any] = [None] * len(sequences)
-        for rank, columns in enumerate(found):
+        for shard, columns in dict(zip(self._shards, found)).items():
             start = 0
-            for index in (index for batch in plan[rank] for index in batch):
+            for index in (index for batch in plan[shard] for index in batch):
                 answers[index] = columns[start : start + len(sequences[index])]
                 start += len(sequences[index])
         return answers
@@ -76,8 +82,9 @@ class TrainerClient:
         return self.group.run(method, [(share, loss, ready.totals) for share in ready.shares])[0]
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
-        return plan_micro_batches([len(sequence) for sequence in sequences], len(self.group), self._tokens)
+        return plan_micro_batches([len(sequence) for sequence in sequences], max(self._shards) + 1, self._tokens)
 
-
-def _shares(plan: list[list[list[int]]], sequences: Rows[Sequence]) -> list[Share]:
-    return [Share.of([[sequences[index] for index in batch] for batch in rank]) for rank in plan]
+    def _shares(self, plan: list[list[list[int]]], sequences: Rows[Sequence]) -> list[Share]:
+        """Of every rank."""
+        shares = [Share.of([[sequences[index] for index in batch] for batch in shard]) for shard in plan]
+        return [shares[shard] for shard in self._shards]

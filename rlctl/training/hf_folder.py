@@ -136,9 +136,7 @@ def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[t
     _write_weights(folder, layout, tensors)
 
 
-def write_folder_together(
-    source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]
-) -> None:
+def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """`write_folder` by rank 0 of tensors that all ranks make together; all ranks return when it stands."""
     if dist.get_rank() == 0:
         write_folder(source, folder, layout, tensors)

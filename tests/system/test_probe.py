@@ -36,9 +36,9 @@ class MakeTrainer:
         )
 
 
-def parts_of(trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> Parts:
+def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> Parts:
     rest = dict.fromkeys(("source", "validation", "score", "keeper", "devices", "vitals"))
-    return Parts(trainer=TrainerClient(trainer, 4096), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
+    return Parts(trainer=TrainerClient(trainer, section), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
             refit = Refit(group, refit_options("shm", tmp_path / folder))
             refit.open(pool.ends())
-            parts = parts_of(trainer, pool, refit)
+            parts = parts_of(config.trainer, trainer, pool, refit)
             if passes:
                 gap = probe(config, parts, PROMPTS, 0, "float32")
                 assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)

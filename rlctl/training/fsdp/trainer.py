@@ -22,13 +22,13 @@ from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder
 from rlctl.training.fsdp import checkpoint
-from rlctl.training.tally import Tally
 from rlctl.training.fsdp.model import build_policy, free_gathered
 from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local
 from rlctl.training.fsdp.reference import Reference
 from rlctl.training.interface import Loss, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.packing import Packed, pack
 from rlctl.training.schedule import learning_rate
+from rlctl.training.tally import Tally
 
 
 class FsdpTrainer:

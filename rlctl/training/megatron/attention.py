@@ -17,7 +17,7 @@ from rlctl.training.attention import packed_attention
 
 
 @dataclass
-class Pack(PackedSeqParams):
+class Pack(PackedSeqParams):  # type: ignore[misc]
     """What attention knows of a pack of T tokens: where its sequences begin (int32 [S + 1]), the longest one, and the
     rotary table of all tokens, cos and sin [T, head_dim], in the compute dtype."""
 
@@ -27,7 +27,7 @@ class Pack(PackedSeqParams):
     sin: Tensor | None = None
 
 
-class CoreAttention(MegatronModule):
+class CoreAttention(MegatronModule):  # type: ignore[misc]
     """q [t, heads, dim]; k, v [t, kv_heads, dim], t being this rank's part of the pack; returns [t, heads, dim]."""
 
     def __init__(self, config: Any, pg_collection: Any, **kwargs: Any) -> None:

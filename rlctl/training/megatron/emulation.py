@@ -115,7 +115,7 @@ _CUDA: dict[str, Any] = {
     "stream": lambda stream: contextlib.nullcontext(),
     "Stream": _Nothing,
     "Event": _Nothing,
-    "manual_seed": torch.random.default_generator.manual_seed,
+    "manual_seed": torch.default_generator.manual_seed,
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
 }

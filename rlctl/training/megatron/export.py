@@ -19,9 +19,7 @@ class Exporter:
         later = parallel_state.get_tensor_model_parallel_rank() > 0
         copied = mapping.tied and not parallel_state.is_pipeline_first_stage()
         self.mirrored = {
-            name
-            for name in named
-            if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
+            name for name in named if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
         }
 
     def tensors(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:

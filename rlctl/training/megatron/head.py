@@ -1,4 +1,4 @@
-"""From the last stage's hidden states to log-probs: each rank its part of tokens and vocabulary, every rank the result."""
+"""From the last stage's hidden states to log-probs: a rank has part of the tokens and words, and all the result."""
 
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import (

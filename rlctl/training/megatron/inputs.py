@@ -1,4 +1,4 @@
-"""A pack as this rank's stage takes it: of a size that ranks can share, this rank's part of its tokens, rotary tables."""
+"""A pack as a rank's stage takes it: filled up to a size that ranks can share, the rank's tokens, rotary tables."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ class Inputs:
 
 
 class Feed:
-    """Cuts packs for rank `rank` of `ranks` context-parallel ones; `multiple`: what the number of tokens must divide by.
+    """Cuts packs for rank `rank` of `ranks` context-parallel ones. multiple: divides the number of tokens.
 
     rotary: transformers' own rotary module of the model, so that every scaling it knows is known here.
     """

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from rlctl.config.parallel import layout
 from rlctl.config.schema import TrainerSection
 from rlctl.training.megatron.attention import CoreAttention, Pack
 from rlctl.training.megatron.experts import GroupedExperts
@@ -73,14 +74,14 @@ def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: t
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         position_embedding_type="none",
     )
-    return policy.to(dtype)
+    policy.to(dtype)
+    return policy
 
 
 def _transformer_config(
     hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     parallel = section.megatron
-    tensor = parallel.tensor_model_parallel_size
     cuda = device.type == "cuda"
     if hf.hidden_act != "silu" or getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and _biased(hf)):
         raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
@@ -103,12 +104,12 @@ def _transformer_config(
         add_qkv_bias=hf.model_type == "qwen2",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=tensor,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
-        sequence_parallel=tensor > 1 if parallel.sequence_parallel is None else parallel.sequence_parallel,
+        sequence_parallel=layout(section).sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -153,7 +154,7 @@ def is_sparse(hf: Any, layer: int) -> bool:
     """Whether the MLP of layer number `layer` (from 0) is a mixture of experts."""
     if hf.model_type != "qwen3_moe" or layer in (hf.mlp_only_layers or ()):
         return False
-    return hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0
+    return bool(hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0)
 
 
 def _block_spec(hf: Any, config: TransformerConfig) -> TransformerBlockSubmodules:

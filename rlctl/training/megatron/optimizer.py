@@ -56,7 +56,9 @@ class Optimizer:
         self._chained.prepare_grads()
         norm = float(self._chained.get_grad_norm())
         if not norm < float("inf"):
-            raise FloatingPointError(f"the gradient norm is {norm} ({self._worst()}); the weights were left as they were")
+            raise FloatingPointError(
+                f"the gradient norm is {norm} ({self._worst()}); the weights were left as they were"
+            )
         self._chained.step()
         return norm
 
@@ -145,16 +147,14 @@ def _slots(member: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
     if isinstance(member.optimizer, HybridDeviceOptimizer):
         hybrid = member.optimizer
         states = {main: state for sub in hybrid.sub_optimizers for main, state in sub.state.items()}
-        pairs = (
-            (parameter, hybrid.param_to_inner_param[shard])
-            for parameter, shard in _pairs(member.model_float16_groups, member.shard_float16_groups)
-        )
+        shards = _pairs(member.model_float16_groups, member.shard_float16_groups)
+        pairs = [(parameter, hybrid.param_to_inner_param[shard]) for parameter, shard in shards]
     else:
         states = member.optimizer.state
-        pairs = (
+        pairs = [
             *_pairs(member.model_float16_groups, member.shard_fp32_from_float16_groups),
             *_pairs(member.model_fp32_groups, member.shard_fp32_groups),
-        )
+        ]
     for parameter, main in pairs:
         own = member._get_model_param_range_map(parameter)["param"]
         yield parameter, Slot(own.start, own.end, main.detach(), states[main])

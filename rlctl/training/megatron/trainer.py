@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlctl.config.parallel import cpu_offload_problem
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder, process
@@ -65,8 +66,9 @@ class MegatronTrainer:
         self._emulation = Emulation()
         self._emulation.start()
         self._dtype = process.compute_dtype(config, self._device)
-        if config.megatron.optimizer_cpu_offload and self._dtype != torch.bfloat16:
-            raise ValueError("trainer.megatron.optimizer_cpu_offload needs trainer.dtype=bfloat16")
+        why = cpu_offload_problem(str(self._dtype).removeprefix("torch."))
+        if config.megatron.optimizer_cpu_offload and why:
+            raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
         _initialize(config, seed + rank)
         self._folder = hf_folder.resolve(model_path)
         lm = skeleton(self._folder, self._device)

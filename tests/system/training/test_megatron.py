@@ -121,9 +121,7 @@ def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dic
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_log_probs_and_reference_are_those_of_fsdp(
-    name: str, run: Path, expected: dict[Kind, dict[str, Any]]
-) -> None:
+def test_log_probs_and_reference_are_those_of_fsdp(name: str, run: Path, expected: dict[Kind, dict[str, Any]]) -> None:
     kind, _, _, shards = LAYOUTS[name]
     for rank in (0, 1):
         mine = [sequence for batch in share(DATA, 24, rank % shards, shards) for sequence in batch]
