@@ -54,7 +54,8 @@ class _CudaToCpu(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.on_device: set[int] = set()
+        # While not empty, what counts as a GPU's: these and what is made of them, but by `cpu`.
+        self.on_device: dict[int, Tensor] = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,8 +67,8 @@ class _CudaToCpu(TorchFunctionMode):
             return args[0].clone()
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return str(func(args[0])).replace("torch.", "torch.cuda.", 1)
-        if self.on_device and func is _IS_CUDA:
-            return id(args[0]) in self.on_device
+        if self.on_device and func in _OF_DEVICES:
+            return self._as_if_on_device(func, args, kwargs)
         if _is_cuda(kwargs.get("device")) or kwargs.get("pin_memory"):
             kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
             if _is_cuda(kwargs.get("device")):
@@ -76,8 +77,20 @@ class _CudaToCpu(TorchFunctionMode):
             args = (args[0], CPU, *args[2:])
         return func(*args, **kwargs)
 
+    def _as_if_on_device(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        there = id(args[0]) in self.on_device
+        if func == _IS_CUDA:
+            return there
+        if func is torch.Tensor.cpu:
+            return args[0].clone()
+        made = func(*args, **kwargs)
+        if there:
+            self.on_device[id(made)] = made
+        return made
+
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+_OF_DEVICES = (_IS_CUDA, torch.Tensor.cpu, torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -141,10 +154,10 @@ def _on_a_device(mode: _CudaToCpu, split: Callable[..., Any]) -> Callable[..., A
     """The CPU optimizer's choice of what to take to the host, with all parameters taken for a GPU's."""
 
     def on_a_device(optimizer: Any, fraction: float) -> Any:
-        mode.on_device = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mode.on_device = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         try:
             return split(optimizer, fraction)
         finally:
-            mode.on_device = set()
+            mode.on_device = {}
 
     return on_a_device

@@ -62,13 +62,13 @@ class MegatronTrainer:
         """
         self._config, self._rank, self._total_updates = config, rank, total_updates
         self._device = torch.device(device)
-        process.join(config, rank, world, init_method, self._device)
-        self._emulation = Emulation()
-        self._emulation.start()
         self._dtype = process.compute_dtype(config, self._device)
         why = cpu_offload_problem(str(self._dtype).removeprefix("torch."))
         if config.megatron.optimizer_cpu_offload and why:
             raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
+        process.join(config, rank, world, init_method, self._device)
+        self._emulation = Emulation()
+        self._emulation.start()
         _initialize(config, seed + rank)
         self._folder = hf_folder.resolve(model_path)
         lm = skeleton(self._folder, self._device)

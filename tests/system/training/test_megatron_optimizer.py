@@ -1,0 +1,136 @@
+"""Megatron's optimizers on one rank: on the host, resumed, and without the silent faults of megatron-core 0.16.1."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.system.training.scenario import (
+    MEGATRON,
+    OPTIMIZER,
+    WeightedLoss,
+    assert_close,
+    sequences,
+    share,
+    totals,
+    trainer,
+    weights,
+)
+from tests.tiny_models import make_model
+
+pytest.importorskip("megatron.core")
+DATA = sequences()
+LOSS = WeightedLoss()
+HOST = replace(MEGATRON, optimizer_cpu_offload=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def train(one: Any, updates: int) -> list[dict[str, float]]:
+    return [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(updates)]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [HOST, replace(HOST, overlap_cpu_optimizer_d2h_h2d=True), replace(HOST, optimizer_offload_fraction=0.5)],
+    ids=["whole", "overlapped", "half"],
+)
+def test_an_optimizer_on_the_host_makes_the_same_updates(section: Any, model: Path, tmp_path: Path) -> None:
+    results = []
+    for own in (MEGATRON, section):
+        with trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=own) as one:
+            results.append((train(one, 3), weights(one)))
+    assert_close(results[0][0][-1], results[1][0][-1], atol=1e-6)
+    assert_close(results[0][1], results[1][1], atol=0)
+
+
+def test_float32_and_an_optimizer_on_the_host_are_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optimizer_cpu_offload needs trainer.dtype=bfloat16"):
+        with trainer(model, tmp_path, backend="megatron", megatron=HOST):
+            pass
+
+
+@pytest.mark.parametrize("section", [MEGATRON, HOST], ids=["device", "host"])
+def test_a_run_goes_on_bit_by_bit_after_save_and_load(section: Any, model: Path, tmp_path: Path) -> None:
+    """The float32 weights behind those of bfloat16, the moments and every step count come back."""
+    options = {"backend": "megatron", "dtype": "bfloat16", "megatron": section}
+    with trainer(model, tmp_path, **options) as one:
+        train(one, 2)
+        one.save(tmp_path / "state")
+        expected = train(one, 2), weights(one)
+    with trainer(model, tmp_path, **options) as one:
+        one.load(tmp_path / "state")
+        assert (train(one, 2), True) == (expected[0], True)
+        assert_close(weights(one), expected[1], atol=0)
+
+
+def test_no_two_parameters_share_a_step_count_after_a_load(model: Path, tmp_path: Path) -> None:
+    """Megatron's own loading gives all one tensor, which one update then moves on once for each of them."""
+    with trainer(model, tmp_path, backend="megatron") as one:
+        train(one, 2)
+        one.save(tmp_path / "state")
+        one.load(tmp_path / "state")
+        train(one, 1)
+        steps = [slot.state["step"] for slot in one._optimizer.slots.values()]
+        assert len({step.data_ptr() for step in steps}) == len(steps)
+        assert {float(step) for step in steps} == {3.0}
+
+
+def test_norms_have_no_weight_decay(model: Path, tmp_path: Path) -> None:
+    """With gradients of zero an update is decay alone; Megatron applies its factors only through its own scheduler."""
+    optimizer = replace(OPTIMIZER, weight_decay=0.5, warmup_steps=0)
+    with trainer(model, tmp_path, backend="megatron", optimizer=optimizer) as one:
+        before = weights(one)
+        one._optimizer.zero_grad()
+        one._optimizer.step(0.1)
+        for name, after in weights(one).items():
+            expected = before[name] if before[name].ndim == 1 else before[name] * (1 - 0.1 * 0.5)
+            torch.testing.assert_close(after, expected)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(model: Path, tmp_path: Path) -> None:
+    with trainer(model, tmp_path, backend="megatron") as one:
+        before = weights(one)
+        one._optimizer.zero_grad()
+        one._named["decoder.final_layernorm.weight"].main_grad.fill_(float("inf"))
+        with pytest.raises(FloatingPointError, match=r"first in decoder\.final_layernorm\.weight, 1 of \d+ tensors"):
+            one._optimizer.step(0.1)
+        assert_close(weights(one), before, atol=0)
+
+
+@pytest.mark.parametrize("section", [MEGATRON, HOST], ids=["device", "host"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_warming_up_leaves_every_bit_as_it_was(section: Any, before: int, model: Path, tmp_path: Path) -> None:
+    results = []
+    for warm in (False, True):
+        with trainer(model, tmp_path, backend="megatron", dtype="bfloat16", megatron=section) as one:
+            train(one, before)
+            if warm:
+                one.warm_up(share(DATA, 64), LOSS, totals(DATA))
+            results.append((train(one, 2), weights(one), torch.get_rng_state()))
+    assert results[0][0] == results[1][0]
+    assert_close(results[0][1], results[1][1], atol=0)
+    assert torch.equal(results[0][2], results[1][2])
+
+
+def test_the_emulation_of_a_gpu_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
+    before = {name: getattr(torch.cuda, name) for name in ("current_device", "Stream", "get_rng_state")}
+    with trainer(model, tmp_path, backend="megatron"):
+        assert torch.zeros((), device="cuda").device.type == "cpu"
+    assert before == {name: getattr(torch.cuda, name) for name in before}
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros((), device="cuda")
