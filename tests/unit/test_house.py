@@ -1,8 +1,8 @@
 """The rules of the house, as far as a machine can see them.
 
 Data flows one way: cli -> config -> cluster -> grpo | sft -> {data, generation, rewards, training, refit} ->
-workers; nothing imports what stands before it. Two modules are everybody's, being plain data: config.schema and
-config.errors. Telemetry may be used by all and imports none but itself and config.schema.
+workers; nothing imports what stands before it. The modules in PLAIN are everybody's, being plain data. Telemetry may
+be used by all and imports none but itself and config.schema.
 """
 
 import ast
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "rlctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RANK = {"cli": 0, "bench": 1, "config": 1, "environment": 1, "cluster": 2, "grpo": 3, "sft": 3}
 RANK |= dict.fromkeys(("data", "generation", "rewards", "training", "refit"), 4) | {"workers": 5}
-PLAIN = ("rlctl.config.schema", "rlctl.config.resolve", "rlctl.config.errors")
+PLAIN = tuple(f"rlctl.config.{name}" for name in ("schema", "resolve", "residency", "errors"))
 ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "telemetry")}
 
 

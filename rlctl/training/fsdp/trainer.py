@@ -18,15 +18,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rlctl.config.residency import residency
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder
 from rlctl.training.fsdp import checkpoint
 from rlctl.training.fsdp.metrics import Tally
 from rlctl.training.fsdp.model import build_policy, free_gathered
-from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local
+from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
 from rlctl.training.fsdp.reference import Reference
 from rlctl.training.interface import Loss, LossOutput, MicroBatch, TokenBatch, Totals
+from rlctl.training.moving import Residence
 from rlctl.training.packing import Packed, pack
 from rlctl.training.schedule import learning_rate
 
@@ -68,11 +70,17 @@ class FsdpTrainer:
         self._policy = build_policy(self._folder, config, self._dtype, mesh, temperature)
         self._parameters: Named = dict(self._policy.lm.named_parameters())
         self._optimizer = build_adamw(self._parameters, config.optimizer)
+        # Gradients are freed by zero_grad: of the table's states, the moments alone are moved.
+        table = residency(config, shared=config.offload_optimizer_for_generation)
+        self._state = Residence(table, {"optimizer": map(local, moments(self._optimizer))})
+        # Engines start beside, or measure what is free before the first step.
+        self.rest()
         self._reference: Reference | None = None
         self._updates = 0
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank. An array a sequence, float32 [T], 0 at its first token."""
+        self._state.enter("log_probs")
         with torch.no_grad():
             result = [self._sequence_log_probs(micro_batch) for micro_batch in micro_batches]
         # A forward pass leaves the root's weights gathered; a later change of the shards must not miss them.
@@ -93,11 +101,13 @@ class FsdpTrainer:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch on every rank")
+        self._state.enter("train")
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         tally = self._gradients(micro_batches, loss, totals)
         norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        self._state.wait()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._updates += 1
@@ -105,6 +115,7 @@ class FsdpTrainer:
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """See TrainerRank."""
+        self._state.enter("train")
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             self._gradients(micro_batches, loss, totals).join()
@@ -120,6 +131,7 @@ class FsdpTrainer:
         clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
+        self._state.wait()
         self._optimizer.step()
         for state in self._optimizer.state.values():
             state["step"].zero_()
@@ -153,6 +165,7 @@ class FsdpTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Parameters are sharded by rows: experts stacked in one parameter by whole experts."""
+        self._state.enter("refit")
         found = []
         for name, p in self._parameters.items():
             mine = local(p).detach()
@@ -170,11 +183,13 @@ class FsdpTrainer:
 
     def save(self, folder: Path) -> None:
         """See TrainerRank. Rank 0's folder must be everybody's: shards are written side by side."""
-        checkpoint.save(folder, self._parameters, self._optimizer, self._updates)
+        self._state.enter("checkpoint")
+        checkpoint.save(folder, self._parameters, self._optimizer, self._state, self._updates)
 
     def load(self, folder: Path) -> None:
         """See TrainerRank."""
-        self._updates = checkpoint.load(folder, self._parameters, self._optimizer)
+        self._state.enter("checkpoint")
+        self._updates = checkpoint.load(folder, self._parameters, self._optimizer, self._state)
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
         """See TrainerRank. Configuration and tokenizer files are the model's own."""
@@ -189,6 +204,7 @@ class FsdpTrainer:
 
     def rest(self) -> None:
         """See TrainerRank."""
+        self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -199,6 +215,7 @@ class FsdpTrainer:
             "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
             "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
             "host_rss": float(psutil.Process().memory_info().rss),
+            **self._state.totals(),
         }
 
     def info(self) -> dict[str, Any]:
