@@ -10,7 +10,7 @@ same reason. `top_p` or `top_k` with `behaviour` is an error: the generator then
 distribution, which are larger than the trainer's, so every ratio is below 1 before the policy has changed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +21,7 @@ from rlctl.config.architecture import Architecture, config_file, read_architectu
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
+from rlctl.config.check_offload import check_offload, idle_offload
 from rlctl.config.errors import Problem
 from rlctl.config.plan import longest_sequence
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
@@ -67,7 +68,8 @@ def _lateness(origin: Origin) -> tuple[int, int]:
 def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
     """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist."""
     view = View(config, origins)
-    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _chat, _validation, _data, _profile)]
+    shared = (_model, _lengths, _micro_batch, _optimizer, _offload, _chat, _validation, _data, _profile)
+    checks = [each(view) for each in shared]
     if isinstance(config, GrpoConfig):
         checks += [each(view, config) for each in (_rewards, _batch, _sampling, _engines, _async)]
     else:
@@ -83,10 +85,19 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> lis
 
 def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     """One line for every override that changes nothing. Only overrides: a resolved config writes every value."""
-    if not isinstance(config, GrpoConfig):
-        return []
+    given = {key: origin for key, origin in origins.items() if origin.override}
+    idle = idle_offload(config) | (_idle_grpo(config, given) if isinstance(config, GrpoConfig) else {})
+    said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if key in given]
+    age = "async.max_trajectory_age_steps"
+    if isinstance(config, GrpoConfig) and age in given and resolve.max_age(config) > WISE_AGE:
+        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    return said
+
+
+def _idle_grpo(config: GrpoConfig, given: Iterable[str]) -> dict[str, str]:
+    """Why a key changes nothing; of the section `async` those of `given` alone."""
     loss, schedule = config.grpo.loss, config.trainer.optimizer.schedule
-    idle = {
+    idle: dict[str, str | bool] = {
         "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
         "grpo.loss.force_on_policy_ratio": resolve.proximal(config) == "behaviour"
         and "grpo.loss.proximal is behaviour",
@@ -94,14 +105,9 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
-    given = {key: origin for key, origin in origins.items() if origin.override}
     if not config.async_.enabled:
         idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
-    said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
-    age = "async.max_trajectory_age_steps"
-    if age in given and resolve.max_age(config) > WISE_AGE:
-        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
-    return said
+    return {key: why for key, why in idle.items() if isinstance(why, str)}
 
 
 def _model(view: View) -> Problems:
@@ -166,6 +172,11 @@ def _optimizer(view: View) -> Problems:
     betas = view.config.trainer.optimizer.betas
     if len(betas) != 2:
         yield view.problem("trainer.optimizer.betas", f"must be two numbers, not {len(betas)}")
+
+
+def _offload(view: View) -> Problems:
+    for key, what, others in check_offload(view.config.trainer):
+        yield view.problem(key, what, *others)
 
 
 def _chat(view: View) -> Problems:
