@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from rlctl.config.memory import Memory
 from rlctl.config.plan import Batch, Plan, Schedule
+from rlctl.config.residency import STATES
+from rlctl.config.standing import Standing
 from rlctl.config.tree import show_path
 
 if TYPE_CHECKING:
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def format_plan(plan: Plan) -> "Group":
-    """Placement, batch, memory, schedule, one under the other."""
+    """Placement, batch, memory, where state stands, schedule, one under the other."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.text import Text
@@ -21,6 +23,7 @@ def format_plan(plan: Plan) -> "Group":
     parts = {"where": _rows(_where(plan)), "one step": _rows(_step(plan))}
     if plan.memory:
         parts["memory a device"] = _memory(plan.memory)
+        parts["state of a rank"] = _standing(plan.memory)
     parts["whole run"] = _rows(_run(plan.schedule))
     shown = [each for title, table in parts.items() for each in (Text(title, "bold"), Padding(table, (0, 0, 0, 2)))]
     return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
@@ -91,6 +94,27 @@ def _memory(memory: Memory) -> "Table":
     if memory.kv_sequences is not None:
         table.add_row("full sequences cached", f"{memory.kv_sequences:,}")
     return table
+
+
+def _standing(memory: Memory) -> "Table":
+    """Phase by state, and what is on the device then."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column(style="cyan", no_wrap=True)
+    on_device = memory.state_peak > 0
+    for name in (*STATES, *["on the device"] * on_device):
+        table.add_column(name, justify="right", no_wrap=True)
+    for phase, states in memory.standing.items():
+        total = size(sum(each.device for each in states.values()))
+        table.add_row(phase, *map(_place, states.values()), *[total] * on_device)
+    return table
+
+
+def _place(standing: Standing) -> str:
+    """`device 3.2 GiB`; what the host updates may stand in both places."""
+    parts = {"host": standing.host, "device": standing.device}
+    return "\n".join(f"{place} {size(count)}" for place, count in parts.items() if count) or standing.place
 
 
 def _run(schedule: Schedule) -> list[tuple[str, str]]:

@@ -90,15 +90,13 @@ def _start(composed: "Composed", dry_run: bool) -> None:
 
     plan = _plan(composed)
     if dry_run:
-        path = _write(composed)
         note(composed.notes)
         console().print(format_plan(plan))
+        _refuse(composed, plan.too_large)
+        path = _write(composed)
         typer.echo(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}")
         raise typer.Exit(OK)
-    if plan.misplaced:
-        key = "trainer.num_ranks"
-        report([Problem(str(composed.origins.get(key, "")), key, plan.misplaced)])
-        raise typer.Exit(BAD_INPUT)
+    _refuse(composed, plan.misplaced or plan.too_large)
     note(composed.notes)
     needed = ["torch", "transformers", "ray"] + ["vllm"] * (plan.kind == "grpo")
     if absent := [name for name in needed if find_spec(name) is None]:
@@ -106,6 +104,14 @@ def _start(composed: "Composed", dry_run: bool) -> None:
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
         typer.echo(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
+
+
+def _refuse(composed: "Composed", why: str | None) -> None:
+    """End as bad input if there is a reason: the machine cannot do what is asked of it."""
+    if why:
+        key = "trainer.num_ranks"
+        report([Problem(str(composed.origins.get(key, "")), key, why)])
+        raise typer.Exit(BAD_INPUT)
 
 
 def _plan(composed: "Composed") -> "Plan":

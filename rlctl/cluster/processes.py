@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import Session
-from rlctl.config.resolve import trainer_threads
+from rlctl.config.resolve import shares_devices, trainer_threads
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.generation.spec import EngineSpec, ForcedLengths
 from rlctl.refit.messages import Checks, Kind
@@ -48,13 +48,15 @@ def start_trainers(
 ) -> WorkerGroup:
     """The trainer ranks, starting."""
     ranks, threads = config.trainer.num_ranks, trainer_threads(config, os.cpu_count() or 1)
+    # Without engines to make room for, nothing moves for them.
+    for_engines = config.trainer.offload_optimizer_for_generation and shares_devices(config)
     init_method = f"tcp://127.0.0.1:{free_port()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
     for rank in range(ranks):
         spec = TrainerSpec(
-            config=replace(config.trainer, threads=threads),
+            config=replace(config.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
             model_path=files.folder,
             tokenizer_path=config.model.tokenizer or files.folder,
             rank=rank,

@@ -22,6 +22,7 @@ from rlctl.config.architecture import Architecture, config_file, read_architectu
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
+from rlctl.config.check_offload import check_offload, idle_offload
 from rlctl.config.check_parallel import check_backend, check_batch, check_cpu_optimizer, check_layout
 from rlctl.config.errors import Problem
 from rlctl.config.nearest import KEYS
@@ -72,8 +73,8 @@ def _lateness(origin: Origin) -> tuple[int, int]:
 def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
     """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist."""
     view = View(config, origins)
-    checks = [each(view) for each in (_model, _lengths, _micro_batch, _optimizer, _parallel, _chat, _validation)]
-    checks += [_data(view), _profile(view)]
+    shared = (_model, _lengths, _micro_batch, _optimizer, _offload, _parallel, _chat, _validation, _data, _profile)
+    checks = [each(view) for each in shared]
     if isinstance(config, GrpoConfig):
         checks += [each(view, config) for each in (_rewards, _sampling, _engines, _async)]
     else:
@@ -92,7 +93,7 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     given = {key: origin for key, origin in origins.items() if origin.override}
     asked = config.trainer.megatron.sequence_parallel
     unused = asked and not layout(config.trainer).sequence_parallel and f"{KEYS['tensor']} is 1"
-    idle: dict[str, str | bool | None] = {KEYS["sequence"]: unused}
+    idle: dict[str, str | bool | None] = {KEYS["sequence"]: unused, **idle_offload(config)}
     if isinstance(config, GrpoConfig):
         idle |= _idle(config)
         if not config.async_.enabled:
@@ -179,6 +180,11 @@ def _optimizer(view: View) -> Problems:
     betas = view.config.trainer.optimizer.betas
     if len(betas) != 2:
         yield view.problem("trainer.optimizer.betas", f"must be two numbers, not {len(betas)}")
+
+
+def _offload(view: View) -> Problems:
+    for key, what, others in check_offload(view.config.trainer):
+        yield view.problem(key, what, *others)
 
 
 def _chat(view: View) -> Problems:

@@ -1,19 +1,19 @@
 """Forecast of a run's memory, in bytes per device, from the model's sizes.
 
-Weights, gradients and AdamW's moments are exact (float32, sharded over the ranks). Activations are an estimate
-after Korthikanti et al. (arXiv 2205.05198, section 4): what a layer keeps of each token for its backward pass,
-counted tensor by tensor for a gated MLP and attention that stores no scores.
+Weights, gradients and optimizer state are `standing`'s. Activations are an estimate after Korthikanti et al. (arXiv
+2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP
+and attention that stores no scores.
 """
 
 from dataclasses import dataclass
 
 from rlctl.config import resolve
 from rlctl.config.architecture import Architecture
+from rlctl.config.residency import Phase, State
 from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.standing import FLOAT32, Standing, parts, standing, states
 
-FLOAT32 = 4
-# Of what stays on the trainer's device while an engine that shares it samples.
-_RESIDENT = ("weights, float32", "AdamW moments", "reference")
+_REFERENCE = "reference"
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Memory:
     """trainer: of one rank; engine: of one device of an engine (empty without one), by purpose.
 
     capacity: memory of the device, None when unknown. shared: rank and engine share it. kv_sequences: sequences of
-    the longest kind that an engine's cache holds at a time, None when unknown.
+    the longest kind that an engine's cache holds at a time, None when unknown. standing: of one rank, by phase.
     """
 
     trainer: dict[str, int]
@@ -29,6 +29,12 @@ class Memory:
     capacity: int | None
     shared: bool
     kv_sequences: int | None
+    standing: dict[Phase, dict[State, Standing]]
+
+    @property
+    def state_peak(self) -> int:
+        """Most that weights, gradients and optimizer state alone take of a device: no estimate is in it."""
+        return max(sum(each.device for each in states.values()) for states in self.standing.values())
 
     @property
     def peak(self) -> int:
@@ -36,17 +42,18 @@ class Memory:
         trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
         if not self.shared:
             return max(trainer, engine)
-        resident = sum(self.trainer.get(name, 0) for name in _RESIDENT)
-        return max(trainer, resident + engine)
+        resident = sum(each.device for each in self.standing["generate"].values())
+        return max(trainer, resident + self.trainer.get(_REFERENCE, 0) + engine)
 
 
 def forecast(
     config: RunConfig, architecture: Architecture, longest: int | None, gpus: int, device_memory: int | None
 ) -> Memory:
     """gpus 0: everything is on the CPU, whose `device_memory` ranks and engines share at all times."""
-    trainer = _trainer(config, architecture, gpus)
+    trainer, size = _trainer(config, architecture, gpus), compute_bytes(config.trainer.dtype, gpus)
+    where = standing(config, architecture.parameters, size, gpus)
     if not isinstance(config, GrpoConfig):
-        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None)
+        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, standing=where)
     engine, per_token = _engine(config, architecture, gpus, device_memory)
     held = engine.get("key-value cache")
     sequences = held // (per_token * longest) if held is not None and longest else None
@@ -55,8 +62,9 @@ def forecast(
         trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
         engine = {name: size * config.generation.num_engines for name, size in engine.items()}
         both = trainer | {f"engines: {name}": size for name, size in engine.items()}
-        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences)
-    return Memory(trainer, engine, device_memory, shared=resolve.colocated(config), kv_sequences=sequences)
+        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences, standing=where)
+    shared = resolve.shares_devices(config)
+    return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, standing=where)
 
 
 def compute_bytes(dtype: str, gpus: int) -> int:
@@ -94,24 +102,22 @@ def activation_bytes(architecture: Architecture, tokens: int, size: int, checkpo
 
 
 def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[str, int]:
-    ranks, trainer = config.trainer.num_ranks, config.trainer
-    size = compute_bytes(trainer.dtype, gpus)
-    share = -(-architecture.parameters // ranks)
-    # The root keeps embedding and output gathered; of the layers, the one at work and the next.
+    trainer, size = config.trainer, compute_bytes(config.trainer.dtype, gpus)
+    shared = parts(trainer)
+    # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
     gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
-    items = {
-        "weights, float32": share * FLOAT32,
-        "gradients": share * FLOAT32,
-        "AdamW moments": 2 * share * FLOAT32,
-        "gathered layers": gathered * size if ranks > 1 or size != FLOAT32 else 0,
-        "activations": activation_bytes(
-            architecture, trainer.micro_batch_tokens, size, trainer.activation_checkpointing
-        ),
+    whole = trainer.backend == "megatron" or (trainer.num_ranks == 1 and size == FLOAT32)
+    kept = activation_bytes(architecture, trainer.micro_batch_tokens, size, trainer.activation_checkpointing)
+    held = states(trainer, architecture.parameters, size).values()
+    items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {
+        "gathered layers": 0 if whole else gathered * size,
+        # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
+        "activations": kept // (shared.tensor * shared.context),
         # The logits of a chunk and their gradient.
-        "logits": 2 * trainer.logprob_chunk_tokens * architecture.vocab * FLOAT32,
+        "logits": 2 * trainer.logprob_chunk_tokens * architecture.vocab * FLOAT32 // shared.tensor,
     }
     if isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
-        items["reference"] = share * size
+        items[_REFERENCE] = -(-architecture.parameters // shared.weights) * size
     return {name: count for name, count in items.items() if count}
 
 

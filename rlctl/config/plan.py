@@ -48,7 +48,9 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """placement is None when the machine has too few devices; `misplaced` then says so. layout: of megatron alone."""
+    """placement is None when the machine has too few devices; `misplaced` then says so. layout: of megatron alone.
+    too_large: what cannot fit into a device's memory, whatever the estimates are worth; None if nothing is known to be.
+    """
 
     kind: str
     model: str
@@ -58,6 +60,7 @@ class Plan:
     layout: Layout | None
     batch: Batch
     memory: Memory | None
+    too_large: str | None
     schedule: Schedule
     refit: int | None
     notes: list[str]
@@ -78,9 +81,10 @@ def make_plan(config: RunConfig, architecture: Architecture | None, gpus: int, d
         layout=layout(config.trainer) if config.trainer.backend == "megatron" else None,
         batch=_batch(config, longest),
         memory=memory,
+        too_large=_too_large(config, memory) if gpus else None,
         schedule=schedule,
         refit=refit_bytes(config, architecture, gpus) if architecture and isinstance(config, GrpoConfig) else None,
-        notes=_notes(config, schedule.updates, memory),
+        notes=_notes(config, schedule.updates, memory, gpus),
     )
 
 
@@ -147,7 +151,20 @@ def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -
     return Schedule(steps, updates, validations, checkpoints, kept, size)
 
 
-def _notes(config: RunConfig, updates: int, memory: Memory | None) -> list[str]:
+def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
+    """Weights, gradients and optimizer state that no device can hold: what is exact of the forecast."""
+    if memory is None or memory.capacity is None or memory.state_peak <= memory.capacity:
+        return None
+    taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))
+    trainer = config.trainer
+    if trainer.backend == "fsdp":
+        advice = f"it takes {-(-memory.state_peak * trainer.num_ranks // memory.capacity)} ranks at least"
+    else:
+        advice = "more ranks, a larger trainer.megatron.tensor_model_parallel_size or optimizer_cpu_offload take less"
+    return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
+
+
+def _notes(config: RunConfig, updates: int, memory: Memory | None, gpus: int) -> list[str]:
     notes = []
     validated = config.data.validation.path is not None and config.validation.every > 0
     metric = config.checkpoint.metric
@@ -158,6 +175,9 @@ def _notes(config: RunConfig, updates: int, memory: Memory | None) -> list[str]:
     warmup = config.trainer.optimizer.warmup_steps
     if warmup >= updates:
         notes.append(f"warm-up takes {warmup} updates, the run only {updates}: lr is never reached")
+    moves = (config.trainer.offload_optimizer_for_logprob, config.trainer.offload_optimizer_for_generation)
+    if gpus == 0 and any(moves):
+        notes.append("nothing is offloaded on a CPU: optimizer state is in host memory at all times")
     if memory and memory.capacity and memory.peak > memory.capacity:
         notes.append("the forecast is above the device's memory: expect to run out of it")
     if memory and memory.kv_sequences == 0:

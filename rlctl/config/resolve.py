@@ -16,6 +16,17 @@ def colocated(config: GrpoConfig) -> bool:
     return not config.async_.enabled if own is None else own
 
 
+def shares_devices(config: RunConfig) -> bool:
+    """Whether engines stand on the trainer's devices; on a CPU they always do, and never sleep."""
+    return isinstance(config, GrpoConfig) and colocated(config)
+
+
+def needs_log_probs(config: GrpoConfig) -> bool:
+    """Whether a step computes log-probs, of the policy or of the reference, before its updates."""
+    recomputed = proximal(config) == "recompute" and not on_policy_ratio(config)
+    return recomputed or config.grpo.loss.kl_coef > 0
+
+
 def proximal(config: GrpoConfig) -> Literal["behaviour", "recompute"]:
     """The old policy of the loss's ratio."""
     own = config.grpo.loss.proximal

@@ -185,6 +185,9 @@ class TrainerSection:
     compile: bool = spec("torch.compile each layer and the loss; the first step takes a minute longer")
     threads: int | None = spec("CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1)
     offload_optimizer_for_logprob: bool = spec("move optimizer state to the host while log-probs are computed")
+    offload_optimizer_for_generation: bool = spec(
+        "engines on the trainer's GPUs: move optimizer state to the host before they wake, until the next update"
+    )
     optimizer: OptimizerSection = spec("optimizer and schedule")
     megatron: MegatronSection = spec("backend megatron: how its ranks share the work")
 

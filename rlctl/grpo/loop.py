@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.config.resolve import max_age
+from rlctl.config.resolve import max_age, needs_log_probs
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
@@ -85,7 +85,7 @@ class GrpoLoop(Loop):
     def __init__(self, config: GrpoConfig, parts: Parts, stop: Callable[[], bool]) -> None:
         super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
         self._config, self._parts, self._async = config, parts, config.async_.enabled
-        self._loss = GrpoLoss.from_config(config)
+        self._loss, self._needs_log_probs = GrpoLoss.from_config(config), needs_log_probs(config)
 
         def stream(deliver: Deliver) -> RolloutStream:
             return RolloutStream(parts.pool, deliver, config.run.deadline_s)
@@ -171,10 +171,6 @@ class GrpoLoop(Loop):
                 metrics["validation/pass_at_k"] = float(right.any(axis=1).mean())
             metrics["validation/length"] = float(np.mean(lengths))
             metrics["validation/prompts"] = float(len(prompts))
-
-    @property
-    def _needs_log_probs(self) -> bool:
-        return self._loss.proximal == "recompute" or self._loss.kl_coef > 0
 
     def _add_log_probs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         sequences, measured = batch.sequences, {}

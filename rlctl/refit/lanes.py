@@ -51,6 +51,16 @@ class Lane:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
+    def lead(self) -> None:
+        """The thread's current stream queues behind everything here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory, once freed, is nobody else's until what is queued here so far is done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
     def after(self, mark: Mark | None) -> None:
         """Queue behind another lane's mark."""
         if self._stream is not None and mark is not None:

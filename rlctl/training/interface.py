@@ -103,10 +103,12 @@ class TrainerRank(Protocol):
         """A Hugging Face folder (config.json, tokenizer, model.safetensors) that transformers and vLLM load."""
 
     def rest(self) -> None:
-        """Give device memory that is cached but not in use to whoever shares the device."""
+        """Give device memory to the engines that share the device: what is cached but not in use, and what the table of
+        `config.residency` has on the host while they generate."""
 
     def memory(self) -> dict[str, float]:
-        """Bytes now and at peak: device_allocated, device_peak, host_rss."""
+        """Bytes now and at peak: device_allocated, device_peak, host_rss. Bytes of state moved so far between device
+        and host, by the table of `config.residency`: moved_to_host, moved_to_device."""
 
     def info(self) -> dict[str, Any]:
         """parameters, active_parameters, dtype, device, device_name.

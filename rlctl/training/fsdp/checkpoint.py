@@ -8,44 +8,39 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.tensor import DTensor
 
+from rlctl.training import boxes
 from rlctl.training.fsdp.optimizer import Named
+from rlctl.training.moving import Residence
 
 
-def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, updates: int) -> None:
+def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, residence: Residence, updates: int) -> None:
     """Write weights, moments, the number of updates made and this rank's RNG state into `folder`.
 
-    Raises OSError with the first rank's reason, a full disk say.
+    Moments are written from where they stand: engines may hold the device's memory. Raises OSError with the first
+    rank's reason, a full disk say.
     """
-    state = _state(parameters, optimizer) | {
+    state = _state(parameters, optimizer, residence) | {
         "updates": torch.tensor(updates),
         _rng_key(dist.get_rank()): torch.get_rng_state(),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
-    except CheckpointException as error:  # not even an Exception: it would pass every handler above
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"rank {rank} could not write: {cause}") from error
+    boxes.write(folder, state)
 
 
-def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer) -> int:
+def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, residence: Residence) -> int:
     """Read what `save` wrote, on any number of ranks; returns the number of updates.
 
     A rank that did not exist when the state was saved takes rank 0's RNG state. Raises FileNotFoundError if
     `folder` holds no state.
     """
-    if not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{folder} holds no trainer state")
-    reader = HuggingFaceStorageReader(str(folder))
     own = _rng_key(dist.get_rank())
-    rng_key = own if own in reader.read_metadata().state_dict_metadata else _rng_key(0)
+    rng_key = own if own in boxes.saved_names(folder) else _rng_key(0)
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
-    dcp_load(_state(parameters, optimizer) | {"updates": updates, rng_key: rng}, storage_reader=reader)
+    state = _state(parameters, optimizer, residence) | {"updates": updates, rng_key: rng}
+    dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
     torch.set_rng_state(rng)
     return int(updates)
 
@@ -54,8 +49,23 @@ def _rng_key(rank: int) -> str:
     return f"rng.{rank}"
 
 
-def _state(parameters: Named, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _state(parameters: Named, optimizer: torch.optim.Optimizer, residence: Residence) -> dict[str, Tensor]:
     """Live tensors by name: `load` fills them where they lie."""
+    residence.wait()
+    residence.settle()
     weights = {f"model.{name}": p.detach() for name, p in parameters.items()}
-    moments = {f"{key}.{name}": optimizer.state[p][key] for name, p in parameters.items() for key in optimizer.state[p]}
+    moments = {
+        f"{key}.{name}": _at_hand(tensor, residence)
+        for name, p in parameters.items()
+        for key, tensor in optimizer.state[p].items()
+    }
     return weights | moments
+
+
+def _at_hand(tensor: Tensor, residence: Residence) -> Tensor:
+    """The same tensor, its shard in host memory if that is where it stands."""
+    if not isinstance(tensor, DTensor):
+        return residence.at_hand(tensor)
+    shard = tensor.to_local()
+    found = residence.at_hand(shard)
+    return tensor if found is shard else DTensor(found, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]

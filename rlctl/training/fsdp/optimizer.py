@@ -24,6 +24,11 @@ def build_adamw(parameters: Named, section: OptimizerSection) -> torch.optim.Ada
     return optimizer
 
 
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """AdamW's two of every parameter, which take 8 bytes a parameter. Not its counts of steps: they take nothing."""
+    return [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard, sharing memory with `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

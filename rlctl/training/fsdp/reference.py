@@ -1,7 +1,5 @@
-"""The reference policy: the run's first weights in host memory, put in the policy's place while they are needed."""
+"""This rank's shards of the weights in a model folder: what the reference policy is made of."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,29 +10,15 @@ from rlctl.training.fsdp.optimizer import Named, local
 from rlctl.training.hf_folder import WeightFiles
 
 
-class Reference:
-    """This rank's shards of the weights in `folder`, kept in the compute dtype (forward passes round to it anyway)."""
-
-    def __init__(self, folder: Path, parameters: Named, dtype: torch.dtype) -> None:
-        files = WeightFiles(folder)
-        self._weights: dict[str, Tensor] = {}
-        for name, parameter in parameters.items():
-            whole = torch.empty(parameter.shape, dtype=torch.float32)
-            files.read_into(name, whole)
-            self._weights[name] = _host(_own_shard(whole, parameter).to(dtype))
-
-    @contextmanager
-    def in_place_of(self, parameters: Named) -> Iterator[None]:
-        """Within, `parameters` hold the reference weights; after, bit by bit what they held before."""
-        shards = {name: local(p).detach() for name, p in parameters.items()}
-        kept = {name: _host(shard) for name, shard in shards.items()}
-        try:
-            for name, shard in shards.items():
-                shard.copy_(self._weights[name], non_blocking=True)
-            yield
-        finally:
-            for name, shard in shards.items():
-                shard.copy_(kept[name], non_blocking=True)
+def read_shards(folder: Path, parameters: Named, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of every parameter, in `dtype`, cut as it is."""
+    files = WeightFiles(folder)
+    weights = {}
+    for name, parameter in parameters.items():
+        whole = torch.empty(parameter.shape, dtype=torch.float32)
+        files.read_into(name, whole)
+        weights[name] = _own_shard(whole, parameter).to(dtype)
+    return weights
 
 
 def _own_shard(whole: Tensor, like: Tensor) -> Tensor:
@@ -42,9 +26,3 @@ def _own_shard(whole: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return whole
     return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
-
-
-def _host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, page-locked where a GPU will read it."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
-    return copy.copy_(tensor)

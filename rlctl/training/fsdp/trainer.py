@@ -4,13 +4,11 @@ Losses and gradients are sums over ranks and micro-batches of losses already div
 an update does not depend on how its sequences were packed or shared out.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -18,16 +16,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rlctl.config.residency import residency
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
-from rlctl.training import hf_folder
+from rlctl.training import hf_folder, process
 from rlctl.training.fsdp import checkpoint
 from rlctl.training.fsdp.model import build_policy, free_gathered
-from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local
-from rlctl.training.fsdp.reference import Reference
-from rlctl.training.interface import Loss, LossOutput, MicroBatch, TokenBatch, Totals
-from rlctl.training.packing import Packed, pack
+from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
+from rlctl.training.fsdp.reference import read_shards
+from rlctl.training.interface import Loss, LossOutput, MicroBatch, Totals
+from rlctl.training.moving import Residence
+from rlctl.training.packing import Packed, pack, token_batch
+from rlctl.training.reference import Reference
 from rlctl.training.schedule import learning_rate
+from rlctl.training.skeleton import active_parameters
 from rlctl.training.tally import Tally
 
 
@@ -54,25 +56,25 @@ class FsdpTrainer:
         """
         self._config, self._rank, self._world, self._total_updates = config, rank, world, total_updates
         self._device = torch.device(device)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        else:
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(config.threads or max(1, cores // world))
-        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
+        process.join(config, rank, world, init_method, self._device)
         torch.manual_seed(seed + rank)
-        self._dtype = _compute_dtype(config, self._device)
+        self._dtype = process.compute_dtype(config, self._device)
         self._folder = hf_folder.resolve(model_path)
         mesh = init_device_mesh(self._device.type, (world,))
         self._policy = build_policy(self._folder, config, self._dtype, mesh, temperature)
         self._parameters: Named = dict(self._policy.lm.named_parameters())
         self._optimizer = build_adamw(self._parameters, config.optimizer)
+        # Gradients are freed by zero_grad: of the table's states, the moments alone are moved.
+        table = residency(config, shared=config.offload_optimizer_for_generation)
+        self._state = Residence(table, {"optimizer": map(local, moments(self._optimizer))})
+        # Engines start beside, or measure what is free before the first step.
+        self.rest()
         self._reference: Reference | None = None
         self._updates = 0
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank. An array a sequence, float32 [T], 0 at its first token."""
+        self._state.enter("log_probs")
         with torch.no_grad():
             result = [self._sequence_log_probs(micro_batch) for micro_batch in micro_batches]
         # A forward pass leaves the root's weights gathered; a later change of the shards must not miss them.
@@ -82,8 +84,8 @@ class FsdpTrainer:
     def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank. The first call loads the reference."""
         if self._reference is None:
-            self._reference = Reference(self._folder, self._parameters, self._dtype)
-        with self._reference.in_place_of(self._parameters):
+            self._reference = Reference(read_shards(self._folder, self._parameters, self._dtype))
+        with self._reference.in_place_of({name: local(p).detach() for name, p in self._parameters.items()}):
             return self.log_probs(micro_batches)
 
     def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
@@ -93,11 +95,13 @@ class FsdpTrainer:
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch on every rank")
+        self._state.enter("train")
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         tally = self._gradients(micro_batches, loss, totals)
         norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        self._state.wait()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._updates += 1
@@ -105,6 +109,7 @@ class FsdpTrainer:
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """See TrainerRank."""
+        self._state.enter("train")
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             self._gradients(micro_batches, loss, totals).join()
@@ -120,6 +125,7 @@ class FsdpTrainer:
         clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
+        self._state.wait()
         self._optimizer.step()
         for state in self._optimizer.state.values():
             state["step"].zero_()
@@ -153,6 +159,7 @@ class FsdpTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Parameters are sharded by rows: experts stacked in one parameter by whole experts."""
+        self._state.enter("refit")
         found = []
         for name, p in self._parameters.items():
             mine = local(p).detach()
@@ -170,36 +177,28 @@ class FsdpTrainer:
 
     def save(self, folder: Path) -> None:
         """See TrainerRank. Rank 0's folder must be everybody's: shards are written side by side."""
-        checkpoint.save(folder, self._parameters, self._optimizer, self._updates)
+        self._state.enter("checkpoint")
+        checkpoint.save(folder, self._parameters, self._optimizer, self._state, self._updates)
 
     def load(self, folder: Path) -> None:
         """See TrainerRank."""
-        self._updates = checkpoint.load(folder, self._parameters, self._optimizer)
+        self._state.enter("checkpoint")
+        self._updates = checkpoint.load(folder, self._parameters, self._optimizer, self._state)
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
         """See TrainerRank. Configuration and tokenizer files are the model's own."""
         dtype = dtype or str(self._dtype).removeprefix("torch.")
-        tensors = self.export(dtype)
-        if self._rank == 0:
-            hf_folder.write_folder(self._folder, folder, self.layout(dtype), tensors)
-        else:
-            for _ in tensors:
-                pass
-        dist.barrier()
+        hf_folder.write_folder_together(self._folder, folder, self.layout(dtype), self.export(dtype))
 
     def rest(self) -> None:
         """See TrainerRank."""
+        self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, float]:
         """See TrainerRank."""
-        cuda = self._device.type == "cuda"
-        return {
-            "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
-            "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
-            "host_rss": float(psutil.Process().memory_info().rss),
-        }
+        return process.memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:
         """See TrainerRank."""
@@ -207,23 +206,13 @@ class FsdpTrainer:
             "parameters": sum(p.numel() for p in self._parameters.values()),
             "dtype": str(self._dtype).removeprefix("torch."),
             "device": str(self._device),
-            "device_name": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
-            "active_parameters": self._active_weights(),
+            "device_name": process.device_name(self._device),
+            "active_parameters": active_parameters([row[:2] for row in self.layout()], self._policy.lm.config),
         }
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
-
-    def _active_weights(self) -> int:
-        config = self._policy.lm.config
-        total = 0
-        for name, p in self._parameters.items():
-            if ".experts." in name:
-                total += p.numel() * config.num_experts_per_tok // config.num_experts
-            elif "embed_tokens" not in name or config.tie_word_embeddings:
-                total += p.numel()
-        return total
 
     def _loss(self, micro_batch: MicroBatch, loss: Loss, totals: Totals) -> LossOutput:
         """The loss of one micro-batch; of an empty one, 0 with a gradient, so that the collectives still run."""
@@ -233,17 +222,8 @@ class FsdpTrainer:
         if not micro_batch:
             return LossOutput(loss=log_probs.sum() + entropy.sum())
         nothing = torch.zeros(len(packed.tokens), device=self._device)
-        return loss(
-            TokenBatch(
-                log_probs=nothing.index_copy(0, rows, log_probs),
-                entropy=nothing.index_copy(0, rows, entropy),
-                mask=packed.mask,
-                fields=packed.fields,
-                sequence=packed.sequence,
-                num_sequences=len(packed.lengths),
-            ),
-            totals,
-        )
+        batch = token_batch(packed, nothing.index_copy(0, rows, log_probs), nothing.index_copy(0, rows, entropy))
+        return loss(batch, totals)
 
     def _sequence_log_probs(self, micro_batch: MicroBatch) -> list[NDArray[np.float32]]:
         packed: Packed = pack(micro_batch, self._device)
@@ -251,12 +231,6 @@ class FsdpTrainer:
         log_probs, _ = self._policy(packed, rows)
         whole = torch.zeros(len(packed.tokens), device=self._device).index_copy_(0, rows, log_probs)
         return np.split(whole.cpu().numpy(), np.cumsum(packed.lengths)[:-1]) if micro_batch else []
-
-
-def _compute_dtype(config: TrainerSection, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
 def _dtype(name: str | None, like: Tensor) -> torch.dtype:

@@ -4,7 +4,7 @@ Weights are the float32 ones that are updated. The distributed optimizer gives e
 they are put together over its ranks, one parameter at a time, and each rank writes its share of the parameters.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,19 +14,25 @@ from torch import Tensor, nn
 
 from rlctl.training.boxes import Box, load_boxes, save_boxes, saved_names
 from rlctl.training.megatron.mapping import Mapping, Part
-from rlctl.training.megatron.optimizer import MOMENTS, Optimizer
+from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, Slot
 
 KINDS = ("model", *MOMENTS)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What this rank holds. named: its parameters; mirrored: of them, those that another rank answers for."""
+    """What this rank holds. named: its parameters; mirrored: of them, those that another rank answers for; at_hand:
+    where a tensor of the optimizer lies, on the device or on the host."""
 
     named: dict[str, nn.Parameter]
     mapping: Mapping
     optimizer: Optimizer
     mirrored: set[str]
+    at_hand: Callable[[Tensor], Tensor]
+
+    def piece(self, slot: Slot, kind: str) -> Tensor:
+        """float32 [stop - start] of one slot: its main ("model") or a moment."""
+        return self.at_hand(slot.main if kind == "model" else slot.state[kind])
 
 
 def save(folder: Path, stage: Stage, updates: int) -> None:
@@ -49,7 +55,7 @@ def load(folder: Path, stage: Stage) -> int:
         _load_kind(folder, stage, kind)
     for slot in stage.optimizer.slots.values():
         slot.state["step"].fill_(float(updates))
-    stage.optimizer.publish()
+    stage.optimizer.publish(lambda slot: stage.piece(slot, "model"))
     return int(updates)
 
 
@@ -64,25 +70,24 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
         part.view.copy_(_within(boxes[name], start, part.view))
     for name, parameter in held.items():
         slot = stage.optimizer.slots[parameter]
-        target = slot.main if kind == "model" else slot.state[kind]
-        target.copy_(values[name].view(-1)[slot.start : slot.stop])
+        stage.piece(slot, kind).copy_(values[name].view(-1)[slot.start : slot.stop])
 
 
 def _own_parts(stage: Stage, kind: str) -> Iterator[Part]:
     """The parts that this rank writes, on the host."""
     for number, (name, parameter) in enumerate(stage.named.items()):
         group = stage.optimizer.group(parameter)
-        whole = _gathered(stage.optimizer, parameter, kind, group)
+        whole = _gathered(stage, parameter, kind, group)
         if number % dist.get_world_size(group) == dist.get_rank(group) and name not in stage.mirrored:
             yield from stage.mapping.parts(name, whole.cpu())
 
 
-def _gathered(optimizer: Optimizer, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
+def _gathered(stage: Stage, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
     """float32, of the parameter's shape, on its device: the ranks' pieces together."""
     whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    slot = optimizer.slots.get(parameter)
+    slot = stage.optimizer.slots.get(parameter)
     if slot is not None:
-        whole[slot.start : slot.stop].copy_(slot.main if kind == "model" else slot.state[kind])
+        whole[slot.start : slot.stop].copy_(stage.piece(slot, kind))
     if dist.get_world_size(group) > 1:
         dist.all_reduce(whole, group=group)
     return whole.view(parameter.shape)

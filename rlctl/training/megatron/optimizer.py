@@ -5,7 +5,7 @@ are applied each step; state is there from the start, each parameter with a step
 place, so that nothing of Megatron's own loading (which shares one step count among all) is needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,11 +71,11 @@ class Optimizer:
         for slot in self.slots.values():
             slot.state["step"].zero_()
 
-    def publish(self) -> None:
+    def publish(self, main_of: Callable[[Slot], Tensor]) -> None:
         """Bring the mains, filled from a checkpoint, to the weights of all ranks."""
         with torch.no_grad():
             for parameter, slot in self.slots.items():
-                parameter.data.view(-1)[slot.start : slot.stop].copy_(slot.main)
+                parameter.data.view(-1)[slot.start : slot.stop].copy_(main_of(slot))
             self._ddp.start_param_sync(force_sync=True)
 
     def group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
@@ -83,14 +83,17 @@ class Optimizer:
         dense = getattr(parameter, "allreduce", True)
         return self._ddp.intra_dp_cp_group if dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
 
-    def device_tensors(self) -> list[Tensor]:
-        """State that stands on a GPU: mains, where they are not the weights themselves, and moments."""
+    def gradients(self) -> list[Tensor]:
+        """The buffers of all gradients, float32."""
+        return [buffer.grad_data for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers)]
+
+    def device_state(self) -> list[Tensor]:
+        """Moments, and mains where they are not the weights themselves."""
         found = []
         for parameter, slot in self.slots.items():
-            own = [slot.state[key] for key in MOMENTS]
+            found += [slot.state[key] for key in MOMENTS]
             if slot.main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                own.append(slot.main)
-            found += [tensor for tensor in own if tensor.is_cuda]
+                found.append(slot.main)
         return found
 
     def _set_rate(self, lr: float) -> None:

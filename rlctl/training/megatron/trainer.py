@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.config.parallel import cpu_offload_problem
+from rlctl.config.residency import State, optimizer_on_host, residency
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder, process
@@ -31,6 +32,7 @@ from rlctl.training.megatron.inputs import Feed, Inputs
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
 from rlctl.training.megatron.model import build_policy
 from rlctl.training.megatron.optimizer import Optimizer
+from rlctl.training.moving import Residence
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.reference import Reference
 from rlctl.training.schedule import learning_rate
@@ -88,11 +90,19 @@ class MegatronTrainer:
         position = parallel_state.get_context_parallel_rank()
         self._feed = Feed(lm.model.rotary_emb, self._dtype, multiple, position, cut)
         self._exporter = Exporter(self._named, self._mapping, self._device)
+        table = residency(config, shared=config.offload_optimizer_for_generation)
+        states: dict[State, list[Tensor]] = {"gradients": self._optimizer.gradients()}
+        if not optimizer_on_host(config):
+            states["optimizer"] = self._optimizer.device_state()
+        self._state = Residence(table, states)
+        # Engines start beside, or measure what is free before the first step.
+        self.rest()
         self._reference: Reference | None = None
         self._updates = 0
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank."""
+        self._state.enter("log_probs")
         with torch.no_grad():
             found = self._passes(micro_batches, _kept_log_probs, _later_rows, backward=False)
             lengths = [[len(sequence) for sequence in batch] for batch in micro_batches]
@@ -115,8 +125,10 @@ class MegatronTrainer:
         """See TrainerRank and FsdpTrainer.train."""
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch on every rank")
+        self._state.enter("train")
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         tally = self._gradients(micro_batches, loss, totals)
+        self._state.wait()
         norm = self._optimizer.step(lr)
         self._optimizer.zero_grad()
         self._updates += 1
@@ -124,10 +136,12 @@ class MegatronTrainer:
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """See TrainerRank."""
+        self._state.enter("train")
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             self._gradients(micro_batches, loss, totals).join()
         if self._updates == 0:
+            self._state.wait()
             self._optimizer.rehearse()
         self._optimizer.zero_grad()
 
@@ -144,6 +158,7 @@ class MegatronTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Heads of q, k and v lie apart, by groups, and so are several shards of a tensor."""
+        self._state.enter("refit")
         parts = (part for name, p in self._named.items() for part in self._mapping.parts(name, p.detach()))
         return [Shard(part.name, part.start, part.view) for part in parts]
 
@@ -153,10 +168,12 @@ class MegatronTrainer:
 
     def save(self, folder: Path) -> None:
         """See TrainerRank. Rank 0's folder must be everybody's: ranks write side by side."""
+        self._state.enter("checkpoint")
         checkpoint.save(folder, self._stage(), self._updates)
 
     def load(self, folder: Path) -> None:
         """See TrainerRank; what FSDP saved, too."""
+        self._state.enter("checkpoint")
         self._updates = checkpoint.load(folder, self._stage())
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
@@ -166,12 +183,13 @@ class MegatronTrainer:
 
     def rest(self) -> None:
         """See TrainerRank."""
+        self._state.enter("generate")
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def memory(self) -> dict[str, float]:
         """See TrainerRank."""
-        return process.memory(self._device)
+        return process.memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:
         """See TrainerRank."""
@@ -246,7 +264,11 @@ class MegatronTrainer:
             read(self._mapping.parts(name, tensor), files.part)
 
     def _stage(self) -> checkpoint.Stage:
-        return checkpoint.Stage(self._named, self._mapping, self._optimizer, self._exporter.mirrored)
+        self._state.wait()
+        self._state.settle()
+        return checkpoint.Stage(
+            self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
+        )
 
 
 def _initialize(config: TrainerSection, seed: int) -> None:

@@ -30,7 +30,8 @@ MEGATRON = MegatronSection(
 CONFIG = TrainerSection(
     backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,
     logprob_chunk_tokens=10, compile=False, threads=1,
-    offload_optimizer_for_logprob=False, optimizer=OPTIMIZER, megatron=MEGATRON,
+    offload_optimizer_for_logprob=False, offload_optimizer_for_generation=False,
+    optimizer=OPTIMIZER, megatron=MEGATRON,
 )  # fmt: skip
 TOTAL_UPDATES = 10
 

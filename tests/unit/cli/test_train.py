@@ -36,6 +36,37 @@ def test_the_plan_fits_80_columns_and_starts_nothing(rlctl: Rlctl, started: Star
     assert "engines: key-value cache 256.0 MiB" in text
 
 
+def test_the_plan_says_where_state_stands_in_each_phase(
+    rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
+    switch = "trainer.offload_optimizer_for_generation=true"
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", switch, "--dry-run")
+    assert (done.code, done.err, started) == (0, "", [])
+    assert max(map(len, done.out.splitlines())) <= 80
+    lines = [line.split() for line in done.out.splitlines()]
+    first = lines.index(["state", "of", "a", "rank"]) + 1
+    assert lines[first : first + 5] == [
+        ["parameters", "gradients", "optimizer", "on", "the", "device"],
+        ["generate", "device", "298", "KiB", "none", "host", "595", "KiB", "298", "KiB"],
+        ["train", "device", "298", "KiB", "device", "298", "KiB", "device", "595", "KiB", "1.16", "MiB"],
+        ["refit", "device", "298", "KiB", "none", "host", "595", "KiB", "298", "KiB"],
+        ["checkpoint", "device", "298", "KiB", "none", "host", "595", "KiB", "298", "KiB"],
+    ]
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_state_that_no_device_holds_is_bad_input(
+    rlctl: Rlctl, home: Path, started: Started, monkeypatch: pytest.MonkeyPatch, dry: bool
+) -> None:
+    monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("small", 1 << 20)], "580.1"))
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", *["--dry-run"] * dry)
+    assert (done.code, started) == (2, [])
+    assert "trainer.num_ranks: weights, gradients and optimizer state alone take" in done.err.splitlines()[0]
+    assert ("state of a rank" in done.out) == dry
+    assert not (home / "runs/grpo.recipe.dry-run.yaml").exists()
+
+
 def test_the_resolved_config_of_a_dry_run_runs_as_it_is(rlctl: Rlctl, home: Path, started: Started) -> None:
     done = rlctl("train", "grpo", "grpo.recipe.yaml", "grpo.num_steps=7", "--dry-run")
     assert "resolved config: runs/grpo.recipe.dry-run.yaml" in done.out

@@ -1,9 +1,12 @@
 from pathlib import Path
 
+import pytest
+
 from rlctl.config.architecture import Architecture, read_architecture
 from rlctl.config.load import load
 from rlctl.config.memory import activation_bytes
 from rlctl.config.plan import Plan, make_plan
+from rlctl.config.standing import Standing
 
 GIB = 1 << 30
 ONE_LAYER = Architecture(
@@ -92,6 +95,68 @@ def test_on_one_cpu_everything_adds_up_and_a_shared_gpu_takes_turns(home: Path) 
     assert gpu
     resident = gpu.trainer["weights, float32"] + gpu.trainer["AdamW moments"]
     assert gpu.peak == resident + sum(gpu.engine.values())
+
+
+def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
+    state = 4 * parameters(home)
+    kept, plain = plan(home, gpus=1, memory=GIB).memory, {"parameters": state, "gradients": 0, "optimizer": 2 * state}
+    assert kept and list(kept.standing) == ["generate", "train", "refit", "checkpoint"]
+    on_device = {phase: {name: each.device for name, each in kept.standing[phase].items()} for phase in kept.standing}
+    assert on_device == dict.fromkeys(kept.standing, plain) | {"train": plain | {"gradients": state}}
+    assert kept.state_peak == 4 * state
+    out = ["trainer.offload_optimizer_for_generation=true", "grpo.loss.kl_coef=0.1"]
+    moved = plan(home, *out, gpus=1, memory=GIB).memory
+    assert moved and moved.state_peak == kept.state_peak
+    away = {phase for phase, states in moved.standing.items() if states["optimizer"] == Standing("host", 0, 2 * state)}
+    assert away == {"generate", "log_probs", "refit", "checkpoint"}
+    resident = state + moved.trainer["reference"]
+    assert moved.peak == max(sum(moved.trainer.values()), resident + sum(moved.engine.values()))
+    assert kept.peak - moved.peak == 2 * state - moved.trainer["reference"]
+
+
+def test_on_a_cpu_all_state_stands_in_host_memory_and_a_note_says_so(home: Path) -> None:
+    found = plan(home, "trainer.offload_optimizer_for_generation=true")
+    assert found.memory and found.memory.state_peak == 0
+    assert found.memory.standing["train"]["optimizer"] == Standing("host", 0, 8 * parameters(home))
+    assert "nothing is offloaded on a CPU: optimizer state is in host memory at all times" in found.notes
+
+
+MEGATRON = ("trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.tensor_model_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_parameter"),
+    [
+        ((), (2 / 2, 4 / 2, 12 / 8, 0)),
+        (("trainer.dtype=float32",), (4 / 2, 4 / 2, 8 / 8, 0)),
+        (("trainer.megatron.pipeline_model_parallel_size=2",), (2 / 4, 4 / 4, 12 / 8, 0)),
+        (("trainer.megatron.optimizer_cpu_offload=true",), (2 / 2, 4 / 2, 4 / 8, 16 / 8)),
+        (("trainer.megatron.optimizer_cpu_offload=true", "trainer.megatron.optimizer_offload_fraction=0.5"),
+         (2 / 2, 4 / 2, 8 / 8, 8 / 8)),
+    ],
+)  # fmt: skip
+def test_bytes_of_megatron_core_a_parameter(
+    home: Path, overrides: tuple[str, ...], per_parameter: tuple[float, ...]
+) -> None:
+    memory = plan(home, *MEGATRON, *overrides, kind="sft", gpus=8).memory
+    assert memory
+    states = memory.standing["train"]
+    optimizer = states["optimizer"]
+    found = (states["parameters"].device, states["gradients"].device, optimizer.device, optimizer.host)
+    assert found == pytest.approx([count * parameters(home) for count in per_parameter], rel=1e-3)
+    assert optimizer.place == ("host" if optimizer.host else "device")
+    assert memory.standing["checkpoint"]["optimizer"] == optimizer
+
+
+def test_state_that_no_device_holds_is_refused_and_estimates_are_not(home: Path) -> None:
+    state = 16 * parameters(home)
+    assert plan(home, gpus=1, memory=state).too_large is None
+    assert "expect to run out of it" in plan(home, gpus=1, memory=state).notes[-1]
+    refused = plan(home, gpus=1, memory=state - 1).too_large
+    assert refused is not None and refused.endswith("it takes 2 ranks at least")
+    assert plan(home, "trainer.num_ranks=2", gpus=2, memory=state - 1).too_large is None
+    assert plan(home, gpus=0, memory=1 << 10).too_large is None
+    assert plan(home, gpus=1, memory=None).too_large is None
 
 
 def test_a_refit_moves_every_parameter_once_in_the_generators_dtype(home: Path) -> None:

@@ -303,6 +303,43 @@ def test_an_override_without_effect_is_a_note_and_a_default_without_effect_is_no
     ]
 
 
+MEGATRON = ["trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true"]
+FOR_LOG_PROBS, FOR_ENGINES = (
+    "trainer.offload_optimizer_for_logprob=true",
+    "trainer.offload_optimizer_for_generation=true",
+)
+
+
+@pytest.mark.parametrize("switch", [FOR_LOG_PROBS, FOR_ENGINES])
+def test_state_that_the_host_updates_cannot_move_too(home: Path, switch: str) -> None:
+    [found] = problems("sft", "sft.recipe.yaml", [*MEGATRON, switch])
+    assert found.startswith("override 3: trainer.offload_optimizer_for_")
+    assert "does not go with trainer.megatron.optimizer_cpu_offload=true" in found
+    load("sft", "sft.recipe.yaml", MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "why"),
+    [
+        ("grpo", [FOR_LOG_PROBS], "no log-probs are computed before an update"),
+        ("grpo", [FOR_LOG_PROBS, ASYNC], "no log-probs are computed before an update"),
+        ("grpo", [FOR_LOG_PROBS, "grpo.loss.kl_coef=0.1"], None),
+        ("grpo", [FOR_LOG_PROBS, ASYNC, "grpo.loss.force_on_policy_ratio=false"], None),
+        ("grpo", [FOR_LOG_PROBS, "grpo.loss.kl_coef=0.1", FOR_ENGINES],
+         "trainer.offload_optimizer_for_generation keeps it on the host until the update"),
+        ("grpo", [FOR_ENGINES], None),
+        ("grpo", [FOR_ENGINES, ASYNC], "engines have devices of their own"),
+        ("grpo", [FOR_ENGINES, "generation.colocated=false"], "engines have devices of their own"),
+        ("sft", [FOR_LOG_PROBS], "kind is sft"),
+        ("sft", [FOR_ENGINES], "kind is sft"),
+        ("sft", [FOR_ENGINES.replace("true", "false")], None),
+    ],
+)  # fmt: skip
+def test_an_offload_without_effect_is_a_note(home: Path, kind: str, overrides: list[str], why: str | None) -> None:
+    expected = [] if why is None else [f"override 1: {overrides[0]}: no effect while {why}"]
+    assert load(kind, f"{kind}.recipe.yaml", overrides).notes == expected
+
+
 def test_a_check_needs_neither_torch_nor_ray(home: Path) -> None:
     code = (
         "import sys; from rlctl.config.load import load; load('grpo', 'grpo.recipe.yaml', []); "

@@ -1,0 +1,98 @@
+"""What a trainer rank's weights, gradients and optimizer state take, and where they stand in each phase. Pure.
+
+Exact for FSDP (float32, sharded over the ranks); for Megatron-core the mean over its ranks, experts counted like all
+other parameters.
+"""
+
+from dataclasses import dataclass
+
+from rlctl.config import resolve
+from rlctl.config.residency import STATES, Phase, Place, State, optimizer_on_host, phases, residency
+from rlctl.config.schema import RunConfig, TrainerSection
+
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A state of one rank in one phase: where it stands, and its bytes on the device and in host memory.
+
+    Both at once where the host updates a part of the optimizer state.
+    """
+
+    place: Place
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A state of one rank while it trains: bytes on the device and in host memory."""
+
+    name: str
+    device: int
+    host: int = 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Among how many ranks something is shared: matrices, the tokens of a pack, weights, optimizer state."""
+
+    tensor: int
+    context: int
+    weights: int
+    optimizer: int
+
+
+def parts(trainer: TrainerSection) -> Parts:
+    """How the ranks share the work."""
+    ranks, layout = trainer.num_ranks, trainer.megatron
+    if trainer.backend == "fsdp":
+        return Parts(1, 1, ranks, ranks)
+    tensor = layout.tensor_model_parallel_size
+    model = tensor * layout.pipeline_model_parallel_size
+    # The distributed optimizer shares state among all ranks that hold the same weights.
+    return Parts(tensor, layout.context_parallel_size, model, max(model, ranks))
+
+
+def states(trainer: TrainerSection, parameters: int, size: int) -> dict[State, Held]:
+    """Of one rank of a model with so many parameters. size: bytes of one number of the compute dtype.
+
+    FSDP: float32 masters and AdamW's two moments. Megatron-core: weights in the compute dtype, and in its optimizer
+    float32 masters besides if that is a half; where the host updates a share of the parameters, their masters stay on
+    the device, and a copy, gradient and moments are on the host.
+    """
+    shared = parts(trainer)
+    weights, sharded = -(-parameters // shared.weights), -(-parameters // shared.optimizer)
+    gradients = Held("gradients", weights * FLOAT32)
+    if trainer.backend == "fsdp":
+        moments = Held("AdamW moments", 2 * sharded * FLOAT32)
+        return {"parameters": Held("weights, float32", weights * FLOAT32), "gradients": gradients, "optimizer": moments}
+    away = (trainer.megatron.optimizer_offload_fraction or 1.0) if optimizer_on_host(trainer) else 0.0
+    masters = FLOAT32 if size < FLOAT32 else 0
+    device, host = sharded * (masters + 2 * FLOAT32 * (1 - away)), sharded * 4 * FLOAT32 * away
+    return {
+        "parameters": Held(f"weights, {'bfloat16' if masters else 'float32'}", weights * size),
+        "gradients": gradients,
+        "optimizer": Held("AdamW state", int(device), int(host)),
+    }
+
+
+def standing(config: RunConfig, parameters: int, size: int, gpus: int) -> dict[Phase, dict[State, Standing]]:
+    """By phase of the run; parameters and size as for `states`. Without a GPU all of it is in host memory."""
+    table = residency(config.trainer, resolve.shares_devices(config))
+    held = states(config.trainer, parameters, size)
+    return {
+        phase: {state: _standing(table[phase][state], held[state], gpus) for state in STATES}
+        for phase in phases(config)
+    }
+
+
+def _standing(place: Place, held: Held, gpus: int) -> Standing:
+    if place == "none":
+        return Standing("none", 0, 0)
+    if gpus == 0:
+        return Standing("host", 0, held.device + held.host)
+    # What lives on the host has a part on the device that stays there; what moves there moves whole.
+    moved = place == "host" and held.host == 0
+    return Standing(place, 0, held.device) if moved else Standing(place, held.device, held.host)
