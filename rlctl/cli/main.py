@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from rlctl.cli import bench, bench_dispatch, bench_grpo, bench_sft, config, data, doctor, recipes, runs, train
+from rlctl.cli import (
+    bench,
+    bench_dispatch,
+    bench_grpo,
+    bench_offload,
+    bench_sft,
+    config,
+    data,
+    doctor,
+    recipes,
+    runs,
+    train,
+)
 from rlctl.cli.output import BAD_INPUT, examples, report
 from rlctl.config.errors import ConfigError
 
@@ -44,6 +56,7 @@ app.add_typer(runs.app, name="runs")
 app.add_typer(bench.app, name="bench")
 bench.app.command("grpo", epilog=bench_grpo.EPILOG)(bench_grpo.grpo)
 bench.app.command("sft", epilog=bench_sft.EPILOG)(bench_sft.sft)
+bench.app.command("offload", epilog=bench_offload.EPILOG)(bench_offload.offload)
 bench.app.command("dispatch", epilog=bench_dispatch.EPILOG)(bench_dispatch.dispatch)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 

@@ -1,16 +1,19 @@
 """`rlctl bench refit`: every mistake in one go, before anything starts; a table that fits the terminal."""
 
 import io
+import json
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from rlctl.bench.dispatch import DispatchRow, Spread
+from rlctl.bench.offload import Copies, OffloadResults, StepRow
 from rlctl.bench.plot import write_plot
 from rlctl.bench.results import Results, Row
 from rlctl.bench.sft import SftResults, SftRow
 from rlctl.cli.bench_dispatch import _UNITS, _numbers, show
+from rlctl.cli.bench_offload import show as show_offload
 from rlctl.cli.bench_sft import show as show_sft
 from rlctl.cli.bench_view import print_results
 from rlctl.config.shipped import RECIPES
@@ -90,6 +93,48 @@ def test_the_table_of_bench_sft_says_where_the_time_goes() -> None:
     assert lines[3].split() == ["compiled", "9.000", "1.000", "200", "47.5%", "2.00", "100%"]
     assert lines[5:7] == ["  50.0%  aten::mm", "  25.0%  flash"]
     assert max(map(len, lines)) <= 80
+
+
+def test_mistakes_of_bench_offload_are_told_at_once(rlctl: Rlctl) -> None:
+    done = rlctl("bench", "offload", "--model", "tiy", "--backend", "fsp")
+    assert done.code == 2
+    lines = done.err.splitlines()
+    assert lines[0] == "error: --backend: 'fsp' is not allowed; did you mean fsdp?; allowed: fsdp, megatron"
+    assert lines[1].startswith("error: --model: tiy is no model; did you mean tiny?")
+    longer = rlctl("bench", "offload", "--micro-batch-tokens", "1000", "--seq-len", "1001")
+    assert longer.err.splitlines()[0] == "error: --seq-len: 1001: the model, or a pass, holds 1000 at most"
+    unknown = rlctl("bench", "offload", "--set", "trainer.dtyp=float32")
+    assert (unknown.code, "did you mean dtype?" in unknown.err) == (2, True)
+
+
+def offloaded(copies: Copies | None) -> OffloadResults:
+    left = StepRow(False, 1.0, 3.0, 90e9, (0.0, 0.0), [2.0])
+    return OffloadResults(
+        "qwen3-8b", "fsdp", 4096, 8, copies, (left, StepRow(True, 1.1, 3.2, 25e9, (65e9, 65e9), [2.0]))
+    )
+
+
+def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
+    found = offloaded(Copies(int(65e9), (52e9, 54e9), (50e9, 52e9), 30.0))
+    assert found.cost == pytest.approx(0.3)
+    assert found.copies and found.copies.seconds == pytest.approx(1.3 + 1.25)
+    out = io.StringIO()
+    show_offload(found, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "qwen3-8b, backend fsdp: 8 sequences of 4,096 tokens a step"
+    assert lines[2].split() == ["to", "host", "52.0", "50.0", "96%"]
+    assert lines[3].split() == ["to", "device", "54.0", "52.0", "96%"]
+    assert lines[5].split() == ["state", "left", "1.000", "3.000", "4.000", "90.00", "0.00"]
+    assert lines[6].split() == ["state", "moved", "1.100", "3.200", "4.300", "25.00", "130.00"]
+    assert lines[7] == "a step takes +0.300 s longer; the moves alone take 2.550 s: 88% of them hidden"
+    assert json.loads(json.dumps(found.as_json()))["hidden"] == found.hidden
+
+
+def test_bench_offload_without_a_gpu_says_that_nothing_moved() -> None:
+    out = io.StringIO()
+    show_offload(offloaded(None), Console(file=out, width=80))
+    assert out.getvalue().splitlines()[-1].endswith("0 bytes were moved")
 
 
 def test_a_payload_without_a_unit_is_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

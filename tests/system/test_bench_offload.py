@@ -1,0 +1,31 @@
+"""`rlctl bench offload` on CPU: real steps, in which nothing moves."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.shipped import RECIPES
+
+SMALL = ("--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "16", "--batch", "4", "--steps", "2")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rlctl.cli.main", "bench", "offload", *SMALL, "--json"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    left, moved = found["rows"]
+    assert found["copies"] is found["hidden"] is None
+    assert (left["offload"], moved["offload"]) == (False, True)
+    assert left["losses"] == moved["losses"] and len(left["losses"]) == 3
+    assert left["moved"] == moved["moved"] == [0, 0]
+    assert all(row["log_probs"] > 0 and row["train"] > 0 for row in (left, moved))
+    assert list(tmp_path.glob("rlctl-*")) == []
