@@ -64,14 +64,17 @@ class Copies:
 @dataclass(frozen=True)
 class StepRow:
     """Steps of one kind: medians in seconds. peak: most bytes of the device allocated during log-probs.
-    moved: bytes a step to the host and to the device. losses: of each update.
+    moved: bytes a step to the host and to the device. device: bytes allocated there after an update; host: what the
+    process grew by; both of a parameter. losses: of each update.
     """
 
-    offload: bool
+    kind: str
     log_probs: float
     train: float
     peak: float
     moved: tuple[float, float]
+    device: float
+    host: float
     losses: list[float]
 
     @property
@@ -82,14 +85,15 @@ class StepRow:
 
 @dataclass(frozen=True)
 class OffloadResults:
-    """copies: None without a GPU, where state is in host memory and never moves. rows: left, moved."""
+    """copies: None without a GPU, where state is in host memory and never moves. rows: left, moved, and those that
+    the host updates."""
 
     model: str
     backend: str
     tokens: int
     batch: int
     copies: Copies | None
-    rows: tuple[StepRow, StepRow]
+    rows: list[StepRow]
 
     @property
     def cost(self) -> float:
@@ -117,10 +121,34 @@ def run_offload_bench(bench: OffloadBench, folder: Path, say: Callable[[str], No
         say("copies between device and host")
         copies = _apart(measure_copies, folder / "model", bench.device)
     rows = []
-    for offload in (False, True):
-        say(f"{bench.steps + 1} steps, optimizer state {'moved' if offload else 'left on the device'}")
-        rows.append(_apart(measure_steps, bench, offload, folder))
-    return OffloadResults(bench.model, bench.section.backend, bench.tokens, bench.batch, copies, (rows[0], rows[1]))
+    for kind in kinds(bench.section, bench.device):
+        say(f"{bench.steps + 1} steps, optimizer state {kind}")
+        rows.append(_apart(measure_steps, bench, kind, folder))
+    return OffloadResults(bench.model, bench.section.backend, bench.tokens, bench.batch, copies, rows)
+
+
+LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
+
+
+def kinds(section: TrainerSection, device: str) -> list[str]:
+    """What is measured: Megatron's host optimizer only where weights are of bfloat16."""
+    half = section.dtype == "bfloat16" or (section.dtype == "auto" and device != "cpu")
+    return [LEFT, MOVED, *[HOST, OVERLAPPED] * (section.backend == "megatron" and half)]
+
+
+def _section(section: TrainerSection, kind: str) -> TrainerSection:
+    hosted = replace(
+        section.megatron,
+        optimizer_cpu_offload=kind in (HOST, OVERLAPPED),
+        overlap_cpu_optimizer_d2h_h2d=kind == OVERLAPPED,
+    )
+    return replace(
+        section,
+        num_ranks=1,
+        megatron=hosted,
+        offload_optimizer_for_logprob=kind == MOVED,
+        offload_optimizer_for_generation=False,
+    )
 
 
 def _apart(work: Callable[..., Result], *arguments: Any) -> Result:
@@ -166,7 +194,7 @@ def measure_copies(model: Path, name: str) -> Copies:
     return Copies(mover.nbytes, link, (mover.nbytes / out, mover.nbytes / back), times[0][0])
 
 
-def measure_steps(bench: OffloadBench, offload: bool, folder: Path) -> StepRow:
+def measure_steps(bench: OffloadBench, kind: str, folder: Path) -> StepRow:
     """Steps of a trainer of one rank in this process; the first, which warms everything up, is not counted."""
     import torch
 
@@ -174,11 +202,9 @@ def measure_steps(bench: OffloadBench, offload: bool, folder: Path) -> StepRow:
     from rlctl.training.interface import Totals
     from rlctl.training.worker import TrainerSpec, TrainerWorker
 
-    model, meeting = str(folder / "model"), f"file://{folder / f'meeting-{offload}'}"
-    section = replace(
-        bench.section, num_ranks=1, offload_optimizer_for_logprob=offload, offload_optimizer_for_generation=False
-    )
-    count = 1 + bench.steps
+    model, meeting = str(folder / "model"), f"file://{folder / kind}"
+    section, count = _section(bench.section, kind), 1 + bench.steps
+    before = resident_bytes()
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
     share, totals = _share(bench), Totals((bench.tokens - 1) * bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
@@ -192,7 +218,9 @@ def measure_steps(bench: OffloadBench, offload: bool, folder: Path) -> StepRow:
     memory = trainer.memory()
     moved = memory["moved_to_host"] / count, memory["moved_to_device"] / count
     log_probs, train = (median(each[part] for each in seconds[1:]) for part in (0, 1))
-    return StepRow(offload, log_probs, train, max(peaks[1:]), moved, losses)
+    parameters = trainer.info()["parameters"]
+    device, host = memory["device_allocated"] / parameters, (memory["host_rss"] - before) / parameters
+    return StepRow(kind, log_probs, train, max(peaks[1:]), moved, device, host, losses)
 
 
 def _share(bench: OffloadBench) -> "Share":
@@ -208,6 +236,13 @@ def _share(bench: OffloadBench) -> "Share":
     data = [Sequence(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)]
     [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, bench.section.micro_batch_tokens)
     return Share.of([[data[index] for index in batch] for batch in plan])
+
+
+def resident_bytes() -> int:
+    """Of this process in memory."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -4,6 +4,7 @@ Random weights of a real shape, samples of one length, so that every step is the
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +18,27 @@ from rlctl.training.profile import Cost
 _COMPILE, _GRAPH = "trainer.compile=true", "ray_compiled_graph.enabled=require"
 MODES = {
     "eager": (),
-    "eager, graph": (_GRAPH,),
+    "eager-graph": (_GRAPH,),
     "compiled": (_COMPILE,),
-    "compiled, graph": (_COMPILE, _GRAPH),
+    "compiled-graph": (_COMPILE, _GRAPH),
 }
+_MEGATRON = re.compile(r"megatron((?:-(?:tp|pp|cp|ep)\d+)*)(-compiled)?(-graph)?")
+_SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
 _EPOCH = 64
 # Updates that are looked at, after the counted ones.
 _PROFILED = 2
+
+
+def mode_settings(mode: str) -> tuple[str, ...] | None:
+    """What a mode sets; None for none that there is. `megatron-tp2-pp2-compiled`: Megatron-core, shared out so."""
+    if mode in MODES:
+        return MODES[mode]
+    found = _MEGATRON.fullmatch(mode)
+    if found is None:
+        return None
+    sizes = re.findall(r"([a-z]+)(\d+)", found[1])
+    shared = (f"trainer.megatron.{_SIZES[name]}_parallel_size={size}" for name, size in sizes)
+    return ("trainer.backend=megatron", *shared, *[_COMPILE] * bool(found[2]), *[_GRAPH] * bool(found[3]))
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ def _measured(bench: SftBench, mode: str, folder: Path) -> SftRow:
         *(f"sft.num_steps={counted + _PROFILED}", f"sft.batch_size={bench.batch}"),
         *(f"trainer.num_ranks={bench.ranks}", f"trainer.micro_batch_tokens={bench.micro_batch}"),
         f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
-        *(*MODES[mode], *bench.extra),
+        *(*(mode_settings(mode) or ()), *bench.extra),
     ]
     steps = run_training("sft", mode, settings, folder)[:counted]
     profile = json.loads((run_folder(folder, mode) / "profile" / "trainer-0.json").read_text())

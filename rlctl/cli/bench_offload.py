@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _LEGEND = (
     "link: one page-locked copy of 1 GiB; mover: all optimizer state; step: log-probs of all tokens, then an update, "
-    "medians in seconds; peak: most of the device allocated during log-probs"
+    "medians in seconds; peak: most of the device allocated during log-probs; B/p: bytes of a parameter, allocated on "
+    "the device after an update, and in what the process has grown by"
 )
 
 EPILOG = examples(
@@ -94,10 +95,11 @@ def show(results: "OffloadResults", out: "Console") -> None:
     out.print(Text(f"{results.model}, backend {results.backend}: {what}"))
     if results.copies:
         out.print(_copies(results.copies))
-    table = _table("step", ("log-probs", "update", "step", "peak GB", "moved GB"))
+    table = _table("optimizer state", ("log-probs", "update", "step", "peak GB", "moved GB", "B/p dev", "B/p host"))
     for row in results.rows:
         cells = (f"{row.log_probs:.3f}", f"{row.train:.3f}", f"{row.step:.3f}", f"{row.peak / 1e9:.2f}")
-        table.add_row("state moved" if row.offload else "state left", *cells, f"{sum(row.moved) / 1e9:.2f}")
+        held = f"{row.device:.1f}", f"{row.host:.1f}"
+        table.add_row(row.kind, *cells, f"{sum(row.moved) / 1e9:.2f}", *held)
     out.print(table)
     if results.copies is None:
         out.print(Text("no GPU: optimizer state is in host memory at all times, 0 bytes were moved"))
@@ -116,7 +118,7 @@ def _copies(copies: "Copies") -> Table:
 
 def _table(first: str, names: tuple[str, ...]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
+    table.add_column(first, overflow="fold")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     return table

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rlctl.cli.bench_common import check_model, check_plot, finish, named, tell
+from rlctl.cli.bench_common import check_model, check_plot, finish, tell
 from rlctl.cli.output import OK, examples
 from rlctl.config.errors import ConfigError, Problem
 
@@ -19,12 +20,7 @@ if TYPE_CHECKING:
 
     from rlctl.bench.sft import SftBench, SftResults
 
-_NAMES = {
-    "eager": "eager",
-    "eager-graph": "eager, graph",
-    "compiled": "compiled",
-    "compiled-graph": "compiled, graph",
-}
+_MEGATRON = "megatron[-tpN][-ppN][-cpN][-epN][-compiled][-graph]"
 _COSTS = 8
 _LEGEND = (
     "first: seconds of the first step; step: median of those after it; tok/s/dev: trained tokens over the seconds of "
@@ -35,7 +31,7 @@ _LEGEND = (
 EPILOG = examples(
     "rlctl bench sft",
     "rlctl bench sft --model qwen3-1.7b --seq-len 4096 --modes eager,compiled,compiled-graph --plot sft.png",
-    "rlctl bench sft --model qwen3-8b --ranks 4 --set trainer.activation_checkpointing=true --json",
+    "rlctl bench sft --model qwen3-8b --ranks 4 --modes eager,megatron,megatron-tp2,megatron-tp2-pp2 --json",
 )
 
 
@@ -51,7 +47,11 @@ def sft(
     micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank packs into one pass.")] = 16384,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after the first.")] = 10,
     modes: Annotated[
-        str | None, typer.Option(help=f"Of {', '.join(_NAMES)}. Default: all; on CPU those that are eager.")
+        str | None,
+        typer.Option(
+            help="Of eager, eager-graph, compiled, compiled-graph (by FSDP2; default: all, on CPU those that are "
+            "eager), megatron-tp2 and the like."
+        ),
     ] = None,
     override: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for every run; again for more.")
@@ -75,7 +75,7 @@ def _checked(
     problems: list[Problem],
 ) -> tuple["SftBench", Path]:
     from rlctl.bench.models import longest, model_folder
-    from rlctl.bench.sft import SftBench
+    from rlctl.bench.sft import MODES, SftBench, mode_settings
     from rlctl.cluster.placement import count_gpus
 
     gpus = count_gpus()
@@ -85,8 +85,12 @@ def _checked(
     tokens, batch = tokens or (4096 if gpus else 128), batch or 8 * ranks
     if batch < ranks:
         problems.append(Problem("--batch", "", f"{batch}: at least one sample for each of the {ranks} ranks"))
-    usual = ",".join(_NAMES) if gpus else "eager,eager-graph"
-    chosen = named("--modes", modes or usual, _NAMES, problems)
+    usual = list(MODES) if gpus else ["eager", "eager-graph"]
+    chosen = modes.split(",") if modes else usual
+    for mode in chosen:
+        if mode_settings(mode) is None:
+            near = f"; did you mean {close[0]}?" if (close := get_close_matches(mode, MODES, 1)) else ""
+            problems.append(Problem("--modes", "", f"{mode}: allowed are {', '.join(MODES)}, {_MEGATRON}{near}"))
     name = check_model(model or ("qwen3-1.7b" if gpus else "tiny"), problems)
     if problems:
         raise ConfigError(problems)

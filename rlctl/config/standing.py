@@ -59,8 +59,8 @@ def states(trainer: TrainerSection, parameters: int, size: int) -> dict[State, H
     """Of one rank of a model with so many parameters. size: bytes of one number of the compute dtype.
 
     FSDP: float32 masters and AdamW's two moments. Megatron-core: weights in the compute dtype, and in its optimizer
-    float32 masters besides if that is a half; where the host updates a share of the parameters, their masters stay on
-    the device, and a copy, gradient and moments are on the host.
+    float32 masters besides if that is a half; where the host updates a share of the parameters, their masters, a copy
+    of their gradients and moments are all there.
     """
     shared = parts(trainer)
     weights, sharded = -(-parameters // shared.weights), -(-parameters // shared.optimizer)
@@ -70,7 +70,7 @@ def states(trainer: TrainerSection, parameters: int, size: int) -> dict[State, H
         return {"parameters": Held("weights, float32", weights * FLOAT32), "gradients": gradients, "optimizer": moments}
     away = (trainer.megatron.optimizer_offload_fraction or 1.0) if optimizer_on_host(trainer) else 0.0
     masters = FLOAT32 if size < FLOAT32 else 0
-    device, host = sharded * (masters + 2 * FLOAT32 * (1 - away)), sharded * 4 * FLOAT32 * away
+    device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away
     return {
         "parameters": Held(f"weights, {'bfloat16' if masters else 'float32'}", weights * size),
         "gradients": gradients,

@@ -24,11 +24,11 @@ def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     eager, graph = found["rows"]
-    assert [eager["mode"], graph["mode"]] == ["eager", "eager, graph"]
+    assert [eager["mode"], graph["mode"]] == ["eager", "eager-graph"]
     for row in (eager, graph):
         assert row["rate"] > 0 and row["first"] > 0 and row["mfu"] is None
         assert 0 < row["busy"] <= 1 and any(cost["name"] == "aten::mm" for cost in row["costs"])
         assert sum(cost["share"] for cost in row["costs"]) <= 1
     assert graph["speedup"] == graph["rate"] / eager["rate"]
-    assert "eager, graph" in plot.read_text()
+    assert "eager-graph" in plot.read_text()
     assert list(tmp_path.glob("rlctl-*")) == []

@@ -32,6 +32,10 @@ STEPS = 5
 UNTIED: Kind = "llama"
 
 
+def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
 def split(**sizes: Any) -> MegatronSection:
     return replace(MEGATRON, **sizes)
 
@@ -55,20 +59,21 @@ LAYOUTS: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
 }
 
 
-def two_ranks(rank: int, folder: Path) -> None:
+def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
     """One rank of every layout; each rank writes what it saw."""
     for name, (kind, section, options, shards) in LAYOUTS.items():
         own = folder / name
         mine = share(DATA, 24, rank % shards, shards)
         settings = {"backend": "megatron", "num_ranks": 2, "megatron": section, **options}
-        with trainer(folder / kind, own, rank, 2, **settings) as one:
+        place = f"{device}:{rank}" if device == "cuda" else device
+        with trainer(folder / kind, own, rank, 2, place, **settings) as one:
             seen: dict[str, Any] = {"log_probs": [torch.from_numpy(x) for b in one.log_probs(mine) for x in b]}
-            seen["exported"] = weights(one)
+            seen["exported"] = on_host(weights(one))
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
-            seen["boxes"] = [(s.name, s.start, s.tensor.clone()) for s in one.shards()]
+            seen["boxes"] = [(s.name, s.start, s.tensor.cpu()) for s in one.shards()]
             seen["trained"] = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS)]
             seen["evaluated"] = one.evaluate(mine, LOSS, totals(DATA))
-            seen["weights"] = weights(one)
+            seen["weights"] = on_host(weights(one))
             one.save(own / "state")
             one.export_folder(own / "exported")
             reference = one.reference_log_probs(mine)
