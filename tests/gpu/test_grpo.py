@@ -54,6 +54,22 @@ def test_engine_and_trainer_share_one_device(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+def test_megatrons_tensor_ranks_share_two_devices_with_two_engines(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    two = ("trainer.backend=megatron", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2")
+    check(
+        run(
+            "grpo-qwen3-0.6b-1gpu.yaml",
+            tmp_path,
+            model,
+            "generation.enforce_eager=true",
+            "generation.num_engines=2",
+            *two,
+        )
+    )
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 def test_two_trainer_ranks_and_two_engines_share_two_devices(model: Path, tmp_path: Path) -> None:
     two = ("trainer.num_ranks=2", "generation.num_engines=2", "trainer.activation_checkpointing=false")
     check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", *two))
