@@ -1,8 +1,10 @@
 """Where the time of some updates goes: a Chrome trace and a table of the dearest operations for each rank."""
 
+import gzip
 import json
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,19 +79,39 @@ class Profiler:
         wall = time.perf_counter() - self._began
         profile, self._profile = self._profile, None
         profile.stop()
-        found = _read(profile.key_averages(), wall, list(range(spec.first, spec.last + 1)))
+        busy = _union((event.time_range.start, event.time_range.end) for event in profile.events() if _ran(event))
+        found = _read(profile.key_averages(), wall, busy / 1e6, list(range(spec.first, spec.last + 1)))
         folder = Path(spec.folder)
         folder.mkdir(parents=True, exist_ok=True)
         trace, costs = (folder / f"trainer-{self._rank}{ending}" for ending in (".trace.json.gz", ".json"))
-        # The ending decides whether the trace is compressed.
-        partial = trace.with_name(f".partial-{trace.name}")
-        profile.export_chrome_trace(str(partial))
+        partial, plain = (folder / f".partial-trainer-{self._rank}{ending}" for ending in ("", ".json"))
+        profile.export_chrome_trace(str(plain))
+        # Not by torch, which compresses as hard as it can: for minutes, if the model is large.
+        with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target)
+        plain.unlink()
         partial.replace(trace)
         partial.write_text(json.dumps(asdict(found), indent=1))
         partial.replace(costs)
 
 
-def _read(averages: Any, wall: float, updates: list[int]) -> Profiled:
+def _ran(event: Any) -> bool:
+    """Whether it is work of the device, and no label on a span of it."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+
+    return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Length that the spans cover together: streams work at the same time."""
+    covered, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered
+
+
+def _read(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
     """Operations by the time that their own kernels took; where there is no device, by their own time on the CPU."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
@@ -102,4 +124,4 @@ def _read(averages: Any, wall: float, updates: list[int]) -> Profiled:
         Cost(event.key, getattr(event, field) / 1e6, getattr(event, field) / max(total, 1), event.count)
         for event in dearest
     ]
-    return Profiled(updates, wall, total / 1e6 / wall, costs)
+    return Profiled(updates, wall, (busy if kernels else total / 1e6) / wall, costs)

@@ -1,0 +1,13 @@
+"""What a profile says of a device: the time that it worked, however many streams it worked on."""
+
+import pytest
+
+from rlctl.training.profile import _union
+
+
+@pytest.mark.parametrize(
+    ("spans", "covered"),
+    [([], 0), ([(1, 3)], 2), ([(1, 3), (2, 5)], 4), ([(4, 5), (0, 10)], 10), ([(0, 1), (2, 3), (2, 3)], 2)],
+)
+def test_work_on_several_streams_counts_once(spans: list[tuple[float, float]], covered: float) -> None:
+    assert _union(spans) == covered
