@@ -63,14 +63,14 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
     """One rank of every layout; each rank writes what it saw."""
     for name, (kind, section, options, shards) in LAYOUTS.items():
         own = folder / name
-        mine = share(DATA, 24, rank % shards, shards)
+        mine = share(DATA, 48, rank % shards, shards)
         settings = {"backend": "megatron", "num_ranks": 2, "megatron": section, **options}
         place = f"{device}:{rank}" if device == "cuda" else device
         with trainer(folder / kind, own, rank, 2, place, **settings) as one:
             seen: dict[str, Any] = {"log_probs": [torch.from_numpy(x) for b in one.log_probs(mine) for x in b]}
             seen["exported"] = on_host(weights(one))
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
-            seen["boxes"] = [(s.name, s.start, s.tensor.cpu()) for s in one.shards()]
+            seen["boxes"] = [(s.name, s.start, s.tensor.cpu().clone()) for s in one.shards()]
             seen["trained"] = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS)]
             seen["evaluated"] = one.evaluate(mine, LOSS, totals(DATA))
             seen["weights"] = on_host(weights(one))
@@ -129,7 +129,7 @@ def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dic
 def test_log_probs_and_reference_are_those_of_fsdp(name: str, run: Path, expected: dict[Kind, dict[str, Any]]) -> None:
     kind, _, _, shards = LAYOUTS[name]
     for rank in (0, 1):
-        mine = [sequence for batch in share(DATA, 24, rank % shards, shards) for sequence in batch]
+        mine = [sequence for batch in share(DATA, 48, rank % shards, shards) for sequence in batch]
         for key in ("log_probs", "reference"):
             for sequence, got in zip(mine, seen(run, name, rank)[key], strict=True):
                 [want] = [x for x, other in zip(expected[kind]["log_probs"], DATA) if other.tokens is sequence.tokens]
