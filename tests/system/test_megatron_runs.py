@@ -1,0 +1,56 @@
+"""Whole runs on Megatron-core: the same commands, with the backend named and its ranks shared out."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run, fates
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_path: Path) -> None:
+    settings = (
+        *("trainer.backend=megatron", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2"),
+        "grpo.num_steps=3",
+        "grpo.loss.proximal=recompute",
+        "grpo.loss.force_on_policy_ratio=false",
+        "grpo.loss.kl_coef=0.01",
+        "trainer.offload_optimizer_for_logprob=true",
+    )
+    run = Run(tmp_path, "tensor", *settings)
+    assert run.end() == 0, run.text()
+    assert [step["step"] for step in run.steps()] == [1, 2, 3]
+    for step in run.steps():
+        assert step["mismatch/token_mult_prob_error"] <= 1.001
+        assert step["loss/kl"] >= 0
+        parts = sum(value for name, value in step.items() if name.startswith("time/") and name != "time/step")
+        assert parts == pytest.approx(step["time/step"], rel=0.01)
+    assert len(fates(run.path)) == 24
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_sft_through_three_stages_and_a_compiled_graph_is_what_one_rank_does(tmp_path: Path) -> None:
+    short = ("sft.num_steps=6", "validation.every=3", "checkpoint.every=0")
+    stages = ("trainer.num_ranks=3", "trainer.megatron.pipeline_model_parallel_size=3")
+    one = Run(tmp_path, "one", *short, kind="sft")
+    assert one.end() == 0, one.text()
+    graph = ("trainer.backend=megatron", "ray_compiled_graph.enabled=require")
+    three = Run(tmp_path, "three", *graph, *stages, *short, kind="sft")
+    assert three.end() == 0, three.text()
+    assert any(event["kind"] == "dispatch" for event in three.events())
+    # The other backend, on one rank, goes on from there.
+    back = ("trainer.backend=fsdp", "trainer.num_ranks=1", "trainer.megatron.pipeline_model_parallel_size=1")
+    three = Run(
+        tmp_path, "three", *back, "ray_compiled_graph.enabled=false", "sft.num_steps=8", resume=True, kind="sft"
+    )
+    assert three.end() == 0, three.text()
+    one = Run(tmp_path, "one", "sft.num_steps=8", resume=True, kind="sft")
+    assert one.end() == 0, one.text()
+    for mine, theirs in zip(three.steps(), one.steps(), strict=True):
+        for name in ("loss/nll", "train/grad_norm"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
