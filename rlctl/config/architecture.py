@@ -54,6 +54,11 @@ class Architecture:
         return self.experts * 3 * self.hidden * self.expert_intermediate + self.hidden * self.experts
 
     @property
+    def expert_parameters(self) -> int:
+        """Of all experts, without their routers."""
+        return self.sparse_layers * self.experts * 3 * self.hidden * self.expert_intermediate
+
+    @property
     def largest_layer(self) -> int:
         """Parameters of the largest layer: what FSDP gathers at a time."""
         mlp = self.sparse_mlp_parameters if self.sparse_layers else self.dense_mlp_parameters

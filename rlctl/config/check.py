@@ -233,7 +233,7 @@ def _parallel(view: View) -> Problems:
     sizes = _unless_broken(lambda: view.architecture)
     # None too where there is none: `_batch` says so.
     sequences = _unless_broken(lambda: resolve.sequences_per_update(view.config)) or None
-    for found in (check_backend(trainer), check_layout(trainer, sizes, sequences), check_cpu_optimizer(trainer)):
+    for found in (check_backend(trainer), check_layout(trainer, sizes, sequences), check_cpu_optimizer(trainer, sizes)):
         with suppress(BrokenValueError):
             yield from (view.problem(key, what, *others) for key, what, others in found)
 

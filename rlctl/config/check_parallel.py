@@ -14,7 +14,7 @@ from rlctl.config.architecture import Architecture
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_inputs import missing_megatron
 from rlctl.config.nearest import KEYS, clashes, instead, world_sizes
-from rlctl.config.parallel import cpu_offload_problem, layout
+from rlctl.config.parallel import cpu_offload_problem, hosted_share, layout
 from rlctl.config.resolve import sequences_per_update
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 
@@ -74,7 +74,7 @@ def check_layout(trainer: TrainerSection, sizes: Architecture | None, sequences:
         yield KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ()))
 
 
-def check_cpu_optimizer(trainer: TrainerSection) -> Found:
+def check_cpu_optimizer(trainer: TrainerSection, sizes: Architecture | None) -> Found:
     """What `optimizer_cpu_offload` needs, and what needs it."""
     if trainer.backend == "fsdp":
         return
@@ -82,6 +82,11 @@ def check_cpu_optimizer(trainer: TrainerSection) -> Found:
     if own.optimizer_cpu_offload:
         if what := cpu_offload_problem(trainer.dtype):
             yield key, what, ("trainer.dtype",)
+        stages = own.pipeline_model_parallel_size
+        if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
+            # Each stage chooses what goes to the host, and the two round differently: the copies would drift apart.
+            what = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
+            yield f"{_SECTION}.optimizer_offload_fraction", what, (f"{_SECTION}.pipeline_model_parallel_size",)
         return
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
         with suppress(BrokenValueError):

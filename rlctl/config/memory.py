@@ -51,7 +51,7 @@ def forecast(
 ) -> Memory:
     """gpus 0: everything is on the CPU, whose `device_memory` ranks and engines share at all times."""
     trainer, size = _trainer(config, architecture, gpus), compute_bytes(config.trainer.dtype, gpus)
-    where = standing(config, architecture.parameters, size, gpus)
+    where = standing(config, architecture, size, gpus)
     if not isinstance(config, GrpoConfig):
         return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, standing=where)
     engine, per_token = _engine(config, architecture, gpus, device_memory)
@@ -108,7 +108,7 @@ def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[s
     gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
     whole = trainer.backend == "megatron" or (trainer.num_ranks == 1 and size == FLOAT32)
     kept = activation_bytes(architecture, trainer.micro_batch_tokens, size, trainer.activation_checkpointing)
-    held = states(trainer, architecture.parameters, size).values()
+    held = states(trainer, architecture, size).values()
     items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {
         "gathered layers": 0 if whole else gathered * size,
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
@@ -117,7 +117,7 @@ def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[s
         "logits": 2 * trainer.logprob_chunk_tokens * architecture.vocab * FLOAT32 // shared.tensor,
     }
     if isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
-        items[_REFERENCE] = -(-architecture.parameters // shared.weights) * size
+        items[_REFERENCE] = shared.of(architecture) * size
     return {name: count for name, count in items.items() if count}
 
 

@@ -65,6 +65,14 @@ def layout(trainer: TrainerSection) -> Layout:
     )
 
 
+def hosted_share(trainer: TrainerSection) -> float:
+    """Of the parameters, whose optimizer state lives on the host and is updated there."""
+    own = trainer.megatron
+    if trainer.backend == "fsdp" or not own.optimizer_cpu_offload:
+        return 0.0
+    return 1.0 if own.optimizer_offload_fraction is None else own.optimizer_offload_fraction
+
+
 def cpu_offload_problem(dtype: str) -> str | None:
     """Why Megatron-core's CPU optimizer cannot update weights of `dtype`, or None; what `auto` means, the device says.
 

@@ -1,13 +1,14 @@
 """What a trainer rank's weights, gradients and optimizer state take, and where they stand in each phase. Pure.
 
-Exact for FSDP (float32, sharded over the ranks); for Megatron-core the mean over its ranks, experts counted like all
-other parameters.
+Exact for FSDP (float32, sharded over the ranks); for Megatron-core as if its stages were alike.
 """
 
 from dataclasses import dataclass
 
 from rlctl.config import resolve
-from rlctl.config.residency import STATES, Phase, Place, State, optimizer_on_host, phases, residency
+from rlctl.config.architecture import Architecture
+from rlctl.config.parallel import hosted_share
+from rlctl.config.residency import STATES, Phase, Place, State, phases, residency
 from rlctl.config.schema import RunConfig, TrainerSection
 
 FLOAT32 = 4
@@ -36,39 +37,46 @@ class Held:
 
 @dataclass(frozen=True)
 class Parts:
-    """Among how many ranks something is shared: matrices, the tokens of a pack, weights, optimizer state."""
+    """Among how many ranks something is shared: matrices, the tokens of a pack, weights, experts, optimizer state."""
 
     tensor: int
     context: int
     weights: int
+    experts: int
     optimizer: int
+
+    def of(self, architecture: Architecture) -> int:
+        """Parameters of one rank."""
+        dense = architecture.parameters - architecture.expert_parameters
+        return -(-dense // self.weights) + -(-architecture.expert_parameters // self.experts)
 
 
 def parts(trainer: TrainerSection) -> Parts:
     """How the ranks share the work."""
     ranks, layout = trainer.num_ranks, trainer.megatron
     if trainer.backend == "fsdp":
-        return Parts(1, 1, ranks, ranks)
+        return Parts(1, 1, ranks, ranks, ranks)
     tensor = layout.tensor_model_parallel_size
-    model = tensor * layout.pipeline_model_parallel_size
-    # The distributed optimizer shares state among all ranks that hold the same weights.
-    return Parts(tensor, layout.context_parallel_size, model, max(model, ranks))
+    stages = layout.pipeline_model_parallel_size
+    # An expert is on one rank whole. The distributed optimizer shares state among all ranks with the same weights.
+    experts = stages * layout.expert_model_parallel_size
+    return Parts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
 
 
-def states(trainer: TrainerSection, parameters: int, size: int) -> dict[State, Held]:
-    """Of one rank of a model with so many parameters. size: bytes of one number of the compute dtype.
+def states(trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, Held]:
+    """Of one rank. size: bytes of one number of the compute dtype.
 
     FSDP: float32 masters and AdamW's two moments. Megatron-core: weights in the compute dtype, and in its optimizer
     float32 masters besides if that is a half; where the host updates a share of the parameters, their masters, a copy
     of their gradients and moments are all there.
     """
     shared = parts(trainer)
-    weights, sharded = -(-parameters // shared.weights), -(-parameters // shared.optimizer)
+    weights, sharded = shared.of(architecture), -(-architecture.parameters // shared.optimizer)
     gradients = Held("gradients", weights * FLOAT32)
     if trainer.backend == "fsdp":
         moments = Held("AdamW moments", 2 * sharded * FLOAT32)
         return {"parameters": Held("weights, float32", weights * FLOAT32), "gradients": gradients, "optimizer": moments}
-    away = (trainer.megatron.optimizer_offload_fraction or 1.0) if optimizer_on_host(trainer) else 0.0
+    away = hosted_share(trainer)
     masters = FLOAT32 if size < FLOAT32 else 0
     device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away
     return {
@@ -78,10 +86,10 @@ def states(trainer: TrainerSection, parameters: int, size: int) -> dict[State, H
     }
 
 
-def standing(config: RunConfig, parameters: int, size: int, gpus: int) -> dict[Phase, dict[State, Standing]]:
-    """By phase of the run; parameters and size as for `states`. Without a GPU all of it is in host memory."""
+def standing(config: RunConfig, architecture: Architecture, size: int, gpus: int) -> dict[Phase, dict[State, Standing]]:
+    """By phase of the run; size as for `states`. Without a GPU all of it is in host memory."""
     table = residency(config.trainer, resolve.shares_devices(config))
-    held = states(config.trainer, parameters, size)
+    held = states(config.trainer, architecture, size)
     return {
         phase: {state: _standing(table[phase][state], held[state], gpus) for state in STATES}
         for phase in phases(config)

@@ -40,9 +40,8 @@ def save_boxes(folder: Path, boxes: Mapping[str, Box]) -> None:
 
 
 def load_boxes(folder: Path, boxes: Mapping[str, Box]) -> None:
-    """Fill every box in place; called by all ranks together. Raises KeyError for a name that was not saved."""
-    tensors: dict[str, Any] = {name: box.tensor for name, box in boxes.items()}
-    dcp_load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_Loading(boxes))
+    """Fill every box in place; called by all ranks together. Raises OSError with the first rank's reason."""
+    fill(folder, {name: box.tensor for name, box in boxes.items()}, _Loading(boxes))
 
 
 def write(folder: Path, state: dict[str, Any], planner: DefaultSavePlanner | None = None) -> None:
@@ -51,8 +50,20 @@ def write(folder: Path, state: dict[str, Any], planner: DefaultSavePlanner | Non
     try:
         dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), planner=planner)
     except CheckpointException as error:  # not even an Exception: it would pass every handler above
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"rank {rank} could not write: {cause}") from error
+        raise OSError(_first(error, "write")) from error
+
+
+def fill(folder: Path, state: dict[str, Any], planner: DefaultLoadPlanner | None = None) -> None:
+    """What DCP reads from `folder`, into the tensors of `state`. Raises OSError with the first rank's reason."""
+    try:
+        dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=planner)
+    except CheckpointException as error:
+        raise OSError(f"{_first(error, 'read')} from {folder}") from error
+
+
+def _first(error: CheckpointException, what: str) -> str:
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"rank {rank} could not {what}: {cause}"
 
 
 def saved_names(folder: Path) -> set[str]:

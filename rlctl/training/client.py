@@ -53,7 +53,8 @@ class TrainerClient:
 
     def warm_up(self, count: int, length: int, loss: Loss) -> None:
         """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update."""
-        tokens, mask = np.zeros(length, np.int32), np.ones(length, np.bool_)
+        # All sorts of tokens: one alone would send every one of them to the same experts.
+        tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
         self._run("warm_up", [Sequence(tokens, mask)] * count, loss)
 
     def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:

@@ -102,6 +102,11 @@ class WeightFiles:
         value: Tensor = self._file[name].get_tensor(name)
         return value
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor on disk."""
+        kind: torch.dtype = self._file[name].get_slice(name)[:1].dtype
+        return kind
+
     def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
         """`size` numbers a dimension of tensor `name` from `start` on; only they are read. Raises as `read_into`."""
         if name not in self._file:

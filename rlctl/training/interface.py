@@ -111,7 +111,7 @@ class TrainerRank(Protocol):
         and host, by the table of `config.residency`: moved_to_host, moved_to_device."""
 
     def info(self) -> dict[str, Any]:
-        """parameters, active_parameters, dtype, device, device_name.
+        """parameters, active_parameters, vocab_size, dtype, device, device_name.
 
         active_parameters: weights that a token is multiplied with, the embedding look-up left out.
         """

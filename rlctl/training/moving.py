@@ -48,8 +48,8 @@ class Mover:
     def move(self, place: Place) -> int:
         """Bring the tensors to `place`; returns the bytes that are copied for it, 0 if they are there already.
 
-        Nothing is waited for. On the way out the device's memory is free at once to whoever allocates on the current
-        stream. After the way back `wait` comes before the tensors are used. What was nowhere comes back as zeros.
+        Nothing is waited for. On the way out the device's memory is free as soon as its copy is done. After the way
+        back `wait` comes before the tensors are used. What was nowhere comes back as zeros.
         """
         if place == self.place:
             return 0

@@ -1,6 +1,7 @@
 """Which rank trains which sequences in which micro-batch: pure, deterministic, no torch.
 
-FSDP ranks run their collectives in lockstep, so every rank gets the same number of micro-batches.
+Ranks run their collectives in lockstep, so every one gets the same number of micro-batches. Where several ranks train
+the same sequences, "rank" here is all of them together.
 """
 
 import heapq

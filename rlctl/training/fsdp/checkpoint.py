@@ -8,8 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor
 
 from rlctl.training import boxes
@@ -40,7 +38,7 @@ def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, resi
     rng_key = own if own in boxes.saved_names(folder) else _rng_key(0)
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
     state = _state(parameters, optimizer, residence) | {"updates": updates, rng_key: rng}
-    dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    boxes.fill(folder, state)
     torch.set_rng_state(rng)
     return int(updates)
 

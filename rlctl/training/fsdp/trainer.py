@@ -205,6 +205,7 @@ class FsdpTrainer:
         return {
             "parameters": sum(p.numel() for p in self._parameters.values()),
             "dtype": str(self._dtype).removeprefix("torch."),
+            "vocab_size": self._policy.lm.config.vocab_size,
             "device": str(self._device),
             "device_name": process.device_name(self._device),
             "active_parameters": active_parameters([row[:2] for row in self.layout()], self._policy.lm.config),

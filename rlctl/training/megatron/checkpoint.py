@@ -59,6 +59,11 @@ def load(folder: Path, stage: Stage) -> int:
     return int(updates)
 
 
+def mains(stage: Stage) -> dict[str, Tensor]:
+    """The float32 weights behind this rank's parameters, on the host; called by all ranks together."""
+    return {name: _gathered(stage, p, "model", stage.optimizer.group(p)).cpu() for name, p in stage.named.items()}
+
+
 def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
     held = {name: stage.named[name] for name in stage.named if stage.named[name] in stage.optimizer.slots}
     values = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in held.items()}
@@ -74,11 +79,17 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
 
 
 def _own_parts(stage: Stage, kind: str) -> Iterator[Part]:
-    """The parts that this rank writes, on the host."""
-    for number, (name, parameter) in enumerate(stage.named.items()):
+    """The parts that this rank writes, on the host. Ranks share parameters out by tensors of the checkpoint, so that
+    of a layer's experts, which are one, all that are here have one writer."""
+    tensors = {
+        name: stage.mapping.fused(stage.mapping.parts(name, p.detach())[0])[0] for name, p in stage.named.items()
+    }
+    numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(tensors.values()))}
+    for name, parameter in stage.named.items():
         group = stage.optimizer.group(parameter)
         whole = _gathered(stage, parameter, kind, group)
-        if number % dist.get_world_size(group) == dist.get_rank(group) and name not in stage.mirrored:
+        own = numbers[tensors[name]] % dist.get_world_size(group) == dist.get_rank(group)
+        if own and name not in stage.mirrored:
             yield from stage.mapping.parts(name, whole.cpu())
 
 

@@ -22,12 +22,15 @@ class Exporter:
             name for name in named if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
         }
 
-    def tensors(self, layout: Layout) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of `layout`, in its order and dtype; on every rank, in lockstep."""
+    def tensors(self, layout: Layout, values: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of `layout`, in its order and dtype; on every rank, in lockstep.
+
+        values: what stands for the parameters, by name and of their shape; None: they themselves.
+        """
         parts: dict[str, list[Part]] = {}
         for name, parameter in self._named.items():
             if name not in self.mirrored and _first_copy(parameter):
-                for part in self._mapping.parts(name, parameter.detach()):
+                for part in self._mapping.parts(name, values[name] if values else parameter.detach()):
                     parts.setdefault(part.name, []).append(part)
         for name, shape, dtype in layout:
             whole = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)

@@ -58,11 +58,14 @@ class Policy(GPTModel):  # type: ignore[misc]
         return weight
 
 
-def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device) -> Policy:
-    """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration.
+def check_supported(hf: Any) -> None:
+    """Raises ValueError for biases or an activation that these layers do not have."""
+    if hf.hidden_act != "silu" or getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and _biased(hf)):
+        raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
 
-    Raises ValueError for biases or an activation that these layers do not have.
-    """
+
+def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device) -> Policy:
+    """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration, one that is supported."""
     config = _transformer_config(hf, section, dtype, device)
     policy = Policy(
         config,
@@ -75,6 +78,11 @@ def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: t
         position_embedding_type="none",
     )
     policy.to(dtype)
+    for name, parameter in policy.named_parameters():
+        if ".local_experts." in name:
+            # Megatron says so only where experts are shared out; but every tensor-parallel rank holds whole ones, and
+            # sees its own tokens alone: without it their gradients would not be summed over those ranks.
+            parameter.allreduce = False
     return policy
 
 
@@ -83,8 +91,6 @@ def _transformer_config(
 ) -> TransformerConfig:
     parallel = section.megatron
     cuda = device.type == "cuda"
-    if hf.hidden_act != "silu" or getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and _biased(hf)):
-        raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
     recompute: dict[str, Any] = {}
     if section.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

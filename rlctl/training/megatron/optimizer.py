@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor, nn
 
+from rlctl.config.parallel import hosted_share
 from rlctl.config.schema import TrainerSection
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -122,7 +123,7 @@ def _config(section: TrainerSection, dtype: torch.dtype) -> OptimizerConfig:
         params_dtype=dtype,
         use_distributed_optimizer=True,
         optimizer_cpu_offload=offload.optimizer_cpu_offload,
-        optimizer_offload_fraction=offload.optimizer_offload_fraction or 1.0,
+        optimizer_offload_fraction=hosted_share(section),
         overlap_cpu_optimizer_d2h_h2d=offload.overlap_cpu_optimizer_d2h_h2d,
     )
     if offload.optimizer_cpu_offload:

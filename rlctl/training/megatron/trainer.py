@@ -30,7 +30,7 @@ from rlctl.training.megatron.export import Exporter
 from rlctl.training.megatron.head import Head
 from rlctl.training.megatron.inputs import Feed, Inputs
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
-from rlctl.training.megatron.model import build_policy
+from rlctl.training.megatron.model import build_policy, check_supported
 from rlctl.training.megatron.optimizer import Optimizer
 from rlctl.training.moving import Residence
 from rlctl.training.packing import Packed, pack, token_batch
@@ -65,16 +65,18 @@ class MegatronTrainer:
         self._config, self._rank, self._total_updates = config, rank, total_updates
         self._device = torch.device(device)
         self._dtype = process.compute_dtype(config, self._device)
-        why = cpu_offload_problem(str(self._dtype).removeprefix("torch."))
+        self._own_dtype = str(self._dtype).removeprefix("torch.")
+        why = cpu_offload_problem(self._own_dtype)
         if config.megatron.optimizer_cpu_offload and why:
             raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
+        self._folder = hf_folder.resolve(model_path)
+        lm = skeleton(self._folder, self._device)
+        self._hf, self._layout = lm.config, layout_of(lm)
+        check_supported(self._hf)
         process.join(config, rank, world, init_method, self._device)
         self._emulation = Emulation()
         self._emulation.start()
         _initialize(config, seed + rank)
-        self._folder = hf_folder.resolve(model_path)
-        lm = skeleton(self._folder, self._device)
-        self._hf, self._layout = lm.config, layout_of(lm)
         self._policy = build_policy(self._hf, config, self._dtype, self._device)
         self._named = dict(self._policy.named_parameters())
         self._mapping = Mapping(self._policy, self._hf, _ranks())
@@ -84,6 +86,7 @@ class MegatronTrainer:
         self._read({name: p.detach() for name, p in self._named.items()})
         self._ddp = _wrapped(self._policy)
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
+        self._read_mains()
         self._head = Head(self._policy, config, temperature)
         cut = config.megatron.context_parallel_size
         multiple = cut * config.megatron.tensor_model_parallel_size
@@ -153,8 +156,7 @@ class MegatronTrainer:
 
     def layout(self, dtype: str | None = None) -> hf_folder.Layout:
         """See TrainerRank."""
-        own = dtype or str(self._dtype).removeprefix("torch.")
-        return [(name, shape, own) for name, shape in self._layout]
+        return [(name, shape, dtype or self._own_dtype) for name, shape in self._layout]
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Heads of q, k and v lie apart, by groups, and so are several shards of a tensor."""
@@ -179,7 +181,9 @@ class MegatronTrainer:
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
         """See TrainerRank."""
         layout = self.layout(dtype)
-        hf_folder.write_folder_together(self._folder, folder, layout, self._exporter.tensors(layout))
+        # What is wider than the weights is in the optimizer.
+        mains = checkpoint.mains(self._stage()) if dtype == "float32" != self._own_dtype else None
+        hf_folder.write_folder_together(self._folder, folder, layout, self._exporter.tensors(layout, mains))
 
     def rest(self) -> None:
         """See TrainerRank."""
@@ -196,7 +200,8 @@ class MegatronTrainer:
         return {
             "parameters": sum(int(np.prod(shape)) for _, shape in self._layout),
             "active_parameters": active_parameters(self._layout, self._hf),
-            "dtype": str(self._dtype).removeprefix("torch."),
+            "dtype": self._own_dtype,
+            "vocab_size": self._hf.vocab_size,
             "device": str(self._device),
             "device_name": process.device_name(self._device),
         }
@@ -210,13 +215,13 @@ class MegatronTrainer:
     def _gradients(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> Tally:
         """Of the whole update, summed into the gradient buffers."""
         self._optimizer.zero_grad()
-        self._ddp.train()
         return _tally(self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=True))
 
     def _passes(
         self, micro_batches: list[MicroBatch], finish: Finish, rows: Callable[[Packed], Tensor], *, backward: bool
     ) -> list[Any]:
         """Every micro-batch through all stages; what `finish` kept, on the last stage, else nothing."""
+        self._ddp.train(backward)
         packs = ((pack(batch, self._device), bool(batch)) for batch in micro_batches)
 
         def forward(waiting: Iterator[tuple[Packed, bool]], model: Any) -> tuple[Tensor, Any]:
@@ -262,6 +267,17 @@ class MegatronTrainer:
         files = hf_folder.WeightFiles(self._folder)
         for name, tensor in weights.items():
             read(self._mapping.parts(name, tensor), files.part)
+
+    def _read_mains(self) -> None:
+        """Megatron makes float32 weights of the rounded ones; a folder of float32 knows them better."""
+        files = hf_folder.WeightFiles(self._folder)
+        if self._dtype == torch.float32 or files.dtype(self._layout[0][0]) != torch.float32:
+            return
+        for name, parameter in self._named.items():
+            if slot := self._optimizer.slots.get(parameter):
+                whole = torch.empty(parameter.shape, dtype=torch.float32)
+                read(self._mapping.parts(name, whole), files.part)
+                slot.main.copy_(whole.view(-1)[slot.start : slot.stop])
 
     def _stage(self) -> checkpoint.Stage:
         self._state.wait()

@@ -3,6 +3,8 @@
 Two processes, started once; each layout trains there in turn.
 """
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
+from filelock import FileLock
 
 from rlctl.config.schema import MegatronSection
 from tests.system.training.scenario import (
@@ -55,6 +58,7 @@ LAYOUTS: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
     "data": ("qwen3", MEGATRON, {}, 2),
     "context": ("qwen3", split(context_parallel_size=2), {}, 1),
     "expert": ("qwen3_moe", split(expert_model_parallel_size=2), {}, 2),
+    "tensor, whole experts": ("qwen3_moe", split(tensor_model_parallel_size=2), {}, 1),
     "tensor, expert": ("qwen3_moe", split(tensor_model_parallel_size=2, expert_model_parallel_size=2), {}, 1),
 }
 
@@ -84,12 +88,19 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("megatron")
-    for kind in KINDS:
-        make_model(folder / kind, kind)
-    for name in LAYOUTS:
-        (folder / name).mkdir()
-    mp.spawn(two_ranks, (folder,), nprocs=2)
+    """Made once, however many processes run these tests."""
+    shared = "PYTEST_XDIST_WORKER" in os.environ
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if shared else base) / "megatron-layouts"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            for kind in KINDS:
+                make_model(folder / kind, kind)
+            for name in LAYOUTS:
+                (folder / name).mkdir()
+            mp.spawn(two_ranks, (folder,), nprocs=2)
+            (folder / "done").touch()
     return folder
 
 
@@ -174,3 +185,23 @@ def test_one_rank_trains_as_fsdp_does(kind: Kind, run: Path, tmp_path: Path, exp
         for want in expected[kind]["trained"]:
             assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), want, atol=1e-4)
         assert_close(weights(one), expected[kind]["weights"], atol=1e-4)
+
+
+def three_ranks(rank: int, folder: Path) -> None:
+    """One of three data-parallel ranks, among which a layer's experts are shared out for writing."""
+    with trainer(folder / "model", folder, rank, 3, backend="megatron", num_ranks=3) as one:
+        seen = {"trained": one.train(share(DATA, 64, rank, 3), LOSS, totals(DATA)), "weights": weights(one)}
+        one.save(folder / "state")
+        torch.save(seen, folder / f"rank-{rank}.pt")
+
+
+@pytest.mark.long
+def test_three_ranks_save_experts_that_one_goes_on_with(tmp_path: Path) -> None:
+    make_model(tmp_path / "model", "qwen3_moe")
+    mp.spawn(three_ranks, (tmp_path,), nprocs=3)
+    result = torch.load(tmp_path / "rank-2.pt", weights_only=True)
+    (tmp_path / "one").mkdir()
+    with trainer(tmp_path / "model", tmp_path / "one") as one:
+        assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), result["trained"], atol=1e-4)
+        one.load(tmp_path / "state")
+        assert_close(weights(one), result["weights"], atol=0)

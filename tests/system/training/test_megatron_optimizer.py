@@ -134,3 +134,25 @@ def test_the_emulation_of_a_gpu_leaves_nothing_behind(model: Path, tmp_path: Pat
     assert before == {name: getattr(torch.cuda, name) for name in before}
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros((), device="cuda")
+
+
+def test_a_float32_folder_is_not_rounded_and_a_float32_export_gives_it_back(model: Path, tmp_path: Path) -> None:
+    """Weights of bfloat16 are the rounded ones; those that are updated, saved and exported in float32 are not."""
+    from safetensors.torch import load_file
+
+    with trainer(model, tmp_path, backend="megatron", dtype="bfloat16") as one:
+        one.export_folder(tmp_path / "wide", "float32")
+        one.export_folder(tmp_path / "own")
+    source, wide, own = (
+        load_file(folder / "model.safetensors") for folder in (model, tmp_path / "wide", tmp_path / "own")
+    )
+    assert_close(wide, {name: source[name] for name in wide}, atol=0)
+    assert_close(own, {name: source[name].bfloat16() for name in own}, atol=0)
+
+
+def test_a_state_that_is_not_there_is_an_ordinary_error(model: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "other", "llama")
+    with trainer(model, tmp_path, backend="megatron") as one:
+        one.save(tmp_path / "state")
+    with trainer(tmp_path / "other", tmp_path, backend="megatron") as one, pytest.raises(OSError, match="lm_head"):
+        one.load(tmp_path / "state")

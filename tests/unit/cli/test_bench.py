@@ -72,8 +72,8 @@ def test_mistakes_of_bench_sft_are_told_at_once(rlctl: Rlctl) -> None:
     assert done.err.splitlines() == [
         "error: --plot: x.pdf: allowed are names that end in .png or .svg",
         "error: --batch: 2: at least one sample for each of the 4 ranks",
-        "error: --modes: 'eagre' is not allowed; did you mean eager?; allowed: eager, eager-graph, compiled, "
-        "compiled-graph",
+        "error: --modes: eagre: allowed are eager, eager-graph, compiled, compiled-graph, "
+        "megatron[-tpN][-ppN][-cpN][-epN][-compiled][-graph]; did you mean eager?",
         "error: --model: tiy is no model; did you mean tiny?; allowed: tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b, "
         "qwen3-8b, qwen3-30b-a3b, llama-8b, or a folder with a config.json",
         "4 problems; nothing was started",
@@ -108,10 +108,9 @@ def test_mistakes_of_bench_offload_are_told_at_once(rlctl: Rlctl) -> None:
 
 
 def offloaded(copies: Copies | None) -> OffloadResults:
-    left = StepRow(False, 1.0, 3.0, 90e9, (0.0, 0.0), [2.0])
-    return OffloadResults(
-        "qwen3-8b", "fsdp", 4096, 8, copies, (left, StepRow(True, 1.1, 3.2, 25e9, (65e9, 65e9), [2.0]))
-    )
+    left = StepRow("left", 1.0, 3.0, 90e9, (0.0, 0.0), 16.0, 1.0, [2.0])
+    moved = StepRow("moved", 1.1, 3.2, 25e9, (65e9, 65e9), 16.0, 9.0, [2.0])
+    return OffloadResults("qwen3-8b", "fsdp", 4096, 8, copies, [left, moved])
 
 
 def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
@@ -125,8 +124,8 @@ def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
     assert lines[0] == "qwen3-8b, backend fsdp: 8 sequences of 4,096 tokens a step"
     assert lines[2].split() == ["to", "host", "52.0", "50.0", "96%"]
     assert lines[3].split() == ["to", "device", "54.0", "52.0", "96%"]
-    assert lines[5].split() == ["state", "left", "1.000", "3.000", "4.000", "90.00", "0.00"]
-    assert lines[6].split() == ["state", "moved", "1.100", "3.200", "4.300", "25.00", "130.00"]
+    assert lines[5].split() == ["left", "1.000", "3.000", "4.000", "90.00", "0.00", "16.0", "1.0"]
+    assert lines[6].split() == ["moved", "1.100", "3.200", "4.300", "25.00", "130.00", "16.0", "9.0"]
     assert lines[7] == "a step takes +0.300 s longer; the moves alone take 2.550 s: 88% of them hidden"
     assert json.loads(json.dumps(found.as_json()))["hidden"] == found.hidden
 
