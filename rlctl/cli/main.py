@@ -15,6 +15,7 @@ from rlctl.cli import (
     bench_grpo,
     bench_offload,
     bench_sft,
+    cluster,
     config,
     data,
     doctor,
@@ -30,7 +31,7 @@ class _Commands(TyperGroup):
     """Listed in the order in which a newcomer needs them."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        first = ["train", "runs", "config", "data", "recipes", "bench", "doctor"]
+        first = ["train", "runs", "config", "data", "recipes", "cluster", "bench", "doctor"]
         return sorted(self.commands, key=lambda name: first.index(name) if name in first else len(first))
 
 
@@ -53,6 +54,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(runs.app, name="runs")
+app.add_typer(cluster.app, name="cluster")
 app.add_typer(bench.app, name="bench")
 bench.app.command("grpo", epilog=bench_grpo.EPILOG)(bench_grpo.grpo)
 bench.app.command("sft", epilog=bench_sft.EPILOG)(bench_sft.sft)

@@ -5,7 +5,7 @@ could not: a whole number is a number, and what was written as a number or a lis
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -23,10 +23,21 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Converter:
-    """Converts one tree; `problems` holds what was wrong. recipe: the file to name when something is missing."""
+    """Converts one tree; `problems` holds what was wrong.
 
-    def __init__(self, recipe: str) -> None:
+    recipe: the file to name when something is missing. kinds: schemas that a misplaced key may belong to.
+    parents: the files that hold the defaults.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        kinds: Iterable[type[Any]] = tuple(KINDS.values()),
+        parents: tuple[str, ...] = ("grpo.yaml", "sft.yaml"),
+    ) -> None:
         self.recipe = recipe
+        self.kinds = tuple(kinds)
+        self.parents = parents
         self.problems: list[Problem] = []
 
     def section(self, kind: type[T], node: Node, key: str = "") -> T:
@@ -36,7 +47,7 @@ class Converter:
         hints = _hints(kind)
         for name, child in node.value.items():
             if name not in hints:
-                self._wrong(child, _join(key, name), f"unknown key{_where_it_belongs(name, key, list(hints))}")
+                self._wrong(child, _join(key, name), f"unknown key{self._where_it_belongs(name, key, list(hints))}")
         values: dict[str, Any] = {}
         for each in fields(cast(Any, kind)):
             name = key_of(each.name)
@@ -46,7 +57,8 @@ class Converter:
     def _field(self, spec: "Field[Any]", hint: Any, node: Node | None, key: str) -> Any:
         if node is None:
             what = "section" if is_dataclass(hint) else "key"
-            missing = f"missing {what}: inherit the defaults, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+            parents = " or ".join(f"`defaults: {name}`" for name in self.parents)
+            missing = f"missing {what}: inherit the defaults, {parents}"
             self.problems.append(Problem(self.recipe, key, missing))
             return BROKEN
         if node.value == MISSING:
@@ -81,6 +93,20 @@ class Converter:
     def _wrong(self, node: Node, key: str, what: str) -> Any:
         self.problems.append(Problem(str(node.origin), key, what))
         return BROKEN
+
+    def _where_it_belongs(self, name: str, section: str, here: list[str]) -> str:
+        """Words that lead to the right key: the same name elsewhere, a near name here, a near name elsewhere."""
+        every = {key: None for kind in self.kinds for key, _ in schema_keys(kind)}
+        same = [key for key in every if key.rpartition(".")[2] == name]
+        if same and not section.startswith("rewards."):
+            return f"; it belongs at {' or '.join(same)}"
+        if near := did_you_mean(name, here):
+            return near
+        last = {key.rpartition(".")[2]: key for key in reversed(every)}
+        if near := did_you_mean(name, last):
+            word = near.removeprefix("; did you mean ").removesuffix("?")
+            return f"; did you mean {last[word]}?"
+        return f"; {section or 'a config'} has {', '.join(here)}"
 
 
 def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
@@ -159,18 +185,3 @@ def _shown(node: Node) -> str:
 
 def _near_literal(hint: Any, node: Node) -> str:
     return did_you_mean(str(node.value), _literals(hint))
-
-
-def _where_it_belongs(name: str, section: str, here: list[str]) -> str:
-    """Words that lead to the right key: the same name elsewhere, a near name here, a near name elsewhere."""
-    every = {key: None for kind in KINDS.values() for key, _ in schema_keys(kind)}
-    same = [key for key in every if key.rpartition(".")[2] == name]
-    if same and not section.startswith("rewards."):
-        return f"; it belongs at {' or '.join(same)}"
-    if near := did_you_mean(name, here):
-        return near
-    last = {key.rpartition(".")[2]: key for key in reversed(every)}
-    if near := did_you_mean(name, last):
-        word = near.removeprefix("; did you mean ").removesuffix("?")
-        return f"; did you mean {last[word]}?"
-    return f"; {section or 'a config'} has {', '.join(here)}"

@@ -2,7 +2,7 @@
 
 import os
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",
@@ -13,5 +13,5 @@ _ENVIRONMENT = {
     # Memory of other programs on the machine is not ours to answer for.
     "RAY_memory_monitor_refresh_ms": "0",
 }
-for _name, _value in _ENVIRONMENT.items():
+for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

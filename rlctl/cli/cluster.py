@@ -1,0 +1,184 @@
+"""`rlctl cluster`: starts, shows and stops Ray clusters, on this machine or over ssh."""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlctl.cli.arguments import split
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, console, examples
+
+if TYPE_CHECKING:
+    from rlctl.cluster.fleet.state import State, Store
+
+app = typer.Typer(help="Ray clusters: this machine, or hosts over ssh.", no_args_is_help=True)
+
+UpArguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CLUSTER | KEY=VALUE",
+        help="local, ssh or a YAML file, then overrides such as nodes=2 or 'hosts=[gpu1, gpu2]'.",
+        show_default=False,
+    ),
+]
+Name = Annotated[str, typer.Argument(metavar="CLUSTER", help="Its name; the one that is up if left out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on one line.")]
+_WATCH_S = 3.0
+
+
+@app.command(
+    epilog=examples(
+        "rlctl cluster up                          this machine",
+        "rlctl cluster up local nodes=3            three Ray nodes on it, to try things",
+        "rlctl cluster up ssh 'hosts=[gpu1, gpu2]' the first host is the head",
+        "rlctl cluster up my-cluster.yaml          yours, with `defaults: cluster/ssh.yaml`",
+    )
+)
+def up(arguments: UpArguments = None) -> None:
+    """Start a cluster, or say that it is up. What cannot start whole is stopped again."""
+    from rlctl.cli.cluster_view import Progress, next_steps
+    from rlctl.cluster.fleet.status import summary
+    from rlctl.config.load_cluster import load_cluster
+
+    cluster, overrides = split(arguments)
+    config = load_cluster(cluster or "local", overrides)
+    with _explained(), Progress() as progress:
+        from rlctl.cluster.fleet.up import bring_up
+
+        started = bring_up(config, progress.say)
+    for warning in started.warnings:
+        progress.say("warning", warning)
+    what = "is up already" if started.already else "is up"
+    typer.echo(f"{started.state.name} {what}: {summary(started.state, started.seen)}")
+    if started.already and overrides:
+        progress.say("warning", f"overrides change nothing: rlctl cluster down {started.state.name} first")
+    typer.echo(next_steps(started.state))
+
+
+@app.command(epilog=examples("rlctl cluster status", "rlctl cluster status --watch", "rlctl cluster status --json"))
+def status(
+    name: Name = "",
+    watch: Annotated[bool, typer.Option("--watch", help="Again every 3 seconds, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Nodes, what they have and have free, what listens, what is wrong. Exit code 1 unless it is up."""
+    with _explained():
+        from rlctl.cli.cluster_view import render
+        from rlctl.cluster.fleet.status import as_dict, look
+
+        store, state = _find(name)
+        while True:
+            seen = look(store, state)
+            if as_json:
+                typer.echo(json.dumps(as_dict(state, seen)))
+            else:
+                out = console()
+                if watch and out.is_terminal:
+                    out.clear()
+                out.print(render(state, seen), soft_wrap=False)
+            if not watch:
+                break
+            time.sleep(_WATCH_S)
+    raise typer.Exit(OK if seen.condition == "up" else FAILED)
+
+
+@app.command(epilog=examples("rlctl cluster down", "rlctl cluster down my-cluster"))
+def down(
+    name: Name = "",
+    forget: Annotated[bool, typer.Option("--forget", help="Let hosts go that cannot be reached any more.")] = False,
+) -> None:
+    """Stop a cluster: no process and no file stays, but logs."""
+    from rlctl.cli.cluster_view import Progress
+
+    with _explained(), Progress() as progress:
+        from rlctl.cluster.fleet.down import take_down
+
+        state = take_down(name or _only(), progress.say, forget)
+    typer.echo(f"{state.name} is down")
+
+
+@app.command(epilog=examples("rlctl cluster logs", "rlctl cluster logs --node head --follow"))
+def logs(
+    name: Name = "",
+    node: Annotated[str | None, typer.Option("--node", help="Of this node alone.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
+) -> None:
+    """What Ray's processes and workers wrote; of a stopped local cluster, what they left."""
+    with _explained():
+        from rlctl.cluster.fleet.logs import show_logs
+
+        code = show_logs(name or _only(or_any=True), node, follow, lines)
+    raise typer.Exit(code)
+
+
+@app.command("list", epilog=examples("rlctl cluster list"))
+def list_(as_json: AsJson = False) -> None:
+    """All clusters with their state."""
+    from rlctl.cli.cluster_view import clusters_table
+
+    with _explained():
+        from rlctl.cluster.fleet.status import all_clusters
+
+        entries = all_clusters()
+    if as_json:
+        typer.echo(json.dumps(entries))
+    elif not entries:
+        typer.echo("no clusters; start one with: rlctl cluster up")
+    else:
+        console().print(clusters_table(entries), soft_wrap=False)
+
+
+@app.command(epilog=examples('eval "$(rlctl cluster env)"'))
+def env(name: Name = "") -> None:
+    """Lines for a shell, so that Ray programs started there find a cluster and its token."""
+    with _explained():
+        from rlctl.cluster.fleet.status import environment
+
+        store, state = _find(name)
+        store.check_token(state)
+        for key, value in environment(store, state).items():
+            typer.echo(f"export {key}={shlex.quote(value)}")
+
+
+def _find(name: str) -> "tuple[Store, State]":
+    from rlctl.cluster.fleet.down import not_standing
+    from rlctl.cluster.fleet.state import NoSuchCluster, Store
+
+    store = Store(name or _only())
+    state = store.load()
+    if state is None:
+        raise NoSuchCluster(not_standing(store.name))
+    return store, state
+
+
+def _only(or_any: bool = False) -> str:
+    """The cluster that is meant when none is named: the one that stands. or_any: else the one that has logs."""
+    from rlctl.cluster.fleet.state import NoSuchCluster, known_clusters, standing_clusters
+
+    names = standing_clusters() or (known_clusters() if or_any else [])
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise NoSuchCluster(f"which one? there are {', '.join(names)}")
+    raise NoSuchCluster("no cluster is up; start one with: rlctl cluster up")
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Ends a command in one line and the right exit code."""
+    from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster
+
+    try:
+        yield
+    except ClusterError as error:
+        sys.stdout.flush()
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT if isinstance(error, NoSuchCluster) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

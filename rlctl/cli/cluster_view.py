@@ -1,0 +1,149 @@
+"""How `rlctl cluster` looks: a line a host while it works, a table a cluster, what to type next."""
+
+from typing import TYPE_CHECKING, Any
+
+from rlctl.cli.output import console
+from rlctl.cluster.fleet.judge import GIB
+from rlctl.cluster.fleet.state import State
+from rlctl.cluster.fleet.status import NodeSeen, Seen, open_ports, summary
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_SIGNS = {"ok": ("ok", "green"), "bad": ("failed", "bold red"), "warning": ("warning", "yellow")}
+_COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow"}
+
+
+class Progress:
+    """Lines of what is done, and on a terminal a spinner beside what is being done."""
+
+    def __init__(self) -> None:
+        self._console = console(stderr=True)
+        self._status = self._console.status("") if self._console.is_terminal else None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, sign: str, text: str) -> None:
+        """sign: ok, bad, warning, or doing: what a spinner shows until the next."""
+        from rich.padding import Padding
+        from rich.text import Text
+
+        if sign == "doing":
+            if self._status is not None:
+                self._status.update(text)
+                self._status.start()
+            return
+        word, style = _SIGNS[sign]
+        if self._console.is_terminal:
+            # Continued lines stand below the text, not below the sign.
+            from rich.table import Table
+
+            table = Table.grid(padding=(0, 1))
+            table.add_column(width=7)
+            table.add_column(overflow="fold")
+            table.add_row(Text(word, style=style), Text(text))
+            self._console.print(Padding(table, 0))
+        else:
+            self._console.print(Text(f"{word:7} {text}"))
+
+
+def next_steps(state: State) -> str:
+    """What to type next, aligned."""
+    steps = [(f"rlctl cluster status {state.name}", "what it has and has free")]
+    if state.kind == "ssh" and state.dashboard:
+        steps.append((tunnel(state), f"the dashboard, at http://127.0.0.1:{state.dashboard}"))
+    elif state.dashboard:
+        steps.append((f"open http://127.0.0.1:{state.dashboard}", "the dashboard; it asks for the token"))
+    if state.kind == "local" or state.dashboard:
+        steps.append((f'eval "$(rlctl cluster env {state.name})"', "Ray programs in this shell use it"))
+    steps.append((f"rlctl cluster down {state.name}", "stop it"))
+    width = max(len(command) for command, _ in steps)
+    if width > 44:
+        return "\n".join(f"  {command}\n      {what}" for command, what in steps)
+    return "\n".join(f"  {command:{width}}   {what}" for command, what in steps)
+
+
+def tunnel(state: State) -> str:
+    """The command that brings an ssh cluster's dashboard to this machine's loopback."""
+    import shlex
+
+    return (
+        f"ssh -N -L {state.dashboard}:127.0.0.1:{state.dashboard} {shlex.join([*state.ssh_options, state.head.host])}"
+    )
+
+
+def render(state: State, seen: Seen) -> "RenderableType":
+    """A cluster in 80 columns: what it is, its nodes, what listens, warnings."""
+    from rich.console import Group
+    from rich.text import Text
+
+    style = _COLOURS.get(seen.condition, "bold red")
+    head = Text.assemble((state.name, "bold"), " ", (seen.condition, style), f": {summary(state, seen)}")
+    parts: list[RenderableType] = [head, Text(""), _nodes_table(seen)]
+    if ports := open_ports(seen):
+        parts += [
+            Text(""),
+            Text("other machines can reach, with the token:", style="bold"),
+            *(Text(f"  {line}") for line in ports),
+        ]
+    elif seen.head_alive:
+        parts += [Text(""), Text("everything listens on loopback alone", style="dim")]
+    if state.kind == "ssh" and state.dashboard and seen.head_alive:
+        parts += [Text(""), Text.assemble(("dashboard: ", "bold"), tunnel(state))]
+    for warning in seen.warnings:
+        parts.append(Text.assemble(("warning: ", "yellow"), warning))
+    return Group(*parts)
+
+
+def clusters_table(entries: list[dict[str, Any]]) -> "Table":
+    """A row a cluster."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("cluster", "kind", "state", "nodes", "address"):
+        table.add_column(title, overflow="fold")
+    for each in entries:
+        colour = _COLOURS.get(each["condition"], "dim" if each["condition"] == "down" else "red")
+        state = Text(each["condition"], style=colour)
+        table.add_row(Text(each["name"], style="cyan"), each["kind"], state, str(each["nodes"] or ""), each["address"])
+    return table
+
+
+def _nodes_table(seen: Seen) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("node", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for title in ("CPUs free", "GPUs free", "GiB free", "disk"):
+        table.add_column(title, justify="right")
+    table.add_column("versions", overflow="fold")
+    for each in seen.nodes:
+        state = Text(each.condition, style=_COLOURS.get(each.condition, "bold red"))
+        name = Text(each.node.name + (" *" if each.node.head and len(seen.nodes) > 1 else ""), style="cyan")
+        table.add_row(name, state, *_amounts(each), _versions(each))
+    return table
+
+
+def _amounts(each: NodeSeen) -> list[str]:
+    """Free of all: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
+    ray = [f"{each.free.get(name, 0):g}/{each.total.get(name, 0):g}" if each.in_ray else "–" for name in ("CPU", "GPU")]
+    if not each.facts:
+        return [*ray, "–", "–"]
+    memory = f"{each.facts['memory_free'] / GIB:.0f}/{each.facts['memory'] / GIB:.0f}"
+    return [*ray, memory, f"{each.facts['disk_free'] / GIB:.0f}"]
+
+
+def _versions(each: NodeSeen) -> str:
+    if not each.facts:
+        return ""
+    driver = f", driver {each.facts['driver']}" if each.facts["driver"] else ""
+    return f"Ray {each.facts['ray']}, Python {each.facts['python']}{driver}"

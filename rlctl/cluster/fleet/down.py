@@ -1,0 +1,71 @@
+"""`rlctl cluster down`: ends every node, the head last, and keeps nothing but logs."""
+
+from collections.abc import Callable
+
+from rlctl.cluster.fleet.hosts import Asking, HostError
+from rlctl.cluster.fleet.state import ClusterError, Node, NoSuchCluster, State, Store
+from rlctl.config.errors import did_you_mean
+
+_STOP_S = 90.0
+
+
+def take_down(name: str, say: Callable[[str, str], None], forget: bool = False) -> State:
+    """Returns what stood. Raises ClusterError while a host could not be cleared; forget: such a host is let go."""
+    store = Store(name)
+    if not store.folder.is_dir() or store.load() is None:
+        raise NoSuchCluster(not_standing(name))
+    with store.alone():
+        state = store.load()
+        if state is None:
+            raise NoSuchCluster(not_standing(name))
+        left = stop_nodes(store, state, say)
+        if left and not forget:
+            state.nodes = [node for node in state.nodes if node.name in left]
+            if not any(node.head for node in state.nodes):
+                state.nodes[0].head = True
+            state.phase = "stopping"
+            store.save(state)
+            again = f"once they answer, rlctl cluster down {name}; gone for good, --forget"
+            raise ClusterError(f"Ray may still run on {', '.join(left)}: {again}")
+        store.clear()
+    return state
+
+
+def stop_nodes(
+    store: Store, state: State, say: Callable[[str, str], None], nodes: list[Node] | None = None
+) -> list[str]:
+    """Ends nodes (None: all), the head after the others. Returns the names of those that could not be cleared."""
+    chosen = state.nodes if nodes is None else nodes
+    left: list[str] = []
+    for wave in ([node for node in chosen if not node.head], [node for node in chosen if node.head]):
+        if not wave:
+            continue
+        say("doing", f"stopping {', '.join(node.name for node in wave)}")
+        asking = Asking(((state.host_of(node), "stop", _request(store, node)) for node in wave), _STOP_S)
+        for index, answer in asking.answers():
+            node = wave[index]
+            if isinstance(answer, HostError):
+                say("bad", f"{node.name}: {answer}")
+                left.append(node.name)
+            elif answer["left"]:
+                pids = ", ".join(map(str, answer["left"]))
+                say("bad", f"{node.name}: processes {pids} would not end")
+                left.append(node.name)
+            elif answer["logs"]:
+                say("ok", f"{node.name}: stopped; logs in {answer['logs']}")
+    return left
+
+
+def not_standing(name: str) -> str:
+    """What to say of a name that no cluster stands under."""
+    from rlctl.cluster.fleet.state import standing_clusters
+
+    names = standing_clusters()
+    hint = did_you_mean(name, names) or (f"; there are {', '.join(names)}" if names else "")
+    return f"no cluster {name} is up{hint}"
+
+
+def _request(store: Store, node: Node) -> dict[str, str | None]:
+    # On this machine logs go where the cluster's other files are; elsewhere to the same place of that home.
+    keep = None if node.host else str(store.logs / node.name)
+    return {"folder": node.folder, "keep": keep, "cluster": store.name, "node": node.name}

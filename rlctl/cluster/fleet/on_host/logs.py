@@ -1,0 +1,65 @@
+"""Runs on a host: prints the ends of a node's logs, and with follow what is added, each line after the node's name.
+
+request: folder (of a live node), keep (where logs were kept; null as in `stop.py`), cluster, node, lines, follow.
+"""
+
+import json  # noqa: F401  (used by what is put behind this program)
+import os
+import sys
+import time
+from typing import Any
+
+# Logs that say why something went wrong, in the order of reading; Ray's others count events.
+SUFFIXES = ("start.log", "gcs_server.out", "raylet.out", ".err")
+PREFIXES = ("worker-", "job-driver-")
+
+
+def run(request: dict[str, Any]) -> None:
+    parent = os.getppid()
+    folders = folders_of(request)
+    if not folders:
+        print("{}: no logs".format(request["node"]))
+        return
+    places: dict[str, int] = {}
+    for path in paths(folders):
+        with open(path, "rb") as file:
+            text = file.read().decode(errors="replace")
+            places[path] = file.tell()
+        say(request["node"], path, text.splitlines()[-request["lines"] :])
+    while request["follow"] and os.getppid() == parent:
+        for path in paths(folders):
+            with open(path, "rb") as file:
+                file.seek(places.get(path, 0))
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            places[path] = places.get(path, 0) + len(whole)
+            say(request["node"], path, whole.decode(errors="replace").splitlines())
+        time.sleep(0.5)
+
+
+def folders_of(request: dict[str, Any]) -> "list[str]":
+    live = request["folder"]
+    if live and os.path.isdir(live):
+        return [live, os.path.join(live, "session_latest", "logs")]
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    keep: str | None = request["keep"]
+    keep = keep or os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
+    return [keep] if os.path.isdir(keep) else []
+
+
+def paths(folders: "list[str]") -> "list[str]":
+    found = []
+    for folder in folders:
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+            path = os.path.join(folder, name)
+            wanted = name.endswith(SUFFIXES) or name.startswith(PREFIXES)
+            if wanted and os.path.isfile(path) and os.path.getsize(path):
+                found.append(path)
+    return found
+
+
+def say(node: str, path: str, lines: "list[str]") -> None:
+    name = os.path.basename(path)
+    for line in lines:
+        sys.stdout.write(f"{node} {name} | {line}\n")
+    sys.stdout.flush()

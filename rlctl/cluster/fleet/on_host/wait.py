@@ -1,0 +1,54 @@
+"""Runs on a host: waits until the node started there is up, or says why it ended.
+
+request: folder, pid, create_time, port (of the dashboard to wait for, or null), deadline_s. The reply: ready, why
+(the last lines of its log), dashboard (whether that port answers).
+"""
+
+import json  # noqa: F401  (used by what is put behind this program)
+import os
+import re
+import socket
+import time
+from typing import Any
+
+
+def run(request: dict[str, Any]) -> dict[str, Any]:
+    parent, end = os.getppid(), time.monotonic() + request["deadline_s"]
+    log = os.path.join(request["folder"], "start.log")
+    while time.monotonic() < end and os.getppid() == parent:
+        with open(log, errors="replace") as file:
+            text = file.read()
+        if "Ray runtime started" in text:
+            return {"ready": True, "why": "", "dashboard": waits_for(request["port"], request, end)}
+        if not lives(request):
+            return {"ready": False, "why": reason(text), "dashboard": False}
+        time.sleep(0.2)
+    return {"ready": False, "why": "not up within {:g} s".format(request["deadline_s"]), "dashboard": False}
+
+
+def waits_for(port: Any, request: dict[str, Any], end: float) -> bool:
+    while port and time.monotonic() < end and lives(request):
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return True
+        except OSError:
+            time.sleep(0.3)
+    return False
+
+
+def lives(request: dict[str, Any]) -> bool:
+    import psutil
+
+    try:
+        process = psutil.Process(request["pid"])
+        same = abs(process.create_time() - request["create_time"]) < 1
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def reason(text: str) -> str:
+    """The line that explains an end best: what was raised last, else the last line."""
+    lines = [line.split(" -- ")[-1].strip() for line in text.splitlines() if line.strip()]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception): ", line)]
+    return (raised or lines or ["its log is empty"])[-1]

@@ -1,0 +1,75 @@
+"""The real command on clusters of its own: state, processes and folders that a test can look through."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+class Clusters:
+    """`rlctl cluster` with its state in a folder of the test's. prefix: in front of every command."""
+
+    def __init__(self, home: Path, prefix: tuple[str, ...] = (), **environment: str) -> None:
+        self.home, self.prefix = home, prefix
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environment = {**kept, "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "80", **environment}
+
+    def popen(self, *arguments: str) -> "subprocess.Popen[str]":
+        command = [*self.prefix, sys.executable, "-m", "rlctl.cli.main", "cluster", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+        return subprocess.Popen(command, text=True, env=self.environment, start_new_session=True, **pipes)  # type: ignore
+
+    def run(self, *arguments: str, code: int = 0, within_s: float = 280) -> tuple[str, str]:
+        """(stdout, stderr) of a command that must end with `code`."""
+        process = self.popen(*arguments)
+        out, err = process.communicate(timeout=within_s)
+        assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
+        return out, err
+
+    def folder(self, name: str = "local") -> Path:
+        return self.home / "state" / "rlctl" / "clusters" / name
+
+    def state(self, name: str = "local") -> dict[str, Any]:
+        state: dict[str, Any] = json.loads((self.folder(name) / "state.json").read_text())
+        return state
+
+    def drive(self, program: str, **environment: str) -> "subprocess.Popen[str]":
+        """A Ray program in a shell that did `eval "$(rlctl cluster env)"`."""
+        lines = self.run("env")[0].splitlines()
+        exported = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+        command = [*self.prefix, sys.executable, "-c", program]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, text=True, env={**self.environment, **exported, **environment}, **pipes)  # type: ignore
+
+    def clean(self) -> None:
+        """Whatever a test that failed has left."""
+        folder = self.home / "state" / "rlctl" / "clusters"
+        for name in [path.parent.name for path in folder.glob("*/state.json")]:
+            self.popen("down", name, "--forget").communicate(timeout=120)
+
+
+def processes_of(folders: list[str]) -> list[int]:
+    """Pids with one of the folders on the command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(folder in argument for argument in process.cmdline() for folder in folders):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def gone(folders: list[str], within_s: float = 10) -> bool:
+    """Whether neither the folders nor a process of theirs is left."""
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if not processes_of(folders) and not any(map(os.path.exists, folders)):
+            return True
+        time.sleep(0.2)
+    return False

@@ -1,0 +1,84 @@
+"""A cluster on this machine, as a person uses it: up, looked at, used with its token and not without, down."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.clusters import Clusters, gone
+
+PROGRAM = """
+import ray
+ray.init(log_to_driver=False)
+print(ray.get(ray.remote(lambda: 6 * 7).remote()))
+"""
+
+
+@pytest.fixture
+def clusters(tmp_path: Path) -> Iterator[Clusters]:
+    clusters = Clusters(tmp_path)
+    yield clusters
+    clusters.clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
+    out, err = clusters.run("up", "num_cpus=2")
+    assert "local is up: 1 node, 2 CPUs, 0 GPUs, at 127.0.0.1:" in out
+    assert "rlctl cluster down local" in out
+    assert "ok      head: up in " in err
+    state = clusters.state()
+    folders = [node["folder"] for node in state["nodes"]]
+    token = (clusters.folder() / "token").read_text()
+    assert token not in out + err + json.dumps(state)
+
+    # Ray's own driver takes 21 s to say no: meanwhile everything else.
+    stranger = tmp_path / "stranger"
+    stranger.write_text("0" * 64)
+    refused = clusters.drive(PROGRAM, RAY_AUTH_TOKEN_PATH=str(stranger))
+    friend = clusters.drive(PROGRAM)
+    assert "local is up already: 1 node" in clusters.run("up")[0]
+    assert clusters.state() == state
+    seen = json.loads(clusters.run("status", "--json")[0])
+    assert seen["condition"] == "up"
+    (node,) = seen["nodes"]
+    assert (node["condition"], node["resources"]["CPU"]) == ("up", 2)
+    assert {address for address, _, _ in node["listening"]} == {"127.0.0.1"}
+    assert token not in json.dumps(seen)
+    shown = clusters.run("status")[0]
+    assert "everything listens on loopback alone" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    listed = clusters.run("list")[0].splitlines()
+    assert listed[1].split()[:4] == ["local", "local", "up", "1"]
+    assert "head start.log | " in clusters.run("logs", "--node", "head")[0]
+
+    out, err = friend.communicate(timeout=120)
+    assert out == "42\n", err
+    out, err = refused.communicate(timeout=120)
+    assert "Failed to connect to Ray cluster" in err
+
+    (clusters.folder() / "token").write_text("0" * 64)
+    began = time.monotonic()
+    assert clusters.run("status", code=1)[1].startswith("error: wrong token: ")
+    assert time.monotonic() - began < 20
+    assert "local is down" in clusters.run("down")[0]
+    assert gone(folders)
+    assert [path.name for path in clusters.folder().iterdir()] == ["logs"]
+    assert "no cluster is up" in clusters.run("down", code=2)[1]
+    assert "head start.log | " in clusters.run("logs")[0]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_several_nodes_on_this_machine(clusters: Clusters) -> None:
+    clusters.run("up", "local", "nodes=3", "num_cpus=1", "name=three")
+    seen = json.loads(clusters.run("status", "--json")[0])
+    assert [node["condition"] for node in seen["nodes"]] == ["up"] * 3
+    assert {address for node in seen["nodes"] for address, _, _ in node["listening"]} == {"127.0.0.1"}
+    folders = [node["folder"] for node in clusters.state("three")["nodes"]]
+    clusters.run("down", "three")
+    assert gone(folders)

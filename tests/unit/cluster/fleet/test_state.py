@@ -1,0 +1,96 @@
+"""What is remembered of a cluster: private files, written whole, and a token that is checked before it is used."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, known_clusters, standing_clusters
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def saved(store: Store) -> State:
+    _, digest = store.new_token()
+    node = Node("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, 8.5)
+    state = State(store.name, "local", "up", "python", digest, False, 1.0, address="127.0.0.1:1", nodes=[node])
+    store.save(state)
+    return state
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_saved_is_loaded_and_nobody_else_can_read_it() -> None:
+    store = Store("lab")
+    assert store.load() is None
+    state = saved(store)
+    assert Store("lab").load() == state
+    assert (mode(store.folder), mode(store.folder.parent), mode(store.token_path)) == (0o700, 0o700, 0o600)
+    assert standing_clusters() == ["lab"]
+    assert store.token_path.read_text() not in (store.folder / "state.json").read_text()
+
+
+def test_a_write_that_fails_leaves_the_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store("lab")
+    state = saved(store)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        store.save(State("lab", "local", "starting", "python", "", False, 2.0))
+    assert store.load() == state
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "nodes": [{}]}', "\0"])
+def test_a_damaged_file_is_named(text: str) -> None:
+    store = Store("lab")
+    saved(store)
+    (store.folder / "state.json").write_text(text)
+    with pytest.raises(ClusterError, match=r"state\.json is damaged"):
+        store.load()
+
+
+def test_the_token_must_be_there_private_and_the_right_one() -> None:
+    store = Store("lab")
+    state = saved(store)
+    store.check_token(state)
+    store.token_path.chmod(0o644)
+    with pytest.raises(ClusterError, match="open to other users: chmod 600"):
+        store.check_token(state)
+    store.token_path.chmod(0o600)
+    store.token_path.write_text("another")
+    with pytest.raises(ClusterError, match=r"wrong token: .* is not what lab was started with"):
+        store.check_token(state)
+    store.token_path.unlink()
+    with pytest.raises(ClusterError, match="cannot be read: No such file"):
+        store.check_token(state)
+
+
+def test_one_command_at_a_time_changes_a_cluster() -> None:
+    store, other = Store("lab"), Store("lab")
+    with store.alone(), pytest.raises(ClusterError, match="another rlctl is starting or stopping lab"), other.alone():
+        pass
+    with other.alone():
+        pass
+
+
+def test_nothing_is_left_but_logs() -> None:
+    store = Store("lab")
+    saved(store)
+    (store.logs / "head").mkdir(parents=True)
+    store.clear()
+    assert os.listdir(store.folder) == ["logs"]
+    assert (known_clusters(), standing_clusters()) == (["lab"], [])
+    other = Store("other")
+    saved(other)
+    other.clear()
+    assert not other.folder.exists()
