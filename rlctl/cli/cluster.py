@@ -22,7 +22,7 @@ UpArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CLUSTER | KEY=VALUE",
-        help="local, ssh or a YAML file, then overrides such as nodes=2 or 'hosts=[gpu1, gpu2]'.",
+        help="local, ssh or a YAML file, then overrides such as nodes=2 or 'hosts=\\[gpu1, gpu2]'.",
         show_default=False,
     ),
 ]
