@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
-from rlctl.config.cluster_schema import OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
+from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
 from rlctl.workers import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
@@ -12,8 +12,6 @@ _MIN_STORE = 75 << 20
 # Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
 # for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# Ports of metrics are fixed otherwise, so that two heads on a machine are one too many.
-_HEAD_ENVIRONMENT = {"AUTOSCALER_METRIC_PORT": "0", "DASHBOARD_METRIC_PORT": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 
 
@@ -47,12 +45,12 @@ def driver_environment(loopback: bool) -> dict[str, str]:
 def start_request(config: ClusterConfig, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
-    loopback = is_loopback(node.address)
+    loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
     environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
-        environment |= _HEAD_ENVIRONMENT
+        environment |= _metric_ports(ports)
         arguments = ["--head", f"--port={config.port or '{port}'}"]
         arguments += [f"--dashboard-host={'0.0.0.0' if config.listen_on_all else LOOPBACK}"]
         arguments += [f"--dashboard-port={config.dashboard_port or '{port}'}"]
@@ -60,7 +58,7 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
         arguments = [f"--address={state.address}"]
     arguments += [f"--node-ip-address={node.address}", f"--node-name={node.name}", "--disable-usage-stats"]
     arguments += _resources(config, place, first=node is first)
-    arguments += _ports(config.other_ports if isinstance(config, SshCluster) else None)
+    arguments += _ports(ports)
     # One a machine is enough, or every line of a worker's arrives as often as there are nodes.
     arguments += [] if node is first else ["--include-log-monitor=false"]
     return {
@@ -90,4 +88,9 @@ def _ports(given: list[int] | None) -> list[str]:
         return ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     low, high = given
     own = [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
-    return [*own, f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]
+    return [*own, f"--min-worker-port={low + len(OWN_PORTS) + len(METRIC_PORTS)}", f"--max-worker-port={high}"]
+
+
+def _metric_ports(given: list[int] | None) -> dict[str, str]:
+    # Fixed otherwise, so that two heads on a machine are one too many.
+    return {name: str(given[0] + len(OWN_PORTS) + index if given else 0) for index, name in enumerate(METRIC_PORTS)}

@@ -45,10 +45,11 @@ def test_only_who_asks_listens_on_all_interfaces() -> None:
 
 
 def test_a_firewall_can_be_told_every_port() -> None:
-    _, other = requests("ssh", ["hosts=[h0, h1]", "other_ports=[7000, 7100]"], ["10.0.0.1", "10.0.0.2"])
+    head, other = requests("ssh", ["hosts=[h0, h1]", "other_ports=[7000, 7100]"], ["10.0.0.1", "10.0.0.2"])
+    assert head["environment"]["AUTOSCALER_METRIC_PORT"] == "7006"
     ports = [each for each in other["arguments"] if "-port=" in each]
     assert ports[0] == "--node-manager-port=7000"
-    assert ports[-2:] == ["--min-worker-port=7006", "--max-worker-port=7100"]
+    assert ports[-2:] == ["--min-worker-port=7008", "--max-worker-port=7100"]
 
 
 def test_the_object_store_fits_into_shared_memory() -> None:

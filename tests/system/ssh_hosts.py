@@ -1,0 +1,117 @@
+"""Several real hosts on one machine: network namespaces with addresses of their own, an sshd in each.
+
+They share the file system, the clock and the processes of this machine, and nothing of its network.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+SSHD = """
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin yes
+"""
+CLIENT = """
+Host {names}
+  IdentityFile {folder}/key
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known_hosts
+  StrictHostKeyChecking accept-new
+  LogLevel ERROR
+"""
+
+
+class SshHosts:
+    """`names[i]` is a host at `addresses[i]`, reached with `ssh -F config NAME` from this machine."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder = folder
+        tag = f"{os.getpid() % 10000}"
+        self._bridge = f"rlb{tag}"
+        self._spaces = [f"rl{tag}n{index}" for index in range(count)]
+        net = f"10.231.{os.getpid() % 250}"
+        self._gateway = f"{net}.254"
+        self.addresses = [f"{net}.{index + 1}" for index in range(count)]
+        self.names = [f"host{index}" for index in range(count)]
+        self.config = folder / "ssh_config"
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Namespaces, keys, daemons. Raises CalledProcessError where the system does not permit it."""
+        for name in ("host_key", "key"):
+            _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
+        (self.folder / "sshd_config").write_text(SSHD.format(folder=self.folder))
+        entries = CLIENT.format(names=" ".join(self.names), folder=self.folder)
+        entries += "".join(f"Host {name}\n  HostName {at}\n" for name, at in zip(self.names, self.addresses))
+        self.config.write_text(entries)
+        _run("ip", "link", "add", self._bridge, "type", "bridge")
+        _run("ip", "address", "add", f"{self._gateway}/24", "dev", self._bridge)
+        _run("ip", "link", "set", self._bridge, "up")
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for index, (space, address) in enumerate(zip(self._spaces, self.addresses)):
+            self._space(space, address, index)
+
+    def _space(self, space: str, address: str, index: int) -> None:
+        outside = self.cable(index)
+        _run("ip", "netns", "add", space)
+        _run("ip", "link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)
+        _run("ip", "link", "set", outside, "master", self._bridge, "up")
+        for command in (["address", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            _run("ip", "-n", space, *command)
+        _run("ip", "-n", space, "link", "set", "lo", "up")
+        log = (self.folder / f"sshd-{index}.log").open("wb")
+        sshd = shutil.which("sshd") or "/usr/sbin/sshd"
+        command = [*self.inside(index), sshd, "-D", "-e", "-f", str(self.folder / "sshd_config")]
+        self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+
+    def wait(self) -> None:
+        """Until every host answers."""
+        for name in self.names:
+            end = time.monotonic() + 30
+            while subprocess.run(["ssh", "-F", str(self.config), name, "true"], capture_output=True).returncode:
+                assert time.monotonic() < end, f"{name} does not answer"
+                time.sleep(0.2)
+
+    def inside(self, index: int) -> list[str]:
+        """In front of a command that is to run on a host."""
+        return ["ip", "netns", "exec", self._spaces[index]]
+
+    def cable(self, index: int) -> str:
+        """The end of a host's cable that is here."""
+        return f"{self._bridge}v{index}"
+
+    def plug(self, index: int, state: str) -> None:
+        """A host's cable: `down` cuts it."""
+        _run("ip", "link", "set", self.cable(index), state)
+
+    def stop(self) -> None:
+        """Everything is gone, whatever of it there was."""
+        for daemon in self._daemons:
+            os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.wait()
+        for space in self._spaces:
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True)
+        subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True)
+
+
+def why_not() -> str:
+    """What keeps this machine from having such hosts; empty if nothing does."""
+    missing = [name for name in ("ip", "ssh", "ssh-keygen") if not shutil.which(name)]
+    if not shutil.which("sshd") and not Path("/usr/sbin/sshd").exists():
+        missing.append("sshd (apt-get install openssh-server)")
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    return "" if os.geteuid() == 0 else "network namespaces need root"
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
