@@ -1,7 +1,6 @@
 """User hooks here really hang, raise, exit and crash."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -126,11 +125,9 @@ def test_many_items_keep_their_order_over_several_workers(hooks):
         assert [score.value for score in scorer.score(batch)] == list(map(float, range(500)))
 
 
-def test_exact_alone_starts_no_process_and_costs_microseconds():
+def test_exact_alone_starts_no_process():
     with Scorer([section("exact")]) as scorer:
-        started = time.perf_counter()
         scorer.score(items("19") * 512)
-        assert time.perf_counter() - started < 0.05
         assert all(worker.pid is None for worker in scorer.workers)
 
 
