@@ -199,12 +199,13 @@ def measure_steps(bench: OffloadBench, kind: str, folder: Path) -> StepRow:
     import torch
 
     from rlctl.sft.loss import NllLoss
+    from rlctl.training import process
     from rlctl.training.interface import Totals
     from rlctl.training.worker import TrainerSpec, TrainerWorker
 
     model, meeting = str(folder / "model"), f"file://{folder / kind}"
     section, count = _section(bench.section, kind), 1 + bench.steps
-    before = resident_bytes()
+    before = process.memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
     share, totals = _share(bench), Totals((bench.tokens - 1) * bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
@@ -236,13 +237,6 @@ def _share(bench: OffloadBench) -> "Share":
     data = [Sequence(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)]
     [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, bench.section.micro_batch_tokens)
     return Share.of([[data[index] for index in batch] for batch in plan])
-
-
-def resident_bytes() -> int:
-    """Of this process in memory."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def _seconds(work: Callable[[], object]) -> float:

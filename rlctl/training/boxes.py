@@ -66,11 +66,20 @@ def _first(error: CheckpointException, what: str) -> str:
     return f"rank {rank} could not {what}: {cause}"
 
 
-def saved_names(folder: Path) -> set[str]:
-    """Of everything that was saved. Raises FileNotFoundError if `folder` holds no state."""
+def rng_name(rank: int) -> str:
+    """What a rank's RNG state is saved as."""
+    return f"rng.{rank}"
+
+
+def saved_rng_name(folder: Path, rank: int) -> str:
+    """The RNG state that `rank` takes: its own, or rank 0's if there was no such rank when it was saved.
+
+    Raises FileNotFoundError if `folder` holds no state.
+    """
     if not any(folder.glob("*.safetensors")):
         raise FileNotFoundError(f"{folder} holds no trainer state")
-    return set(HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata)
+    names = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return rng_name(rank) if rng_name(rank) in names else rng_name(0)
 
 
 class _Saving(DefaultSavePlanner):

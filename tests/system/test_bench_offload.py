@@ -24,7 +24,7 @@ def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -
     found = json.loads(done.stdout)
     left, moved = found["rows"]
     assert found["copies"] is found["hidden"] is None
-    assert (left["offload"], moved["offload"]) == (False, True)
+    assert (left["kind"], moved["kind"]) == ("left", "moved")
     assert left["losses"] == moved["losses"] and len(left["losses"]) == 3
     assert left["moved"] == moved["moved"] == [0, 0]
     assert all(row["log_probs"] > 0 and row["train"] > 0 for row in (left, moved))

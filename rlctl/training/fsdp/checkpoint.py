@@ -23,7 +23,7 @@ def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, resi
     """
     state = _state(parameters, optimizer, residence) | {
         "updates": torch.tensor(updates),
-        _rng_key(dist.get_rank()): torch.get_rng_state(),
+        boxes.rng_name(dist.get_rank()): torch.get_rng_state(),
     }
     boxes.write(folder, state)
 
@@ -32,19 +32,14 @@ def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, resi
     """Read what `save` wrote, on any number of ranks; returns the number of updates.
 
     A rank that did not exist when the state was saved takes rank 0's RNG state. Raises FileNotFoundError if
-    `folder` holds no state.
+    `folder` holds no state, OSError for what cannot be read.
     """
-    own = _rng_key(dist.get_rank())
-    rng_key = own if own in boxes.saved_names(folder) else _rng_key(0)
+    rng_key = boxes.saved_rng_name(folder, dist.get_rank())
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
     state = _state(parameters, optimizer, residence) | {"updates": updates, rng_key: rng}
     boxes.fill(folder, state)
     torch.set_rng_state(rng)
     return int(updates)
-
-
-def _rng_key(rank: int) -> str:
-    return f"rng.{rank}"
 
 
 def _state(parameters: Named, optimizer: torch.optim.Optimizer, residence: Residence) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlctl.training.boxes import Box, load_boxes, save_boxes, saved_names
+from rlctl.training.boxes import Box, load_boxes, rng_name, save_boxes, saved_rng_name
 from rlctl.training.megatron.mapping import Mapping, Part
 from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, Slot
 
@@ -40,14 +40,13 @@ def save(folder: Path, stage: Stage, updates: int) -> None:
     boxes = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
     state = {f"{kind}.{name}": box for kind, found in boxes.items() for name, box in found.items()}
     state |= {f"step.{name}": Box.whole(torch.tensor(float(updates))) for name in boxes["model"]}
-    state |= {"updates": Box.whole(torch.tensor(updates)), _rng(dist.get_rank()): Box.whole(torch.get_rng_state())}
+    state |= {"updates": Box.whole(torch.tensor(updates)), rng_name(dist.get_rank()): Box.whole(torch.get_rng_state())}
     save_boxes(folder, state)
 
 
 def load(folder: Path, stage: Stage) -> int:
-    """What either backend saved, on any layout; returns the number of updates. Raises FileNotFoundError, KeyError."""
-    own = _rng(dist.get_rank())
-    key = own if own in saved_names(folder) else _rng(0)
+    """What either backend saved, on any layout; returns the number of updates. Raises OSError."""
+    key = saved_rng_name(folder, dist.get_rank())
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
     load_boxes(folder, {"updates": Box.whole(updates), key: Box.whole(rng)})
     torch.set_rng_state(rng)
@@ -129,7 +128,3 @@ def _within(box: Box, start: tuple[int, ...], like: Tensor) -> Tensor:
     size = (1,) * (len(box.shape) - like.ndim) + tuple(like.shape)
     begin = [at - low for at, low in zip(start, box.start)]
     return box.tensor[tuple(slice(b, b + n) for b, n in zip(begin, size))].view(like.shape)
-
-
-def _rng(rank: int) -> str:
-    return f"rng.{rank}"
