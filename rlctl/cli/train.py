@@ -40,9 +40,10 @@ def grpo(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = 
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     composed = _load("grpo", arguments, resume)
     _start(composed, dry_run)
+    from rlctl.cluster.ground import ThisMachine
     from rlctl.cluster.launch import run_grpo
 
-    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), resume=resume, probe_only=probe))
+    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ThisMachine(), resume, probe_only=probe))
 
 
 @app.command(
@@ -64,9 +65,10 @@ def sft(
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
     composed = _load("sft", arguments, resume)
     _start(composed, dry_run)
+    from rlctl.cluster.ground import ThisMachine
     from rlctl.cluster.launch_sft import run_sft
 
-    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), resume=resume))
+    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ThisMachine(), resume))
 
 
 def _load(kind: str, arguments: list[str] | None, resume: Path | None) -> "Composed":
