@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rlctl.cluster.placement import Placement, Pools, Seat, count_gpus, place, this_machine
-from rlctl.cluster.reaper import Reaper
+from rlctl.cluster.placement import Placement, PlacementError, Pools, Seat, count_gpus, place, this_machine
+from rlctl.workers.reaper import Reaper
 
 if TYPE_CHECKING:
     from rlctl.cluster.session import Session
@@ -75,7 +75,7 @@ class ThisMachine:
 
     @contextmanager
     def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
-        """See `Ground.site`. Raises ValueError with the arithmetic when there are too few devices."""
+        """See `Ground.site`. Raises PlacementError with the arithmetic when there are too few devices."""
         from rlctl.cluster.local import local_ray
 
         placement = place(this_machine(count_gpus()), pools)
@@ -91,9 +91,9 @@ def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None],
 
 
 def must_share(nodes: "Sequence[Node]", paths: dict[str, Path]) -> None:
-    """Raises ValueError unless every node sees every path; paths: by the config's key."""
+    """Raises PlacementError unless every node sees every path; paths: by the config's key."""
     for node in nodes:
         if absent := node.lacks([str(path) for path in paths.values()]):
             key = next(key for key, path in paths.items() if str(path) == absent[0])
             what = "put it on a file system that all nodes share, under the same path"
-            raise ValueError(f"{key}: {absent[0]} is not seen from node {node.name}: {what}")
+            raise PlacementError(f"{key}: {absent[0]} is not seen from node {node.name}: {what}")

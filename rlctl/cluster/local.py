@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rlctl.cluster.reaper import Reaper
+from rlctl.workers.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 1 << 30
 # Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.

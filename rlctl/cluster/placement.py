@@ -15,6 +15,10 @@ Strategy = Literal["pack", "spread"]
 _ENDLESS = 1 << 20
 
 
+class PlacementError(ValueError):
+    """A run that the machine or cluster has no place for; the message is one line with the arithmetic."""
+
+
 @dataclass(frozen=True)
 class Room:
     """What a node has free. name: empty for this machine alone. cpus: None where nobody counts them."""
@@ -92,7 +96,7 @@ class Placement:
 def place(rooms: Sequence[Room], pools: Pools, device: str = "") -> Placement:
     """Seats for every process. device: "cpu" or "cuda"; empty: cuda where there are GPUs.
 
-    Raises ValueError with the arithmetic when there is too little room.
+    Raises PlacementError with the arithmetic when there is too little room.
     """
     device = device or ("cuda" if any(room.gpus for room in rooms) else "cpu")
     free = [list(range(_slots(room, pools, device))) for room in rooms]
@@ -102,7 +106,7 @@ def place(rooms: Sequence[Room], pools: Pools, device: str = "") -> Placement:
     size = pools.tensor_parallel_size if device == "cuda" else 1
     engines = _take(others, pools.engines, size, pools.generator) if trainers is not None else None
     if trainers is None or engines is None:
-        raise ValueError(_too_little(rooms, pools, device))
+        raise PlacementError(_too_little(rooms, pools, device))
     if device == "cpu":
         trainers, engines = [Seat(seat.node) for seat in trainers], [Seat(seat.node) for seat in engines]
     names = tuple(room.name for room in rooms)

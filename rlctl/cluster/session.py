@@ -16,6 +16,8 @@ from pathlib import Path
 
 from rlctl.cluster.ground import Ground
 from rlctl.cluster.interrupts import Interrupts
+from rlctl.cluster.jobs.record import JobRecord
+from rlctl.cluster.placement import PlacementError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.refit.messages import RefitError
@@ -32,7 +34,7 @@ from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTi
 
 # Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
-_BAD_INPUT = (DataError, RewardError, RunDirError)
+_BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError)
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -191,7 +193,9 @@ def _keep_traceback(session: Session, error: BaseException) -> None:
 
 
 def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
-    resume = f"rlctl train {config.kind} --resume {shlex.quote(str(run_dir.path))}"
+    record = JobRecord.read(run_dir.path)
+    there = f" --cluster {record.cluster}" if record else ""
+    resume = f"rlctl train {config.kind} --resume {shlex.quote(str(run_dir.path))}{there}"
     if status != "done":
         return [resume, f"grep -n Error {shlex.quote(str(run_dir.logs))}/*"] if status == "failed" else [resume]
     steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps

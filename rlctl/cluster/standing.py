@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.cluster.ground import Announce, Site, must_share
-from rlctl.cluster.placement import Placement, Pools, Room, place
+from rlctl.cluster.placement import Placement, PlacementError, Pools, Room, place
 
 if TYPE_CHECKING:
     from rlctl.cluster.session import Session
@@ -26,7 +26,7 @@ class StandingCluster:
 
     @contextmanager
     def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
-        """See `Ground.site`. Raises ValueError with the arithmetic when there is too little room, and it does not
+        """See `Ground.site`. Raises PlacementError with the arithmetic when there is too little room, and it does not
         wait; TimeoutError when it has waited in vain."""
         with ExitStack() as stack:
             stack.enter_context(_connected(session.logs))
@@ -51,10 +51,10 @@ class StandingCluster:
                 placement = _placed(found, pools)
                 shares = [Share(found[n], placement.gpus_on(n), _cpus(placement, n)) for n in placement.used]
                 return placement, Reservation(shares, _RESERVE_S)
-            except (ValueError, NoRoom) as error:
+            except (PlacementError, NoRoom) as error:
                 why = str(error)
                 if not patient:
-                    raise ValueError(f"{why}; --wait waits for it") from None
+                    raise PlacementError(f"{why}; --wait waits for it") from None
             if time.monotonic() > end:
                 raise TimeoutError(f"no room within placement.wait_s={session.config.placement.wait_s:g}: {why}")
             if session.interrupts.asked:

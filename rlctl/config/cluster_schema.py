@@ -42,6 +42,7 @@ class SshCluster(CommonCluster):
     ssh_options: list[str] = spec("further arguments of ssh, each an entry: [-p, '2222']")
     connect_timeout_s: int = spec("a host that ssh cannot reach for so long counts as down, in seconds", ge=1)
     max_clock_skew_s: float = spec("a host whose clock differs more from this machine's is refused", gt=0)
+    storage: str = spec("folder on the hosts, of a file system that they share, for runs; ~/ is the home there")
     other_ports: list[int] | None = spec(
         "[first, last]: every other port that Ray listens on, for a firewall; null: any", ge=1024, le=65535
     )

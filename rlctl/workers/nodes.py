@@ -165,7 +165,7 @@ class Helper:
 
     def folder(self, prefix: str, root: str | None) -> str:
         """See `Node.folder`."""
-        from rlctl.cluster.reaper import Reaper
+        from rlctl.workers.reaper import Reaper
 
         self._reaper = self._reaper or Reaper()
         path = self._reaper.make(prefix, root)

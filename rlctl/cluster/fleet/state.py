@@ -55,7 +55,8 @@ class State:
     """A cluster that stands, or is being started (`phase`). address: of the head, host:port, empty until it is up.
 
     dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
-    ssh_options, connect_timeout_s: as in the config. environment: what a driver needs beside address and token.
+    ssh_options, connect_timeout_s, storage: as in the config; without storage its files are this machine's.
+    environment: what a driver needs beside address and token.
     """
 
     name: str
@@ -69,6 +70,7 @@ class State:
     connect_timeout_s: int = 0
     address: str = ""
     dashboard: int = 0
+    storage: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
 

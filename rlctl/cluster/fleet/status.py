@@ -38,10 +38,14 @@ class NodeSeen:
 
 @dataclass
 class Seen:
-    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each."""
+    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each.
+
+    runs: that work on it now, as `jobs/head.py` tells of them.
+    """
 
     nodes: list[NodeSeen]
     warnings: list[str]
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def head_alive(self) -> bool:
@@ -62,6 +66,8 @@ def look(store: Store, state: State) -> Seen:
     asked = [(state.host_of(node), "look", _request(node)) for node in nodes]
     if state.address:
         asked.append((state.host_of(state.head), "query", _query(state)))
+    if state.dashboard:
+        asked.append((state.host_of(state.head), "job", {**_query(state), "op": "runs", "dashboard": state.dashboard}))
     asking = Asking(asked, _LOOK_S)
     try:
         answers = asking.in_order()
@@ -74,7 +80,9 @@ def look(store: Store, state: State) -> Seen:
         raise ClusterError(f"wrong token: {state.address} is not this cluster, or was started anew by another")
     if isinstance(said, dict):
         _add_resources(seen, said["nodes"])
-    return Seen(seen, _warnings(state, seen, said))
+    told = answers[-1] if state.dashboard else None
+    runs = told["runs"] if isinstance(told, dict) else []
+    return Seen(seen, _warnings(state, seen, said), runs)
 
 
 def _seen(node: Node, answer: dict[str, Any] | HostError) -> NodeSeen:
@@ -145,6 +153,7 @@ def as_dict(state: State, seen: Seen) -> dict[str, Any]:
         "dashboard_port": state.dashboard or None,
         "created": state.created,
         "warnings": seen.warnings,
+        "runs": seen.runs,
         "nodes": nodes,
     }
 

@@ -97,6 +97,7 @@ def _new_state(config: ClusterConfig, digest: str) -> State:
     if isinstance(config, SshCluster):
         state.python, state.ssh_options = config.python, config.ssh_options
         state.connect_timeout_s = config.connect_timeout_s
+        state.storage = config.storage.rstrip("/")
     return state
 
 
