@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from rlctl.cluster.fleet.hosts import Asking, Host, HostError, ssh_host
+from rlctl.cluster.fleet.hosts import Asking, Host, HostError
 from rlctl.cluster.fleet.judge import Asked, Wanted, clock_skew, facts, minor, problems, taken, wanted_ray
+from rlctl.cluster.fleet.links import ssh_host
 from rlctl.cluster.fleet.plan import LOOPBACK, Place, is_loopback
 from rlctl.cluster.fleet.state import ClusterError
 from rlctl.config.cluster_schema import ClusterConfig, LocalCluster, SshCluster

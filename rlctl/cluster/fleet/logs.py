@@ -3,7 +3,7 @@
 import subprocess
 
 from rlctl.cluster.fleet.down import not_standing
-from rlctl.cluster.fleet.hosts import Host
+from rlctl.cluster.fleet.hosts import Host, end
 from rlctl.cluster.fleet.state import NoSuchCluster, Store
 from rlctl.config.errors import did_you_mean
 
@@ -35,4 +35,4 @@ def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
         return max(process.wait() for process in running)
     finally:
         for process in running:
-            process.kill()
+            end(process)
