@@ -3,7 +3,7 @@
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rlctl.config.schema import spec
 
@@ -47,8 +47,35 @@ class SshCluster(CommonCluster):
     )
 
 
-ClusterConfig = LocalCluster | SshCluster
-CLUSTER_KINDS: dict[str, type[LocalCluster] | type[SshCluster]] = {"local": LocalCluster, "ssh": SshCluster}
+@dataclass
+class SlurmCluster(CommonCluster):
+    """Nodes of a Slurm job; rlctl is on a machine that can submit one."""
+
+    kind: Literal["slurm"] = spec("kind of cluster")
+    nodes: int = spec("machines, each a Ray node; the first is the head", ge=1)
+    partition: str | None = spec("where to queue; null: the site's default")
+    account: str | None = spec("who pays; null: your default")
+    qos: str | None = spec("quality of service; null: your default")
+    time: str | None = spec("time limit, as sbatch takes it: 90, 4:00:00, 2-00:00:00; null: the partition's default")
+    gpus_per_node: int | None = spec("GPUs to ask for on each node; null: none by us (see sbatch_options)", ge=0)
+    cpus_per_task: int | None = spec("CPUs to ask for on each node; null: the site's default, often one", ge=1)
+    exclusive: bool = spec("ask for whole nodes")
+    constraint: str | None = spec("features that nodes must have, as sbatch takes them; null: none")
+    sbatch_options: list[str] = spec("further options of sbatch, each an entry: [--mem=64G, --reservation=r]")
+    python: str | None = spec("interpreter on the nodes that has ray and rlctl; null: the one that runs this")
+    setup: list[str] = spec("lines of shell that each node runs first, such as 'module load cuda'")
+    shared_folder: str | None = spec(
+        "a folder that this machine and the nodes share; null: where rlctl keeps its clusters, in your home"
+    )
+    wait_s: float = spec("longest that the job may wait in the queue, in seconds", gt=0)
+    other_ports: list[int] | None = spec(
+        "[first, last]: every other port that Ray listens on, for a firewall; null: any", ge=1024, le=65535
+    )
+
+
+HostCluster = LocalCluster | SshCluster | SlurmCluster
+ClusterConfig = HostCluster
+CLUSTER_KINDS: dict[str, type[Any]] = {"local": LocalCluster, "ssh": SshCluster, "slurm": SlurmCluster}
 # Ports of a node besides the head's two: Ray's own, those of the head's metrics, the rest for workers.
 OWN_PORTS = (
     "node-manager",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.broken import BrokenValueError
-from rlctl.config.cluster_schema import CLUSTER_KINDS, METRIC_PORTS, OWN_PORTS, ClusterConfig, SshCluster
+from rlctl.config.cluster_schema import CLUSTER_KINDS, METRIC_PORTS, OWN_PORTS, ClusterConfig, SlurmCluster, SshCluster
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.shipped import CONFIGS, find
@@ -14,7 +14,7 @@ from rlctl.config.tree import Node, leaves, show_path
 from rlctl.config.typed import Converter
 
 FOLDER = CONFIGS / "cluster"
-PARENTS = ("cluster/local.yaml", "cluster/ssh.yaml")
+PARENTS = tuple(f"cluster/{kind}.yaml" for kind in CLUSTER_KINDS)
 # Room for workers beside Ray's own ports: one for each, and a driver's.
 _WORKER_PORTS = 16
 # A name that begins with a dash would be an option to ssh.
@@ -101,7 +101,7 @@ def _min_hosts(config: SshCluster) -> str | None:
     return None
 
 
-def _other_ports(config: SshCluster) -> str | None:
+def _other_ports(config: SshCluster | SlurmCluster) -> str | None:
     if config.other_ports is None:
         return None
     needed = len(OWN_PORTS) + len(METRIC_PORTS) + _WORKER_PORTS
@@ -112,10 +112,16 @@ def _other_ports(config: SshCluster) -> str | None:
     return f"must leave out port {inside[0]}, the head's" if inside else None
 
 
+def _sbatch_options(config: SlurmCluster) -> str | None:
+    odd = [option for option in config.sbatch_options if not option.startswith("-") or "\n" in option]
+    return f"each must be one option of sbatch, with its dash, not {odd[0]!r}" if odd else None
+
+
 _CHECKS: dict[str, Any] = {
     "name": _name,
     "dashboard_port": _dashboard,
     "hosts": _hosts,
     "min_hosts": _min_hosts,
     "other_ports": _other_ports,
+    "sbatch_options": _sbatch_options,
 }

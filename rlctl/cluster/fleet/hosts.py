@@ -49,10 +49,7 @@ class Link:
 
     def environment(self) -> dict[str, str] | None:
         """Of the link's process; None: ours."""
-        if self.hides is None:
-            return None
-        start, kept = self.hides
-        return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(start)}
+        return None if self.hides is None else visible(*self.hides)
 
 
 @dataclass(frozen=True)
@@ -136,6 +133,11 @@ class Host:
             return f"no Python there: {self.python} not found; set python=... to one that has ray and rlctl"
         said = [line.strip() for line in errors.splitlines() if line.strip()]
         return said[-1] if said else f"ended with exit code {code} and said nothing"
+
+
+def visible(hidden: str, kept: tuple[str, ...]) -> dict[str, str]:
+    """This process's environment without the variables whose names begin so, but for those that are kept."""
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(hidden)}
 
 
 def shown(python: str) -> str:

@@ -36,6 +36,6 @@ def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str])
 
 def slurm_host(name: str, python: str, job: str, setup: list[str]) -> Host:
     """A node of a job, to be reached by a step beside those that run: it asks for nothing of its own."""
-    asked = (f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--mem=0", "--cpu-bind=none")
+    asked = (f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--mem=0")
     command = ("srun", "--overlap", "--quiet", *asked, "--chdir=/", "--")
     return Host(name, python, Link(command, shell=False, says=_SRUN_SAYS, hides=SLURM_HIDES), tuple(setup))

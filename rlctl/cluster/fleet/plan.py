@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
-from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
+from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
@@ -42,10 +42,10 @@ def driver_environment(loopback: bool) -> dict[str, str]:
     return dict(_LOOPBACK_ONLY) if loopback else {}
 
 
-def start_request(config: ClusterConfig, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
+def start_request(config: HostCluster, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
-    loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
+    loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
     environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
@@ -71,7 +71,7 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
     }
 
 
-def _resources(config: ClusterConfig, place: Place, first: bool) -> list[str]:
+def _resources(config: HostCluster, place: Place, first: bool) -> list[str]:
     arguments = [] if config.num_cpus is None else [f"--num-cpus={config.num_cpus}"]
     # Simulated nodes share the machine's GPUs: the first has them.
     gpus = config.num_gpus if config.num_gpus is not None or first else 0
