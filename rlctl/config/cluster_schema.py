@@ -73,9 +73,43 @@ class SlurmCluster(CommonCluster):
     )
 
 
+@dataclass
+class KubernetesCluster:
+    """Pods that the KubeRay operator keeps: one is the head, the others work."""
+
+    name: str | None = spec("name of the cluster, and of what is applied; null: the file's name")
+    kind: Literal["kubernetes"] = spec("kind of cluster")
+    image: str = spec("container image that has ray and rlctl")
+    context: str | None = spec("kubectl's context; null: the current one")
+    namespace: str | None = spec("where it is applied; null: the context's")
+    workers: int = spec("pods that work, beside the head", ge=1)
+    gpus_per_node: int = spec("GPUs of each worker", ge=0)
+    gpu_resource: str = spec("what Kubernetes calls a GPU there")
+    cpus_per_node: int = spec("CPUs of each worker", ge=1)
+    memory: str = spec("memory of each worker, shared memory counted in, such as 256Gi")
+    shm: str = spec("shared memory of each worker (/dev/shm), such as 64Gi")
+    head_cpus: int = spec("CPUs of the head", ge=1)
+    head_memory: str = spec("memory of the head, shared memory counted in")
+    head_shm: str = spec("shared memory of the head")
+    python: str = spec("interpreter in the image that has ray and rlctl")
+    ray_version: str | None = spec("Ray in the image; null: the one that is installed here")
+    service_account: str | None = spec("service account of the pods; null: none, and no token of one")
+    image_pull_secrets: list[str] = spec("names of Secrets that open the image's registry")
+    env_secrets: list[str] = spec("names of Secrets whose keys become environment variables of every pod")
+    volume_claims: list[str] = spec("[claim:/path]: volume claims and where every pod sees them")
+    node_selector: list[str] = spec("[label=value]: labels that nodes must have")
+    tolerations: list[str] = spec("[key=value:Effect]: taints that pods put up with, as kubectl writes them")
+    start_timeout_s: float = spec("longest that pods may take to be ready, nodes to be added included", gt=0)
+
+
 HostCluster = LocalCluster | SshCluster | SlurmCluster
-ClusterConfig = HostCluster
-CLUSTER_KINDS: dict[str, type[Any]] = {"local": LocalCluster, "ssh": SshCluster, "slurm": SlurmCluster}
+ClusterConfig = HostCluster | KubernetesCluster
+CLUSTER_KINDS: dict[str, type[Any]] = {
+    "local": LocalCluster,
+    "ssh": SshCluster,
+    "slurm": SlurmCluster,
+    "kubernetes": KubernetesCluster,
+}
 # Ports of a node besides the head's two: Ray's own, those of the head's metrics, the rest for workers.
 OWN_PORTS = (
     "node-manager",

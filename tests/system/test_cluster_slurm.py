@@ -125,7 +125,7 @@ def test_what_slurm_refuses_is_a_line(clusters: Clusters) -> None:
         assert f"error: sbatch: {said}" in err
         assert is_clear(clusters)
     _, err = clusters.run("up", "slurm", "python=/no/python", *SMALL, code=1)
-    assert "/no/python: No such file or directory" in err
+    assert "not found on the nodes: /no/python; set python=... to one that has ray and rlctl" in err
     assert is_clear(clusters)
 
 

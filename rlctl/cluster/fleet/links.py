@@ -1,4 +1,4 @@
-"""The ways to another machine: ssh, and a step of a Slurm job."""
+"""The ways to another machine: ssh, a step of a Slurm job, kubectl."""
 
 from rlctl.cluster.fleet.hosts import Host, Link
 
@@ -22,6 +22,11 @@ _SRUN_SAYS = (
     ("Requested node configuration is not available", "its job has this node no more"),
     ("Unable to create step", "Slurm gives its job no further step: see `scontrol show job`"),
 )
+_KUBECTL_SAYS = (
+    ('cannot create resource "pods/exec"', "you may not run programs in its pods (pods/exec)"),
+    ("NotFound", "its pod is gone"),
+    ("dial tcp", "no cluster answers: see `kubectl cluster-info`"),
+)
 # Set within a job, and then they name that one; SLURM_CONF says where Slurm is.
 SLURM_HIDES = ("SLURM_", ("SLURM_CONF",))
 
@@ -39,3 +44,11 @@ def slurm_host(name: str, python: str, job: str, setup: list[str]) -> Host:
     asked = (f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--mem=0")
     command = ("srun", "--overlap", "--quiet", *asked, "--chdir=/", "--")
     return Host(name, python, Link(command, shell=False, says=_SRUN_SAYS, hides=SLURM_HIDES), tuple(setup))
+
+
+def pod_host(name: str, python: str, context: str, namespace: str) -> Host:
+    """A pod of Ray's, to be reached with the user's own kubectl."""
+    chosen = [f"--context={context}"] if context else []
+    chosen += [f"--namespace={namespace}"] if namespace else []
+    command = ("kubectl", *chosen, "exec", "--stdin", "--quiet", name, "--")
+    return Host(name, python, Link(command, shell=False, says=_KUBECTL_SAYS))

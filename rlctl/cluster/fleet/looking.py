@@ -28,7 +28,7 @@ def look_at_hosts(store: Store, state: State) -> Seen:
     if isinstance(said, dict) and said["refused"]:
         raise ClusterError(f"wrong token: {state.address} is not this cluster, or was started anew by another")
     if isinstance(said, dict):
-        _add_resources(seen, said["nodes"])
+        add_resources(seen, said["nodes"])
     return Seen(seen, _warnings(state, seen, said))
 
 
@@ -38,11 +38,11 @@ def _seen(node: Node, answer: dict[str, Any] | HostError) -> NodeSeen:
     return NodeSeen(node, alive=answer["alive"], facts=answer)
 
 
-def _add_resources(seen: list[NodeSeen], known: list[dict[str, Any]]) -> None:
-    """What Ray says of each node, found by name."""
-    living = {each["name"]: each for each in known if each["alive"]}
+def add_resources(seen: list[NodeSeen], known: list[dict[str, Any]], by: str = "name") -> None:
+    """What Ray says of each node, found by its name, or by its address."""
+    living = {each[by]: each for each in known if each["alive"]}
     for each in seen:
-        if entry := living.get(each.node.name):
+        if entry := living.get(getattr(each.node, by)):
             each.in_ray, each.total, each.free = True, entry["total"], entry["free"]
 
 

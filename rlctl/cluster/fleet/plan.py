@@ -13,6 +13,8 @@ _MIN_STORE = 75 << 20
 # for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+# Of every node of every kind, beside the token.
+NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def start_request(config: HostCluster, state: State, node: Node, place: Place, t
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
-    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
+    environment = NODE_ENVIRONMENT | driver_environment(loopback)
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rlctl.cluster.fleet.hosts import Host
-from rlctl.cluster.fleet.links import slurm_host, ssh_host
+from rlctl.cluster.fleet.links import pod_host, slurm_host, ssh_host
 
 _VERSION = 1
 
@@ -58,6 +58,7 @@ class State:
     dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
     ssh_options, connect_timeout_s, setup: as in the config. environment: what a driver needs beside address and token.
     job, job_name: in Slurm, job empty until it is submitted. shared: the folder that all its nodes see.
+    context, namespace: in Kubernetes, empty for kubectl's own.
     """
 
     name: str
@@ -76,6 +77,8 @@ class State:
     job_name: str = ""
     shared: str = ""
     setup: list[str] = field(default_factory=list)
+    context: str = ""
+    namespace: str = ""
     nodes: list[Node] = field(default_factory=list)
 
     @property
@@ -88,6 +91,8 @@ class State:
             return Host("")
         if self.kind == "slurm":
             return slurm_host(node.host, self.python, self.job, self.setup)
+        if self.kind == "kubernetes":
+            return pod_host(node.host, self.python, self.context, self.namespace)
         return ssh_host(node.host, self.python, self.connect_timeout_s, self.ssh_options)
 
 
@@ -130,12 +135,16 @@ class Store:
 
     def new_token(self) -> tuple[str, str]:
         """A token, written to its file, and its digest."""
+        token = secrets.token_hex(32)
+        return token, self.keep_token(token)
+
+    def keep_token(self, token: str) -> str:
+        """Writes a token to its file and returns its digest."""
         self._make()
         self.token_path.unlink(missing_ok=True)
-        token = secrets.token_hex(32)
         with os.fdopen(os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token)
-        return token, _digest(token)
+        return _digest(token)
 
     def check_token(self, state: State) -> None:
         """Raises ClusterError unless the token file is there, private and the one the cluster was started with."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from rlctl.cluster.fleet import on_host
 from rlctl.cluster.fleet.slurm.batch import PROGRAMS
 from rlctl.cluster.fleet.state import ClusterError
+
+_NOISE = ("srun:", "slurmstepd", "Terminated")
 
 
 class Shared:
@@ -53,9 +56,10 @@ class Shared:
             text = (self.logs / "job" / "start.log").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
+        if found := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
+            return f"not found on the nodes: {found[1] or found[2]}; set python=... to one that has ray and rlctl"
         # Slurm's own lines come last, and say what is known already.
-        noise = ("srun:", "slurmstepd", "Terminated")
-        said = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(noise)]
+        said = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
         return said[-1] if said else ""
 
     def uncleared(self) -> list[str]:
