@@ -1,4 +1,4 @@
-"""`rlctl cluster`: starts, shows and stops Ray clusters, on this machine or over ssh."""
+"""`rlctl cluster`: starts, shows and stops Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes."""
 
 import json
 import shlex
@@ -14,13 +14,13 @@ from rlctl.cli.output import FAILED, OK, console, examples
 if TYPE_CHECKING:
     from rlctl.cluster.fleet.state import State, Store
 
-app = typer.Typer(help="Ray clusters: this machine, or hosts over ssh.", no_args_is_help=True)
+app = typer.Typer(help="Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes.", no_args_is_help=True)
 
 UpArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CLUSTER | KEY=VALUE",
-        help="local, ssh or a YAML file, then overrides such as nodes=2 or 'hosts=\\[gpu1, gpu2]'.",
+        help="local, ssh, slurm, kubernetes or a YAML file, then overrides such as nodes=2 or 'hosts=\\[gpu1, gpu2]'.",
         show_default=False,
     ),
 ]
@@ -34,10 +34,14 @@ _WATCH_S = 3.0
         "rlctl cluster up                          this machine",
         "rlctl cluster up local nodes=3            three Ray nodes on it, to try things",
         "rlctl cluster up ssh 'hosts=[gpu1, gpu2]' the first host is the head",
+        "rlctl cluster up slurm nodes=2 gpus_per_node=8 time=4:00:00",
         "rlctl cluster up my-cluster.yaml          yours, with `defaults: cluster/ssh.yaml`",
     )
 )
-def up(arguments: UpArguments = None) -> None:
+def up(
+    arguments: UpArguments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and no more.")] = False,
+) -> None:
     """Start a cluster, or say that it is up. What cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
     from rlctl.cluster.fleet.status import summary
@@ -45,6 +49,12 @@ def up(arguments: UpArguments = None) -> None:
 
     cluster, overrides = split(arguments)
     config = load_cluster(cluster or "local", overrides)
+    if dry_run:
+        with explained():
+            from rlctl.cluster.fleet.up import shown
+
+            typer.echo(shown(config), nl=False)
+        return
     with explained(), Progress() as progress:
         from rlctl.cluster.fleet.up import bring_up
 
@@ -107,7 +117,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
 ) -> None:
-    """What Ray's processes and workers wrote; of a stopped local cluster, what they left."""
+    """What Ray's processes and workers wrote; of a stopped cluster, what they left here."""
     with explained():
         from rlctl.cluster.fleet.logs import show_logs
 
@@ -136,11 +146,10 @@ def list_(as_json: AsJson = False) -> None:
 def env(name: Name = "") -> None:
     """Lines for a shell, so that Ray programs started there find a cluster and its token."""
     with explained():
-        from rlctl.cluster.fleet.status import environment
+        from rlctl.cluster.fleet.launchers import launcher_of
 
         store, state = _find(name)
-        store.check_token(state)
-        for key, value in environment(store, state).items():
+        for key, value in launcher_of(state.kind).environment(store, state).items():
             typer.echo(f"export {key}={shlex.quote(value)}")
 
 

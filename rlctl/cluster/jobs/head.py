@@ -132,7 +132,9 @@ def _submit(request: dict[str, Any], job: str, run: Path) -> None:
 def _http(request: dict[str, Any], path: str, told: Any = None, method: str = "GET") -> Any:
     """Ray's job API (https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html), which
     listens on the head's loopback. Raises FileNotFoundError for a job that it does not know."""
-    token = Path(request["token_path"]).read_text(encoding="utf-8").strip()
+    file = Path(request["token_path"])
+    # In a pod Kubernetes gives it.
+    token = file.read_text(encoding="utf-8").strip() if file.is_file() else os.environ["RAY_AUTH_TOKEN"]
     asked = urllib.request.Request(
         f"http://127.0.0.1:{request['dashboard']}{path}",
         data=None if told is None else json.dumps(told).encode(),
