@@ -169,7 +169,8 @@ def _fits(shm: str, memory: str, key: str) -> str | None:
 
 def _bytes(quantity: str) -> float:
     number, unit = re.fullmatch(_QUANTITY, quantity).groups()  # type: ignore[union-attr]
-    return float(number) * (1024 if unit.endswith("i") else 1000) ** " KMGTP".index(unit[:1].upper() or " ")
+    factor: int = 1024 if unit.endswith("i") else 1000
+    return float(number) * float(factor ** " KMGTP".index(unit[:1].upper() or " "))
 
 
 _CHECKS: dict[str, Any] = {
