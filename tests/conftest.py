@@ -1,10 +1,16 @@
 """One Ray for all tests that need processes, and properties that may take their time on a busy machine."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# As in the Makefile: where containers set it, each of the many processes started here would compile vLLM anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("rlctl", deadline=None)
 settings.load_profile("rlctl")
