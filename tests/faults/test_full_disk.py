@@ -26,7 +26,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_full_disk_costs_the_checkpoint_not_the_earlier_ones(small_disk: Path) -> None:
     settings = ("grpo.num_steps=4", "checkpoint.every=2", "telemetry.rollouts_per_step=0", "run.probe=false")
     run = Run(small_disk, "full", *settings)

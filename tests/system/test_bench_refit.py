@@ -35,7 +35,7 @@ main()
 
 def bench(*arguments: str, program: tuple[str, ...] = ("-m", "rlctl.cli.main")) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *program, "bench", "refit", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
 
 
 def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from tests.system.engines import FolderSource, MakeSource, greedy, refit_options
 from tests.tiny_models import KINDS, Kind, make_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
-DEADLINE = 280.0
+DEADLINE = 600.0
 TEMPERATURE = 0.7
 # Experts; biases and tied embeddings go through the same regions, which tests/system/test_layout.py compares.
 SOME = ("qwen3_moe",)
