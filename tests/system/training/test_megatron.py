@@ -31,7 +31,7 @@ from tests.tiny_models import KINDS, Kind, make_model
 pytest.importorskip("megatron.core")
 DATA = sequences(9, seed=4)
 LOSS = WeightedLoss()
-STEPS = 5
+STEPS = 3
 UNTIED: Kind = "llama"
 
 
