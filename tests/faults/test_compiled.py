@@ -13,7 +13,7 @@ from tests.faults.runs import Run, survivors
 COMPILED = ("ray_compiled_graph.enabled=require", "checkpoint.every=0", "validation.every=0")
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination: the faults through a graph
 @pytest.mark.slow
 def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
@@ -34,7 +34,7 @@ def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     assert survivors(run.kill()) == []
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination: Ctrl-C through a graph
 @pytest.mark.slow
 def test_an_interrupt_saves_and_ends_without_noise(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 
-@pytest.mark.long
+@pytest.mark.long  # a bench
 @pytest.mark.slow
 def test_both_ways_are_measured() -> None:
     small = ("--workers", "2", "--payloads", "1KB,64KB", "--calls", "40", "--json")

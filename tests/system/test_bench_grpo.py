@@ -23,7 +23,7 @@ def start(temporary: Path, *arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
-@pytest.mark.long
+@pytest.mark.long  # two runs of a bench
 @pytest.mark.slow
 def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> None:
     plot = tmp_path / "grpo.svg"
@@ -44,7 +44,7 @@ def test_the_same_work_synchronous_and_in_flight_in_one_run(tmp_path: Path) -> N
     assert list(tmp_path.glob("rlctl-*")) == []
 
 
-@pytest.mark.long
+@pytest.mark.long  # variant: of a bench
 @pytest.mark.slow
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     bench = start(tmp_path, "--modes", "in-flight")

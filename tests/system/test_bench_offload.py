@@ -13,7 +13,7 @@ from rlctl.config.shipped import RECIPES
 SMALL = ("--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "16", "--batch", "4", "--steps", "2")
 
 
-@pytest.mark.long
+@pytest.mark.long  # a bench
 @pytest.mark.slow
 def test_steps_with_state_left_and_moved_are_the_same_on_a_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "rlctl.cli.main", "bench", "offload", *SMALL, "--json"]

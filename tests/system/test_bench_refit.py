@@ -71,7 +71,7 @@ def test_every_scheme_delivers_the_same_bits_and_many_refits_leave_memory_as_it_
     assert "GB/s" in plot.read_text()
 
 
-@pytest.mark.long
+@pytest.mark.long  # variant of test_refit.py, of a bench
 @pytest.mark.slow
 def test_one_flipped_bit_ends_with_1_and_names_the_tensor(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")

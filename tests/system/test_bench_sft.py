@@ -13,7 +13,7 @@ from rlctl.config.shipped import RECIPES
 SMALL = ("--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "16", "--batch", "4", "--steps", "2")
 
 
-@pytest.mark.long
+@pytest.mark.long  # a bench
 @pytest.mark.slow
 def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
     plot = tmp_path / "sft.svg"

@@ -16,7 +16,7 @@ def score(prompt, completion, answer, row):
 """
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination
 @pytest.mark.slow
 def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
@@ -53,7 +53,7 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
     assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= logs
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) -> None:
     two = Run(tmp_path, "two", "grpo.num_steps=2", "trainer.num_ranks=2", "generation.num_engines=2")
@@ -63,7 +63,7 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) 
     assert [step["step"] for step in one.steps()] == [1, 2, 3]
 
 
-@pytest.mark.long
+@pytest.mark.long  # one run; its parts: tests/unit/rewards/test_scorer.py
 @pytest.mark.slow
 def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, completion, answer, row):\n    return 'good'\n")
@@ -74,7 +74,7 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
     assert errors[0].startswith("mine:score: ")
 
 
-@pytest.mark.long
+@pytest.mark.long  # repetitions
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path, ranks: int) -> None:

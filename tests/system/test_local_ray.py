@@ -31,7 +31,7 @@ finally:
 """
 
 
-@pytest.mark.long
+@pytest.mark.long  # rare
 @pytest.mark.slow
 def test_a_slow_start_is_tried_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "logs")]

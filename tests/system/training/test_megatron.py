@@ -195,7 +195,7 @@ def three_ranks(rank: int, folder: Path) -> None:
         torch.save(seen, folder / f"rank-{rank}.pt")
 
 
-@pytest.mark.long
+@pytest.mark.long  # variant: three ranks
 def test_three_ranks_save_experts_that_one_goes_on_with(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3_moe")
     mp.spawn(three_ranks, (tmp_path,), nprocs=3)
