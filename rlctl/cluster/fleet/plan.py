@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
-from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
+from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
@@ -13,6 +13,8 @@ _MIN_STORE = 75 << 20
 # for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+# Of every node of every kind, beside the token.
+NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES}
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,11 @@ def driver_environment(loopback: bool) -> dict[str, str]:
     return dict(_LOOPBACK_ONLY) if loopback else {}
 
 
-def start_request(config: ClusterConfig, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
+def start_request(config: HostCluster, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
-    loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
-    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
+    loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
+    environment = NODE_ENVIRONMENT | driver_environment(loopback)
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
@@ -71,7 +73,7 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
     }
 
 
-def _resources(config: ClusterConfig, place: Place, first: bool) -> list[str]:
+def _resources(config: HostCluster, place: Place, first: bool) -> list[str]:
     arguments = [] if config.num_cpus is None else [f"--num-cpus={config.num_cpus}"]
     # Simulated nodes share the machine's GPUs: the first has them.
     gpus = config.num_gpus if config.num_gpus is not None or first else 0

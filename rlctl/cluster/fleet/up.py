@@ -7,17 +7,13 @@ stopped again.
 import contextlib
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlctl.cluster.fleet.checking import Say, places
-from rlctl.cluster.fleet.down import stop_nodes
-from rlctl.cluster.fleet.plan import driver_environment, is_loopback
-from rlctl.cluster.fleet.starting import Starter
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
+from rlctl.cluster.fleet.launchers import Say, launcher_of
+from rlctl.cluster.fleet.state import ClusterError, State, Store
 from rlctl.cluster.fleet.status import Seen, look
-from rlctl.config.cluster_schema import ClusterConfig, SshCluster
+from rlctl.config.cluster_schema import ClusterConfig
 
 
 @dataclass
@@ -42,6 +38,11 @@ def bring_up(config: ClusterConfig, say: Say) -> Started:
                 store.clear()
 
 
+def shown(config: ClusterConfig) -> str:
+    """What `bring_up` would submit. Raises ClusterError for a kind that submits nothing."""
+    return launcher_of(config.kind).dry_run(config, Store(str(config.name)))
+
+
 def _standing(store: Store, say: Say) -> Started | None:
     """The cluster if it stands already; what is left of one that does not is cleared away."""
     state = store.load()
@@ -56,48 +57,36 @@ def _standing(store: Store, say: Say) -> Started | None:
             forget = f"gone for good? rlctl cluster down {store.name} --forget"
             what = f"head {head.node.name}: {head.unreachable}; {forget}"
             raise ClusterError(what)
+        for warning in seen.warnings:
+            say("warning", warning)
     say("warning", f"{store.name} stood before and its processes are gone or half started: clearing up")
-    if left := stop_nodes(store, state, say):
+    if left := launcher_of(state.kind).stop(store, state, say):
         raise ClusterError(f"{', '.join(left)} could not be cleared; try again: rlctl cluster down {store.name}")
     store.clear()
     return None
 
 
 def _begin(config: ClusterConfig, store: Store, say: Say) -> Started:
-    spots, found = places(config, say)
-    token, digest = store.new_token()
-    state = _new_state(config, digest)
-    state.environment = driver_environment(is_loopback(spots[0].address))
-    state.nodes = [
-        Node(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)
-        for index, place in enumerate(spots)
-    ]
+    launcher = launcher_of(config.kind)
+    prepared = launcher.prepare(config, store, say)
+    state = prepared.state
     store.save(state)
     try:
-        lacking = Starter(config, store, state, spots, token, say).start()
+        lacking = prepared.start()
         state.phase = "up"
         store.save(state)
-        seen = look(store, state)
+        seen = launcher.look(store, state)
         if not seen.head_alive:
             raise ClusterError(f"head {state.head.name} ended while the others started: see the logs above")
     except BaseException:
         with _unhurried():
             say("doing", "stopping what was started")
-            if left := stop_nodes(store, state, say):
+            if left := launcher.stop(store, state, say):
                 say("warning", f"could not stop {', '.join(left)}; try again: rlctl cluster down {store.name}")
             else:
                 store.clear()
         raise
-    return Started(state, seen, warnings=[*found, *lacking, *seen.warnings])
-
-
-def _new_state(config: ClusterConfig, digest: str) -> State:
-    """A cluster of which nothing runs yet."""
-    state = State(str(config.name), config.kind, "starting", sys.executable, digest, config.listen_on_all, time.time())
-    if isinstance(config, SshCluster):
-        state.python, state.ssh_options = config.python, config.ssh_options
-        state.connect_timeout_s = config.connect_timeout_s
-    return state
+    return Started(state, seen, warnings=[*prepared.warnings, *lacking, *seen.warnings])
 
 
 @contextlib.contextmanager
