@@ -168,8 +168,9 @@ def _fits(shm: str, memory: str, key: str) -> str | None:
 
 
 def _bytes(quantity: str) -> float:
-    number, unit = re.fullmatch(_QUANTITY, quantity).groups()  # type: ignore[union-attr]
-    return float(number) * (1024 if unit.endswith("i") else 1000) ** " KMGTP".index(unit[:1].upper() or " ")
+    number, unit = _QUANTITY.fullmatch(quantity).groups()  # type: ignore[union-attr]
+    power = " KMGTP".index(unit[:1].upper() or " ")
+    return float(number) * float((1024 if unit.endswith("i") else 1000) ** power)
 
 
 _CHECKS: dict[str, Any] = {

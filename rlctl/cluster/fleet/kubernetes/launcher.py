@@ -150,7 +150,12 @@ def _seen(pod: dict[str, Any]) -> NodeSeen:
 def _ask_ray(state: State, seen: list[NodeSeen]) -> list[str]:
     """What Ray gives out on each node; returns warnings."""
     # Its pods have the token in their environment.
-    request = {"address": f"127.0.0.1:{_GCS_PORT}", "token_path": None, "environment": {}, "timeout_s": 5.0}
+    request: dict[str, Any] = {
+        "address": f"127.0.0.1:{_GCS_PORT}",
+        "token_path": None,
+        "environment": {},
+        "timeout_s": 5.0,
+    }
     try:
         said = state.host_of(seen[0].node).run("query", request, _QUERY_S)
     except HostError as error:
