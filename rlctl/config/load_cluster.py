@@ -168,9 +168,9 @@ def _fits(shm: str, memory: str, key: str) -> str | None:
 
 
 def _bytes(quantity: str) -> float:
-    number, unit = _QUANTITY.fullmatch(quantity).groups()  # type: ignore[union-attr]
-    power = " KMGTP".index(unit[:1].upper() or " ")
-    return float(number) * float((1024 if unit.endswith("i") else 1000) ** power)
+    number, unit = re.fullmatch(_QUANTITY, quantity).groups()  # type: ignore[union-attr]
+    factor: int = 1024 if unit.endswith("i") else 1000
+    return float(number) * float(factor ** " KMGTP".index(unit[:1].upper() or " "))
 
 
 _CHECKS: dict[str, Any] = {
