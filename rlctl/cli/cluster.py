@@ -2,16 +2,14 @@
 
 import json
 import shlex
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlctl.cli.arguments import split
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, console, examples
+from rlctl.cli.explained import explained
+from rlctl.cli.output import FAILED, OK, console, examples
 
 if TYPE_CHECKING:
     from rlctl.cluster.fleet.state import State, Store
@@ -52,12 +50,12 @@ def up(
     cluster, overrides = split(arguments)
     config = load_cluster(cluster or "local", overrides)
     if dry_run:
-        with _explained():
+        with explained():
             from rlctl.cluster.fleet.up import shown
 
             typer.echo(shown(config), nl=False)
         return
-    with _explained(), Progress() as progress:
+    with explained(), Progress() as progress:
         from rlctl.cluster.fleet.up import bring_up
 
         started = bring_up(config, progress.say)
@@ -77,7 +75,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Nodes, what they have and have free, what listens, what is wrong. Exit code 1 unless it is up."""
-    with _explained():
+    with explained():
         from rlctl.cli.cluster_view import render
         from rlctl.cluster.fleet.status import as_dict, look
 
@@ -105,7 +103,7 @@ def down(
     """Stop a cluster: no process and no file stays, but logs."""
     from rlctl.cli.cluster_view import Progress
 
-    with _explained(), Progress() as progress:
+    with explained(), Progress() as progress:
         from rlctl.cluster.fleet.down import take_down
 
         state = take_down(name or _only(), progress.say, forget)
@@ -120,7 +118,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
 ) -> None:
     """What Ray's processes and workers wrote; of a stopped cluster, what they left here."""
-    with _explained():
+    with explained():
         from rlctl.cluster.fleet.logs import show_logs
 
         code = show_logs(name or _only(or_any=True), node, follow, lines)
@@ -132,7 +130,7 @@ def list_(as_json: AsJson = False) -> None:
     """All clusters with their state."""
     from rlctl.cli.cluster_view import clusters_table
 
-    with _explained():
+    with explained():
         from rlctl.cluster.fleet.status import all_clusters
 
         entries = all_clusters()
@@ -147,7 +145,7 @@ def list_(as_json: AsJson = False) -> None:
 @app.command(epilog=examples('eval "$(rlctl cluster env)"'))
 def env(name: Name = "") -> None:
     """Lines for a shell, so that Ray programs started there find a cluster and its token."""
-    with _explained():
+    with explained():
         from rlctl.cluster.fleet.launchers import launcher_of
 
         store, state = _find(name)
@@ -176,18 +174,3 @@ def _only(or_any: bool = False) -> str:
     if names:
         raise NoSuchCluster(f"which one? there are {', '.join(names)}")
     raise NoSuchCluster("no cluster is up; start one with: rlctl cluster up")
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Ends a command in one line and the right exit code."""
-    from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster
-
-    try:
-        yield
-    except ClusterError as error:
-        sys.stdout.flush()
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT if isinstance(error, NoSuchCluster) else FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None

@@ -88,9 +88,29 @@ def render(state: State, seen: Seen) -> "RenderableType":
     dashboard = launcher_of(state.kind).dashboard(state)
     if state.head.host and dashboard and seen.head_alive:
         parts += [Text(""), Text.assemble(("dashboard: ", "bold"), dashboard[0])]
+    if seen.runs:
+        parts += [Text(""), runs_table(seen.runs)]
     for warning in seen.warnings:
         parts.append(Text.assemble(("warning: ", "yellow"), warning))
     return Group(*parts)
+
+
+def runs_table(runs: list[dict[str, Any]]) -> "Table":
+    """What works on a cluster: a row a run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlctl.telemetry.formats import number
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for title in ("status", "step", "tok/s/device"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in runs:
+        step = f"{run['step']}/{run['num_steps']}" if run.get("num_steps") else "–"
+        status = run.get("status", "starting")
+        table.add_row(Text(run["name"]), "starting" if status == "new" else status, step, number(run.get("throughput")))
+    return table
 
 
 def clusters_table(entries: list[dict[str, Any]]) -> "Table":

@@ -42,6 +42,7 @@ class SshCluster(CommonCluster):
     ssh_options: list[str] = spec("further arguments of ssh, each an entry: [-p, '2222']")
     connect_timeout_s: int = spec("a host that ssh cannot reach for so long counts as down, in seconds", ge=1)
     max_clock_skew_s: float = spec("a host whose clock differs more from this machine's is refused", gt=0)
+    storage: str = spec("folder on the hosts, of a file system that they share, for runs; ~/ is the home there")
     other_ports: list[int] | None = spec(
         "[first, last]: every other port that Ray listens on, for a firewall; null: any", ge=1024, le=65535
     )
@@ -96,6 +97,7 @@ class KubernetesCluster:
     service_account: str | None = spec("service account of the pods; null: none, and no token of one")
     image_pull_secrets: list[str] = spec("names of Secrets that open the image's registry")
     env_secrets: list[str] = spec("names of Secrets whose keys become environment variables of every pod")
+    storage: str = spec("folder in the pods for runs, best of a volume claim; ~/ is the home there")
     volume_claims: list[str] = spec("[claim:/path]: volume claims and where every pod sees them")
     node_selector: list[str] = spec("[label=value]: labels that nodes must have")
     tolerations: list[str] = spec("[key=value:Effect]: taints that pods put up with, as kubectl writes them")

@@ -108,11 +108,16 @@ class Host:
             raise HostError(reply["error"])
         return reply
 
-    def follow(self, program: str, request: dict[str, Any]) -> "subprocess.Popen[str]":
-        """The program with its output on ours, line by line, until it or this process ends."""
-        environment = self._environment()
+    def follow(self, program: str, request: dict[str, Any], stdout: int | None = None) -> "subprocess.Popen[str]":
+        """The program with its output on ours, or a pipe, line by line, until it or this process ends."""
         process = subprocess.Popen(
-            self.command(), stdin=subprocess.PIPE, start_new_session=True, text=True, env=environment
+            self.command(),
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=None if stdout is None else subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            env=self._environment(),
         )
         assert process.stdin
         process.stdin.write(script(program, request, answer=False))

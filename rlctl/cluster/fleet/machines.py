@@ -26,6 +26,7 @@ class Machines:
         if isinstance(config, SshCluster):
             state.python, state.ssh_options = config.python, config.ssh_options
             state.connect_timeout_s = config.connect_timeout_s
+            state.storage = config.storage.rstrip("/")
         state.environment = driver_environment(is_loopback(spots[0].address))
         state.nodes = [
             Node(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)

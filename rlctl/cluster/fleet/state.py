@@ -56,9 +56,9 @@ class State:
     """A cluster that stands, or is being started (`phase`). address: of the head, host:port, empty until it is up.
 
     dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
-    ssh_options, connect_timeout_s, setup: as in the config. environment: what a driver needs beside address and token.
-    job, job_name: in Slurm, job empty until it is submitted. shared: the folder that all its nodes see.
-    context, namespace: in Kubernetes, empty for kubectl's own.
+    ssh_options, connect_timeout_s, setup, storage: as in the config; without storage its files are this machine's.
+    environment: what a driver needs beside address and token. job, job_name: in Slurm, job empty until it is submitted.
+    shared: the folder that all its nodes see. context, namespace: in Kubernetes, empty for kubectl's own.
     """
 
     name: str
@@ -72,6 +72,7 @@ class State:
     connect_timeout_s: int = 0
     address: str = ""
     dashboard: int = 0
+    storage: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     job: str = ""
     job_name: str = ""

@@ -3,8 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlctl.cluster.fleet.hosts import Asking, Host
 from rlctl.cluster.fleet.launchers import launcher_of
 from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, known_clusters
+
+_RUNS_S = 40.0
 
 
 @dataclass
@@ -34,10 +37,14 @@ class NodeSeen:
 
 @dataclass
 class Seen:
-    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each."""
+    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each.
+
+    runs: that work on it now, as `jobs/head.py` tells of them.
+    """
 
     nodes: list[NodeSeen]
     warnings: list[str]
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def head_alive(self) -> bool:
@@ -52,8 +59,22 @@ class Seen:
 
 
 def look(store: Store, state: State) -> Seen:
-    """The cluster now. Raises ClusterError where the token is not the cluster's."""
-    return launcher_of(state.kind).look(store, state)
+    """The cluster now, and what runs on it. Raises ClusterError where the token is not the cluster's."""
+    asking = Asking(_about_runs(state), _RUNS_S)
+    try:
+        seen = launcher_of(state.kind).look(store, state)
+        # Not to know what runs is no reason not to tell of the rest.
+        seen.runs = [run for _, told in asking.answers() if isinstance(told, dict) for run in told["runs"]]
+    finally:
+        asking.cancel()
+    return seen
+
+
+def _about_runs(state: State) -> "list[tuple[Host, str, dict[str, Any]]]":
+    if not state.dashboard:
+        return []
+    request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
+    return [(state.host_of(state.head), "job", request)]
 
 
 def open_ports(seen: Seen) -> list[str]:
@@ -95,6 +116,7 @@ def as_dict(state: State, seen: Seen) -> dict[str, Any]:
         "dashboard_port": state.dashboard or None,
         "created": state.created,
         "warnings": seen.warnings,
+        "runs": seen.runs,
         "nodes": nodes,
     }
 

@@ -24,6 +24,7 @@ class Kubernetes:
     def prepare(self, config: KubernetesCluster, store: Store, say: Say) -> Prepared:
         state = State(store.name, config.kind, "starting", config.python, "", False, time.time())
         state.context, state.namespace = config.context or "", config.namespace or ""
+        state.storage = config.storage.rstrip("/")
         state.nodes = [Node("head", "", "", True, "")]
         kubectl, manifest = _kubectl(state), as_yaml(ray_cluster(config))
         say("doing", "asking Kubernetes")
