@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,15 @@ from rlctl.cluster.fleet.state import Node, State
 from tests.system.clusters import Clusters, gone
 from tests.system.slurm_lab import SlurmLab, why_not
 
+PROGRAM = """
+import os
+os.environ.update({environment})
+import ray
+ray.init(address="{address}", log_to_driver=False)
+names = {{node["NodeID"]: node["NodeName"] for node in ray.nodes()}}
+where = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(lambda: ray.get_runtime_context().get_node_id())
+print(*sorted({{names[found] for found in ray.get([where.remote() for _ in range(8)])}}))
+"""
 SMALL = ["num_cpus=1", "object_store_mib=100", "min_disk_gib=1"]
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -39,6 +49,16 @@ def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
     yield clusters
     clusters.clean()
     assert lab.jobs() == []
+
+
+def works_on(state: State) -> list[str]:
+    """Where a Ray program finds nodes that run what it sends, being itself on the head."""
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{state.head.folder}/token"}
+    program = PROGRAM.format(environment=environment, address=state.address)
+    command = state.host_of(state.head).command()
+    done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 def folders_of(state: dict[str, list[dict[str, str]]]) -> list[str]:
@@ -82,6 +102,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     known = State(**{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes)
     facts = known.host_of(nodes[1]).run("look", {key: state["nodes"][1][key] for key in LOOK}, 60)
     assert facts["alive"]
+    assert works_on(known) == ["n1", "n2"]
 
     # A node that is not the head may go; then the job is ended by somebody else.
     psutil.Process(state["nodes"][1]["pid"]).kill()
