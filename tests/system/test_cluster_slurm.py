@@ -20,10 +20,12 @@ PROGRAM = """
 import os
 os.environ.update({environment})
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
 ray.init(address="{address}", log_to_driver=False)
 names = {{node["NodeID"]: node["NodeName"] for node in ray.nodes()}}
-where = ray.remote(num_cpus=1, scheduling_strategy="SPREAD")(lambda: ray.get_runtime_context().get_node_id())
-print(*sorted({{names[found] for found in ray.get([where.remote() for _ in range(8)])}}))
+where = ray.remote(num_cpus=1)(lambda: ray.get_runtime_context().get_node_id())
+sent = [where.options(scheduling_strategy=On(node, soft=False)).remote() for node in names]
+print(*sorted(names[found] for found in ray.get(sent)))
 """
 SMALL = ["num_cpus=1", "object_store_mib=100", "min_disk_gib=1"]
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -52,7 +54,7 @@ def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
 
 
 def works_on(state: State) -> list[str]:
-    """Where a Ray program finds nodes that run what it sends, being itself on the head."""
+    """The nodes that run what a Ray program sends them, being itself on the head."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{state.head.folder}/token"}
     program = PROGRAM.format(environment=environment, address=state.address)
     command = state.host_of(state.head).command()
