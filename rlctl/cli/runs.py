@@ -136,7 +136,7 @@ def _bring_up_to_date(folder: Path) -> None:
     from rlctl.cluster.jobs.following import bring_up_to_date
     from rlctl.telemetry.state import read_state
 
-    if read_state(folder).status in ("new", "running"):
+    if read_state(folder).status in ("new", "running", "died"):
         bring_up_to_date(folder)
 
 

@@ -100,4 +100,6 @@ def _begun(run: Path) -> float:
 
 
 def _later(run: Path) -> str:
-    return f"watch: rlctl runs dash {run}, stop: rlctl runs stop {run}"
+    from rlctl.config.tree import show_path
+
+    return f"watch: rlctl runs dash {show_path(run)}, stop: rlctl runs stop {show_path(run)}"

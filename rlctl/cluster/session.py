@@ -71,6 +71,9 @@ class Session:
     @contextlib.contextmanager
     def starting(self, what: str) -> Iterator[None]:
         """Announce a part of the start-up and how long it took."""
+        if self.interrupts.asked:
+            # Nothing is done yet that could be saved.
+            raise KeyboardInterrupt
         self.events.emit("startup", what=what)
         begin = time.perf_counter()
         yield
