@@ -12,6 +12,14 @@ _MIN_STORE = 75 << 20
 # Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
 # for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# A lost host is known after about 10 s rather than Ray's minute; a node that is busy may stand still for as long.
+_FOR_HEAD = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+# A job that is stopped saves a checkpoint first; Ray would kill it after 3 s.
+_FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 
 
@@ -46,11 +54,11 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
-    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
+    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback) | _FOR_JOBS
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
-        environment |= _metric_ports(ports)
+        environment |= _FOR_HEAD | _metric_ports(ports)
         arguments = ["--head", f"--port={config.port or '{port}'}"]
         arguments += [f"--dashboard-host={'0.0.0.0' if config.listen_on_all else LOOPBACK}"]
         arguments += [f"--dashboard-port={config.dashboard_port or '{port}'}"]

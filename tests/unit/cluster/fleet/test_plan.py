@@ -31,6 +31,14 @@ def test_a_local_cluster_is_on_loopback_alone() -> None:
     assert "--include-log-monitor=false" in other["arguments"]
 
 
+def test_a_head_misses_a_lost_host_soon_and_jobs_have_time_to_save() -> None:
+    head, other = requests("ssh", ["hosts=[h0, h1]"], ["10.0.0.1", "10.0.0.2"])
+    period, timeout = (int(head["environment"][f"RAY_health_check_{name}_ms"]) for name in ("period", "timeout"))
+    assert 8_000 <= (period + timeout) * int(head["environment"]["RAY_health_check_failure_threshold"]) <= 12_000
+    assert not any("health" in name for name in other["environment"])
+    assert [each["environment"]["RAY_JOB_STOP_WAIT_TIME_S"] for each in (head, other)] == ["600", "600"]
+
+
 def test_hosts_keep_the_dashboard_on_loopback_and_have_all_their_gpus() -> None:
     head, other = requests("ssh", ["hosts=[h0, h1]"], ["10.0.0.1", "10.0.0.2"])
     assert {"--port=6379", "--dashboard-port=8265", "--dashboard-host=127.0.0.1"} <= set(head["arguments"])
