@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.broken import BrokenValueError
-from rlctl.config.cluster_schema import CLUSTER_KINDS, METRIC_PORTS, OWN_PORTS, ClusterConfig, SshCluster
+from rlctl.config.cluster_schema import CLUSTER_KINDS, OWN_PORTS, ClusterConfig, SshCluster
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.shipped import CONFIGS, find
@@ -104,7 +104,7 @@ def _min_hosts(config: SshCluster) -> str | None:
 def _other_ports(config: SshCluster) -> str | None:
     if config.other_ports is None:
         return None
-    needed = len(OWN_PORTS) + len(METRIC_PORTS) + _WORKER_PORTS
+    needed = len(OWN_PORTS) + _WORKER_PORTS
     if len(config.other_ports) != 2 or config.other_ports[1] - config.other_ports[0] + 1 < needed:
         return f"must be [first, last] with room for {needed} ports or more, not {config.other_ports}"
     low, high = config.other_ports

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
-from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
+from rlctl.config.cluster_schema import OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
 from rlctl.workers import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
@@ -12,6 +12,13 @@ _MIN_STORE = 75 << 20
 # Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
 # for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# Ray's metrics are told to whoever asks, without the token: its nodes keep none, and the head's two servers of them,
+# which have no switch, are sent to a port that there is not.
+_NO_METRICS = {
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
 # A lost host is known after about 10 s rather than Ray's minute; a node that is busy may stand still for as long.
 _FOR_HEAD = {
     "RAY_health_check_period_ms": "1000",
@@ -54,11 +61,12 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
-    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback) | _FOR_JOBS
+    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
+    environment |= _NO_METRICS | _FOR_JOBS
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
-        environment |= _FOR_HEAD | _metric_ports(ports)
+        environment |= _FOR_HEAD
         arguments = ["--head", f"--port={config.port or '{port}'}"]
         arguments += [f"--dashboard-host={'0.0.0.0' if config.listen_on_all else LOOPBACK}"]
         arguments += [f"--dashboard-port={config.dashboard_port or '{port}'}"]
@@ -96,9 +104,4 @@ def _ports(given: list[int] | None) -> list[str]:
         return ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     low, high = given
     own = [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
-    return [*own, f"--min-worker-port={low + len(OWN_PORTS) + len(METRIC_PORTS)}", f"--max-worker-port={high}"]
-
-
-def _metric_ports(given: list[int] | None) -> dict[str, str]:
-    # Fixed otherwise, so that two heads on a machine are one too many.
-    return {name: str(given[0] + len(OWN_PORTS) + index if given else 0) for index, name in enumerate(METRIC_PORTS)}
+    return [*own, f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]
