@@ -54,6 +54,8 @@ def up(arguments: UpArguments = None) -> None:
     for warning in started.warnings:
         progress.say("warning", warning)
     what = "is up already" if started.already else "is up"
+    if started.again:
+        what = f"has {', '.join(started.again)} again"
     typer.echo(f"{started.state.name} {what}: {summary(started.state, started.seen)}")
     if started.already and overrides:
         progress.say("warning", f"overrides change nothing: rlctl cluster down {started.state.name} first")

@@ -20,6 +20,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlctl.cluster.fleet.hosts import Host, ssh_host
 
@@ -55,7 +56,8 @@ class State:
     """A cluster that stands, or is being started (`phase`). address: of the head, host:port, empty until it is up.
 
     dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
-    ssh_options, connect_timeout_s: as in the config. environment: what a driver needs beside address and token.
+    ssh_options, connect_timeout_s: as in the config. config: all of it, for nodes that are started anew.
+    environment: what a driver needs beside address and token.
     """
 
     name: str
@@ -71,6 +73,7 @@ class State:
     dashboard: int = 0
     environment: dict[str, str] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> Node:
