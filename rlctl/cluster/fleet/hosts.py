@@ -5,6 +5,7 @@ it, and what is secret in a request (the token) stands on no command line and in
 """
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _PROGRAMS = Path(__file__).parent / "on_host"
+_SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.on_host\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
 _RUN = """
 try:
@@ -23,17 +25,22 @@ except Exception as error:
     reply = {{"error": "%s: %s" % (type(error).__name__, error)}}
 print({mark!r} + json.dumps(reply), flush=True)
 """
-# What ssh says, and what a person does about it.
+# What ssh says, and what a person does about it; of several that it says, the first here.
 _SSH_SAYS = {
     "Permission denied": "key not accepted: try `ssh {host}` by hand, add your key with ssh-copy-id or ssh-add",
+    "IDENTIFICATION HAS CHANGED": "host key changed: if that is right, ssh-keygen -R its name; ssh says more by hand",
     "Host key verification failed": "host key not known: run `ssh {host}` once by hand and accept it",
-    "IDENTIFICATION HAS CHANGED": "host key changed: see ssh's warning with `ssh {host}`",
     "Could not resolve": "no such host: check the name, or add it to ~/.ssh/config",
     "Connection refused": "nothing answers at its ssh port: is sshd running there?",
     "timed out": "not reachable within the time for connecting",
     "No route to host": "not reachable: no route to it",
     "Network is unreachable": "not reachable: the network is down",
+    "kex_exchange_identification": "its sshd took no more connections (MaxStartups): try again, or raise it there",
+    "not responding": "the connection broke off: it no longer answers",
+    "Connection reset": "the connection broke off: see `ssh {host}`",
+    "Broken pipe": "the connection broke off: see `ssh {host}`",
     "Connection closed": "closed the connection: see `ssh {host}`",
+    "closed by remote host": "closed the connection: see `ssh {host}`",
 }
 
 
@@ -67,15 +74,11 @@ class Host:
     ) -> dict[str, Any]:
         """The answer of on_host/PROGRAM.py's run(request). Raises HostError. running: holds the process meanwhile."""
         # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
-        process = subprocess.Popen(
-            self.command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        try:
+            process = subprocess.Popen(self.command(), **pipes, start_new_session=True, text=True, errors="replace")
+        except FileNotFoundError as error:
+            raise HostError(f"{error.filename} is not installed on this machine") from None
         held = running if running is not None else set()
         held.add(process)
         try:
@@ -122,11 +125,15 @@ def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str])
 
 
 def script(program: str, request: dict[str, Any], answer: bool = True) -> str:
-    """The whole program as it goes through the standard input."""
-    source = (_PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
+    """The whole program as it goes through the standard input: what it imports of its folder stands in it."""
+    source = _SHARED.sub(lambda found: _source(found[1]), _source(program))
     if not answer:
         return f"{source}\nrun(json.loads({json.dumps(request)!r}))\n"
     return source + _RUN.format(request=json.dumps(request), mark=_MARK)
+
+
+def _source(program: str) -> str:
+    return (_PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
 
 
 class Asking:

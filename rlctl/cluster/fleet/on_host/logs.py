@@ -5,6 +5,7 @@ request: folder (of a live node), keep (where logs were kept; null as in `stop.p
 
 import json  # noqa: F401  (used by what is put behind this program)
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -61,5 +62,7 @@ def paths(folders: "list[str]") -> "list[str]":
 def say(node: str, path: str, lines: "list[str]") -> None:
     name = os.path.basename(path)
     for line in lines:
+        # Ray colours some lines whether anybody sees it or not.
+        line = re.sub("\x1b\\[[0-9;]*m", "", line)
         sys.stdout.write(f"{node} {name} | {line}\n")
     sys.stdout.flush()

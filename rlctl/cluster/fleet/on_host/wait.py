@@ -11,6 +11,8 @@ import socket
 import time
 from typing import Any
 
+from rlctl.cluster.fleet.on_host.shared import lives
+
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     parent, end = os.getppid(), time.monotonic() + request["deadline_s"]
@@ -34,17 +36,6 @@ def waits_for(port: Any, request: dict[str, Any], end: float) -> bool:
         except OSError:
             time.sleep(0.3)
     return False
-
-
-def lives(request: dict[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(request["pid"])
-        same = abs(process.create_time() - request["create_time"]) < 1
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def reason(text: str) -> str:
