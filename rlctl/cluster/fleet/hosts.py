@@ -73,12 +73,7 @@ class Host:
         running: "set[subprocess.Popen[str]] | None" = None,
     ) -> dict[str, Any]:
         """The answer of on_host/PROGRAM.py's run(request). Raises HostError. running: holds the process meanwhile."""
-        # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        try:
-            process = subprocess.Popen(self.command(), **pipes, start_new_session=True, text=True, errors="replace")
-        except FileNotFoundError as error:
-            raise HostError(f"{error.filename} is not installed on this machine") from None
+        process = self._started()
         held = running if running is not None else set()
         held.add(process)
         try:
@@ -104,6 +99,21 @@ class Host:
         process.stdin.write(script(program, request, answer=False))
         process.stdin.close()
         return process
+
+    def _started(self) -> "subprocess.Popen[str]":
+        try:
+            # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
+            return subprocess.Popen(
+                self.command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+            )
+        except FileNotFoundError as error:
+            raise HostError(f"{error.filename} is not installed on this machine") from None
 
     def _why(self, errors: str, code: int) -> str:
         if self.ssh is not None and code == 255:
