@@ -27,6 +27,8 @@ _FOR_HEAD = {
 }
 # A job that is stopped saves a checkpoint first; Ray would kill it after 3 s.
 _FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
+# Ray's processes write how they feel every minute, and a person who follows the logs sees nothing else.
+_NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 
 
@@ -62,7 +64,7 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
     environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
-    environment |= _NO_METRICS | _FOR_JOBS
+    environment |= _NO_METRICS | _NO_STATISTICS | _FOR_JOBS
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:

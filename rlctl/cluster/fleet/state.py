@@ -145,6 +145,12 @@ class Store:
         if _digest(token.strip()) != state.token_sha256:
             raise ClusterError(f"wrong token: {self.token_path} is not what {self.name} was started with; {mend}")
 
+    def keep_logs_of(self, names: list[str]) -> None:
+        """What other nodes left, of an earlier cluster of this name, explains nothing any more."""
+        for path in self.logs.iterdir() if self.logs.is_dir() else ():
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
     def clear(self) -> None:
         """Nothing stands any more: all is removed but logs."""
         for path in (self._file, self._file.with_suffix(".tmp")):

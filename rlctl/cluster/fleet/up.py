@@ -81,6 +81,7 @@ def _begin(config: ClusterConfig, store: Store, say: Say) -> Started:
         Node(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)
         for index, place in enumerate(spots)
     ]
+    store.keep_logs_of([node.name for node in state.nodes])
     store.save(state)
     try:
         lacking = Starter(config, store, state, spots, token, say).start()

@@ -7,11 +7,14 @@ request: folder, pid, create_time, port (of the dashboard to wait for, or null),
 import json  # noqa: F401  (used by what is put behind this program)
 import os
 import re
+import shutil
 import socket
 import time
 from typing import Any
 
 from rlctl.cluster.fleet.on_host.shared import lives
+
+LEAST_DISK = 1 << 20
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -24,8 +27,16 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             return {"ready": True, "why": "", "dashboard": waits_for(request["port"], request, end)}
         if not lives(request):
             return {"ready": False, "why": reason(text), "dashboard": False}
+        # Ray's processes say nothing of it: they wait for each other until the deadline.
+        if shutil.disk_usage(request["folder"]).free < LEAST_DISK:
+            root = os.path.dirname(request["folder"])
+            return {"ready": False, "why": f"disk full: nothing left for Ray's files in {root}", "dashboard": False}
         time.sleep(0.2)
-    return {"ready": False, "why": "not up within {:g} s".format(request["deadline_s"]), "dashboard": False}
+    return {
+        "ready": False,
+        "why": "not up within {:g} s (start_timeout_s)".format(request["deadline_s"]),
+        "dashboard": False,
+    }
 
 
 def waits_for(port: Any, request: dict[str, Any], end: float) -> bool:
