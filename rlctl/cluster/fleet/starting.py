@@ -117,4 +117,5 @@ class Starter:
     def _wait_request(self, node: Node) -> dict[str, object]:
         port = self._state.dashboard if node.head and self._spots[node.name].dashboard else None
         started = {"folder": node.folder, "pid": node.pid, "create_time": node.create_time}
-        return {**started, "port": port, "deadline_s": self._config.start_timeout_s}
+        head = None if node.head else [self._state.head.address, int(self._state.address.rpartition(":")[2])]
+        return {**started, "port": port, "head": head, "deadline_s": self._config.start_timeout_s}
