@@ -40,7 +40,7 @@ _WATCH_S = 3.0
     )
 )
 def up(arguments: UpArguments = None) -> None:
-    """Start a cluster, or say that it is up. What cannot start whole is stopped again."""
+    """Start a cluster, or what is gone of one that is up. What cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
     from rlctl.cluster.fleet.status import summary
     from rlctl.config.load_cluster import load_cluster

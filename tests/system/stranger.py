@@ -6,6 +6,7 @@ its environment at import.
 """
 
 import asyncio
+import http.client
 import json
 import os
 import re
@@ -79,7 +80,7 @@ def browsed(address: str, port: int) -> dict[str, str]:
                 found[page] = str(answer.status)
         except urllib.error.HTTPError as error:
             found[page] = str(error.code)
-        except (OSError, ValueError, __import__("http.client").client.HTTPException):
+        except (OSError, ValueError, http.client.HTTPException):
             continue
     return found
 

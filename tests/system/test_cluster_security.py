@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,7 +71,7 @@ def clusters(hosts: SshHosts, tmp_path: Path) -> Iterator[Clusters]:
 
 
 def brought_up(clusters: Clusters, hosts: SshHosts, *more: str) -> str:
-    """A cluster of the first host alone; what `up` said beside the result."""
+    """A cluster of the first host alone; the lines that `up` said on the way."""
     overrides = [f"python={sys.executable}", f"ssh_options=[-F, {hosts.config}]", "object_store_mib=100", "num_cpus=1"]
     _, err = clusters.run("up", "ssh", f"hosts=[{hosts.names[0]}]", *overrides, *more, within_s=500)
     return err
@@ -112,17 +115,23 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     assert on_host(clusters, hosts, 0, "-c", ACTOR, head, **token) == "here\n"
 
     found, shown = seen_by_a_stranger(clusters, hosts, tmp_path), listed(clusters)
-    print(json.dumps({port: shown.get(port) for port in found["ports"]}, indent=1), json.dumps(found, indent=1))
     assert set(found["ports"]) - {SSH_PORT} <= shown.keys()
     assert {6379} <= set(found["ports"])
     assert not {DASHBOARD, CLIENT_SERVER} & set(found["ports"])
     assert any(process.startswith("ray::Stays") for process in shown.values())
 
+    assert [port for port, each in found["answers"].items() if not each and int(port) != SSH_PORT] == []
     answers = {(port, what): code for port, each in found["answers"].items() for what, code in each.items()}
     assert {each for each in answers.items() if each[1] not in ("UNAUTHENTICATED", "401")} == set()
-    # Not for want of asking: the head, the raylet, the worker and the agent each have refused something.
+    # Not for want of asking: the head, the raylet with its store, the worker and the agent each have refused something.
     asked = {what.rpartition("/")[0] for port, what in answers}
-    services = ("NodeInfoGcsService", "NodeManagerService", "CoreWorkerService", "ReporterService")
+    services = (
+        "NodeInfoGcsService",
+        "NodeManagerService",
+        "CoreWorkerService",
+        "ReporterService",
+        "ObjectManagerService",
+    )
     assert {f"/ray.rpc.{service}" for service in services} <= asked
     assert found["wrong_token"]["error"] == "AuthenticationError"
     assert found["wrong_token"]["seconds"] < 2
@@ -131,5 +140,42 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     assert "refused: " in on_host(clusters, hosts, 1, "-c", DRIVER, head, **home)
     dashboard = f"http://{hosts.addresses[0]}:{DASHBOARD}"
     assert "refused: Failed to connect" in on_host(clusters, hosts, 1, "-c", JOB, dashboard, **home)
+
     # Through the tunnel that `status` prints it is there, for who has the token.
-    clusters.run("down")
+    said = " ".join(clusters.run("status")[0].split())
+    command = said.partition("dashboard: ")[2].split()
+    assert command[:2] == ["ssh", "-N"]
+    tunnel = subprocess.Popen([*command[: command.index(hosts.names[0]) + 1], "-o", "ExitOnForwardFailure=yes"])
+    try:
+        assert answer_of(f"http://127.0.0.1:{DASHBOARD}/api/jobs/", "") == 401
+        secret = (clusters.folder("ssh") / "token").read_text()
+        assert answer_of(f"http://127.0.0.1:{DASHBOARD}/api/jobs/", secret) == 200
+    finally:
+        tunnel.terminate()
+        tunnel.wait()
+
+
+def test_listening_on_all_interfaces_is_asked_for_and_warned_of(clusters: Clusters, hosts: SshHosts) -> None:
+    warning = "listens on all interfaces (listen_on_all): only the token keeps others out"
+    assert f"warning {warning}" in brought_up(clusters, hosts, "listen_on_all=true")
+    assert warning in " ".join(clusters.run("status")[0].split())
+    assert DASHBOARD in listed(clusters)
+    dashboard = f"http://{hosts.addresses[0]}:{DASHBOARD}"
+    assert answer_of(f"{dashboard}/api/jobs/", "") == 401
+    assert answer_of(f"{dashboard}/api/jobs/", "0" * 64) == 403
+    assert answer_of(f"{dashboard}/api/jobs/", (clusters.folder("ssh") / "token").read_text()) == 200
+
+
+def answer_of(url: str, token: str) -> int:
+    """The status of a page, which may not be there yet."""
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"} if token else {})
+    end = time.monotonic() + 60
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            assert time.monotonic() < end, f"{url} does not answer"
+            time.sleep(0.2)

@@ -97,7 +97,7 @@ def _warnings(state: State, seen: list[NodeSeen], said: Any) -> list[str]:
     if state.head.name in gone:
         found.append(f"head gone: killed, or the machine was restarted; clear up: rlctl cluster down {state.name}")
     elif gone:
-        found.append(f"gone: {', '.join(gone)}; start anew, beside the rest: rlctl cluster up")
+        found.append(f"gone: {', '.join(gone)}; start anew, beside the rest, by the same rlctl cluster up")
     elif isinstance(said, HostError):
         found.append(f"Ray at {state.address} does not answer: {said}")
     found += warnings({each.node.name: each.facts for each in seen if each.facts})
