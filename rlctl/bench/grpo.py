@@ -48,13 +48,13 @@ class GrpoBench:
     def overrides(self, mode: str) -> list[str]:
         """What makes a run one of the four."""
         apart = [f"trainer.num_ranks={self.trainers}", f"generation.num_engines={max(1, self.gpus - self.trainers)}"]
-        own = [*apart, "generation.colocated=false", "async.enabled=true"]
+        own = [*apart, "placement.colocated=false", "async.enabled=true"]
         return {
             "sync, colocated": [
                 f"trainer.num_ranks={max(1, self.gpus)}",
                 f"generation.num_engines={max(1, self.gpus)}",
             ],
-            "sync, apart": [*apart, "generation.colocated=false"],
+            "sync, apart": [*apart, "placement.colocated=false"],
             "async, drained": [*own, "async.in_flight_weight_updates=false"],
             "async, in flight": [*own, f"async.max_trajectory_age_steps={self.age}"],
         }[mode]

@@ -100,7 +100,8 @@ def _start_trainers(bench: RefitBench, model: Path) -> WorkerGroup:
     for rank in range(len(places)):
         device = "cpu" if bench.cpu else "cuda:0"
         make = BenchTrainerSpec(str(model), rank, len(places), device, bench.master, init_method)
-        env = trainer_environment(bench.placement, rank, max(1, (os.cpu_count() or 1) // len(places)))
+        devices = [str(index) for index in places[rank].devices]
+        env = trainer_environment(devices, max(1, (os.cpu_count() or 1) // len(places)))
         specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{bench.logs}/trainer-{rank}.log", threads=2))
     return WorkerGroup(specs, _DEADLINE_S)
 
@@ -127,7 +128,8 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         recompute_kv_cache=False,
         forced_lengths=None,
     )
-    env = environment(bench.placement.device, bench.placement.engines[index])
+    devices = [str(device) for device in bench.placement.engines[index].devices]
+    env = environment(bench.placement.device, devices)
     return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
 
 

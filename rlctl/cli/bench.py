@@ -127,16 +127,16 @@ def _checked(
 
 
 def _placement(gpus: int, sizes: dict[str, int], colocated: bool, problems: list[Problem]) -> Placement:
-    from rlctl.cluster.placement import place
+    from rlctl.cluster.placement import Pools, place, this_machine
 
     if not gpus and sizes["tensor_parallel"] > 1:
         problems.append(Problem("--tensor-parallel", "", "on CPU an engine is one process: allowed is 1"))
     shape = (sizes["trainers"], sizes["generators"], sizes["tensor_parallel"])
     try:
-        return place(gpus, *shape, colocated or gpus == 1)
+        return place(this_machine(gpus), Pools(*shape, colocated or gpus == 1))
     except ValueError as error:
         problems.append(Problem("--trainers, --generators, --tensor-parallel", "", str(error)))
-        return place(0, *shape, colocated)
+        return place(this_machine(0), Pools(*shape, colocated))
 
 
 def _usual(placement: Placement, sizes: dict[str, int]) -> str:

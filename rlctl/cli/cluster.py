@@ -1,28 +1,26 @@
-"""`rlctl cluster`: starts, shows and stops Ray clusters, on this machine or over ssh."""
+"""`rlctl cluster`: starts, shows and stops Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes."""
 
 import json
 import shlex
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlctl.cli.arguments import split
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, OK, console, examples
+from rlctl.cli.explained import explained
+from rlctl.cli.output import FAILED, OK, console, examples
 
 if TYPE_CHECKING:
     from rlctl.cluster.fleet.state import State, Store
 
-app = typer.Typer(help="Ray clusters: this machine, or hosts over ssh.", no_args_is_help=True)
+app = typer.Typer(help="Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes.", no_args_is_help=True)
 
 UpArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CLUSTER | KEY=VALUE",
-        help="local, ssh or a YAML file, then overrides such as nodes=2 or 'hosts=\\[gpu1, gpu2]'.",
+        help="local, ssh, slurm, kubernetes or a YAML file, then overrides such as nodes=2 or 'hosts=\\[gpu1, gpu2]'.",
         show_default=False,
     ),
 ]
@@ -36,10 +34,14 @@ _WATCH_S = 3.0
         "rlctl cluster up                          this machine",
         "rlctl cluster up local nodes=3            three Ray nodes on it, to try things",
         "rlctl cluster up ssh 'hosts=[gpu1, gpu2]' the first host is the head",
+        "rlctl cluster up slurm nodes=2 gpus_per_node=8 time=4:00:00",
         "rlctl cluster up my-cluster.yaml          yours, with `defaults: cluster/ssh.yaml`",
     )
 )
-def up(arguments: UpArguments = None) -> None:
+def up(
+    arguments: UpArguments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and no more.")] = False,
+) -> None:
     """Start a cluster, or what is gone of one that is up. What cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
     from rlctl.cluster.fleet.status import summary
@@ -47,7 +49,13 @@ def up(arguments: UpArguments = None) -> None:
 
     cluster, overrides = split(arguments)
     config = load_cluster(cluster or "local", overrides)
-    with _explained(), Progress() as progress:
+    if dry_run:
+        with explained():
+            from rlctl.cluster.fleet.up import shown
+
+            typer.echo(shown(config), nl=False)
+        return
+    with explained(), Progress() as progress:
         from rlctl.cluster.fleet.up import bring_up
 
         started = bring_up(config, progress.say)
@@ -69,7 +77,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Nodes, what they have and have free, what listens, what is wrong. Exit code 1 unless it is up."""
-    with _explained():
+    with explained():
         from rlctl.cli.cluster_view import render
         from rlctl.cluster.fleet.status import as_dict, look
 
@@ -97,7 +105,7 @@ def down(
     """Stop a cluster: no process and no file stays, but logs."""
     from rlctl.cli.cluster_view import Progress
 
-    with _explained(), Progress() as progress:
+    with explained(), Progress() as progress:
         from rlctl.cluster.fleet.down import take_down
 
         state = take_down(name or _only(), progress.say, forget)
@@ -111,8 +119,8 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
 ) -> None:
-    """What Ray's processes and workers wrote; of a stopped local cluster, what they left."""
-    with _explained():
+    """What Ray's processes and workers wrote; of a stopped cluster, what they left here."""
+    with explained():
         from rlctl.cluster.fleet.logs import show_logs
 
         code = show_logs(name or _only(or_any=True), node, follow, lines)
@@ -124,7 +132,7 @@ def list_(as_json: AsJson = False) -> None:
     """All clusters with their state."""
     from rlctl.cli.cluster_view import clusters_table
 
-    with _explained():
+    with explained():
         from rlctl.cluster.fleet.status import all_clusters
 
         entries = all_clusters()
@@ -139,12 +147,11 @@ def list_(as_json: AsJson = False) -> None:
 @app.command(epilog=examples('eval "$(rlctl cluster env)"'))
 def env(name: Name = "") -> None:
     """Lines for a shell, so that Ray programs started there find a cluster and its token."""
-    with _explained():
-        from rlctl.cluster.fleet.status import environment
+    with explained():
+        from rlctl.cluster.fleet.launchers import launcher_of
 
         store, state = _find(name)
-        store.check_token(state)
-        for key, value in environment(store, state).items():
+        for key, value in launcher_of(state.kind).environment(store, state).items():
             typer.echo(f"export {key}={shlex.quote(value)}")
 
 
@@ -169,18 +176,3 @@ def _only(or_any: bool = False) -> str:
     if names:
         raise NoSuchCluster(f"which one? there are {', '.join(names)}")
     raise NoSuchCluster("no cluster is up; start one with: rlctl cluster up")
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Ends a command in one line and the right exit code."""
-    from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster
-
-    try:
-        yield
-    except ClusterError as error:
-        sys.stdout.flush()
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT if isinstance(error, NoSuchCluster) else FAILED) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None

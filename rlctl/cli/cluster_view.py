@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.cli.output import console
 from rlctl.cluster.fleet.judge import GIB
+from rlctl.cluster.fleet.launchers import launcher_of
 from rlctl.cluster.fleet.state import State
 from rlctl.cluster.fleet.status import NodeSeen, Seen, open_ports, summary
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _SIGNS = {"ok": ("ok", "green"), "bad": ("failed", "bold red"), "warning": ("warning", "yellow")}
-_COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow"}
+_COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow", "waiting": "yellow"}
 
 
 class Progress:
@@ -56,26 +57,16 @@ class Progress:
 def next_steps(state: State) -> str:
     """What to type next, aligned."""
     steps = [(f"rlctl cluster status {state.name}", "what it has and has free")]
-    if state.kind == "ssh" and state.dashboard:
-        steps.append((tunnel(state), f"the dashboard, at http://127.0.0.1:{state.dashboard}"))
-    elif state.dashboard:
-        steps.append((f"open http://127.0.0.1:{state.dashboard}", "the dashboard; it asks for the token"))
-    if state.kind == "local" or state.dashboard:
+    dashboard = launcher_of(state.kind).dashboard(state)
+    if dashboard:
+        steps.append(dashboard)
+    if dashboard or not state.head.host:
         steps.append((f'eval "$(rlctl cluster env {state.name})"', "Ray programs in this shell use it"))
     steps.append((f"rlctl cluster down {state.name}", "stop it"))
     width = max(len(command) for command, _ in steps)
     if width > 44:
         return "\n".join(f"  {command}\n      {what}" for command, what in steps)
     return "\n".join(f"  {command:{width}}   {what}" for command, what in steps)
-
-
-def tunnel(state: State) -> str:
-    """The command that brings an ssh cluster's dashboard to this machine's loopback."""
-    import shlex
-
-    return (
-        f"ssh -N -L {state.dashboard}:127.0.0.1:{state.dashboard} {shlex.join([*state.ssh_options, state.head.host])}"
-    )
 
 
 def render(state: State, seen: Seen) -> "RenderableType":
@@ -92,13 +83,34 @@ def render(state: State, seen: Seen) -> "RenderableType":
             Text("other machines can reach, with the token:", style="bold"),
             *(Text(f"  {line}") for line in ports),
         ]
-    elif seen.head_alive:
+    elif seen.head_alive and seen.nodes[0].facts:
         parts += [Text(""), Text("everything listens on loopback alone", style="dim")]
-    if state.kind == "ssh" and state.dashboard and seen.head_alive:
-        parts += [Text(""), Text.assemble(("dashboard: ", "bold"), tunnel(state))]
+    dashboard = launcher_of(state.kind).dashboard(state)
+    if state.head.host and dashboard and seen.head_alive:
+        parts += [Text(""), Text.assemble(("dashboard: ", "bold"), dashboard[0])]
+    if seen.runs:
+        parts += [Text(""), runs_table(seen.runs)]
     for warning in seen.warnings:
         parts.append(Text.assemble(("warning: ", "yellow"), warning))
     return Group(*parts)
+
+
+def runs_table(runs: list[dict[str, Any]]) -> "Table":
+    """What works on a cluster: a row a run."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rlctl.telemetry.formats import number
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for title in ("status", "step", "tok/s/device"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in runs:
+        step = f"{run['step']}/{run['num_steps']}" if run.get("num_steps") else "–"
+        status = run.get("status", "starting")
+        table.add_row(Text(run["name"]), "starting" if status == "new" else status, step, number(run.get("throughput")))
+    return table
 
 
 def clusters_table(entries: list[dict[str, Any]]) -> "Table":

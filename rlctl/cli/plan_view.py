@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlctl.cluster.placement import Placement
 from rlctl.config.memory import Memory
 from rlctl.config.plan import Batch, Plan, Schedule
 from rlctl.config.residency import STATES
@@ -52,16 +53,31 @@ def _where(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("layout", str(plan.layout)))
     if plan.placement is None:
         return [*rows, ("devices", f"[red]{plan.misplaced}[/red]")]
+    if len(plan.placement.nodes) > 1 or plan.placement.nodes[0]:
+        return [*rows, *_on_nodes(plan.placement)]
     if plan.placement.device == "cpu":
         ranks, engines = len(plan.placement.trainers), len(plan.placement.engines)
         share = f"{_count(ranks, 'trainer rank')}" + (
             f" and {_count(engines, 'engine')} share the cores" * bool(engines)
         )
         return [*rows, ("CPU", share)]
-    rows += [(f"rank {i}", f"GPU {devices[0]}") for i, devices in enumerate(plan.placement.trainers)]
+    rows += [(f"rank {i}", f"GPU {seat.devices[0]}") for i, seat in enumerate(plan.placement.trainers)]
     shared = ", shared with the trainer" if plan.placement.shared else ""
-    for i, devices in enumerate(plan.placement.engines):
-        rows.append((f"engine {i}", f"GPU {', '.join(map(str, devices))}{shared}"))
+    for i, seat in enumerate(plan.placement.engines):
+        rows.append((f"engine {i}", f"GPU {', '.join(map(str, seat.devices))}{shared}"))
+    return rows
+
+
+def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
+    """A row a node in use: who stands there, and what is reserved for them."""
+    rows = []
+    for node in placement.used:
+        ranks = [str(i) for i, seat in enumerate(placement.trainers) if seat.node == node]
+        engines = [str(i) for i, seat in enumerate(placement.engines) if seat.node == node]
+        who = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
+        gpus = placement.gpus_on(node)
+        amount = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{placement.cpus_on(node):g} CPUs"
+        rows.append((placement.nodes[node], f"{amount}: {'; '.join(who)}"))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""`rlctl runs`: what was run and what runs now, from the run directories alone."""
+"""`rlctl runs`: what was run and what runs now, from the run directories; those of clusters are asked for first."""
 
 import json
 from pathlib import Path
@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlctl.cli.explained import explained
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-app = typer.Typer(help="Past and running runs: list, show, live view.", no_args_is_help=True)
+app = typer.Typer(help="Past and running runs: list, show, live view, logs, stop.", no_args_is_help=True)
 
 Run = Annotated[str, typer.Argument(help="Name of a run or its directory; the newest if left out.")]
 Root = Annotated[
@@ -23,6 +25,8 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     """A table of all runs, newest first."""
     from rlctl.telemetry.catalogue import catalogue, table
 
+    for folder in _root(root).glob("*/job.json"):
+        _bring_up_to_date(folder.parent)
     entries = catalogue(_root(root))
     if as_json:
         typer.echo(json.dumps([entry.as_dict() for entry in entries]))
@@ -39,7 +43,9 @@ def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     from rlctl.telemetry.state import read_state
     from rlctl.telemetry.summary import print_next_steps, summary_table
 
-    state = read_state(_find(run, root))
+    folder = _find(run, root)
+    _bring_up_to_date(folder)
+    state = read_state(folder)
     if as_json:
         typer.echo(json.dumps(as_dict(state)))
         return
@@ -67,18 +73,71 @@ def dash(
     from rlctl.telemetry.state import read_state
 
     folder = _find(run, root)
+    _bring_up_to_date(folder)
     state = read_state(folder)
     console = Console(width=width, height=height)
     if svg is not None:
         write_svg(state, svg, *console.size)
     elif state.status in ("new", "running") and console.is_terminal:
+        from rlctl.cluster.jobs.following import followed
+
         try:
-            with LiveDashboard(RunDir(folder), console) as live:
+            with followed(folder), LiveDashboard(RunDir(folder), console) as live:
                 live.wait()
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
     else:
         console.print(render(state, *console.size))
+
+
+@app.command(epilog="Example: rlctl runs stop grpo--tiny--1")
+def stop(run: Run = "", root: Root = None) -> None:
+    """End a running run after its step, with a checkpoint; a second time, at once."""
+    import os
+    import signal
+
+    from rlctl.cluster.jobs.following import stop_job
+    from rlctl.cluster.jobs.record import JobRecord
+    from rlctl.telemetry.state import read_state
+
+    folder = _find(run, root)
+    _bring_up_to_date(folder)
+    state, record = read_state(folder), JobRecord.read(folder)
+    if state.status not in ("new", "running"):
+        typer.echo(f"{folder.name} does not run: {state.status}")
+        return
+    with explained():
+        if record is not None:
+            stop_job(record)
+        else:
+            os.kill(int(state.start["pid"]), signal.SIGINT)
+    typer.echo(f"{folder.name} ends after its step, and is saved; watch: rlctl runs dash {folder}")
+
+
+@app.command(epilog="Example: rlctl runs logs grpo--tiny--1 --follow")
+def logs(
+    run: Run = "",
+    root: Root = None,
+    process: Annotated[str | None, typer.Option("--process", help="Of this one alone, such as trainer-0.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
+) -> None:
+    """What the run's processes wrote in its newest attempt."""
+    from rlctl.cluster.jobs.logs import show_run_logs
+
+    with explained():
+        raise typer.Exit(show_run_logs(_find(run, root), process, follow, lines))
+
+
+def _bring_up_to_date(folder: Path) -> None:
+    """Of a run that a cluster drives, what has happened since."""
+    if not (folder / "job.json").is_file():
+        return
+    from rlctl.cluster.jobs.following import bring_up_to_date
+    from rlctl.telemetry.state import read_state
+
+    if read_state(folder).status in ("new", "running", "died"):
+        bring_up_to_date(folder)
 
 
 def _print(table: "RenderableType") -> "Console":

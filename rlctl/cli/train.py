@@ -8,6 +8,7 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report
+from rlctl.cli.train_there import There, train_there
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ Resume = Annotated[
 CompiledGraph = Annotated[
     bool, typer.Option("--compiled-graph", help="Call the ranks through a Ray Compiled Graph, after a warm-up.")
 ]
+OnCluster = Annotated[
+    str | None,
+    typer.Option("--cluster", metavar="NAME", help="Run on this cluster, as a job that outlives this terminal."),
+]
+Wait = Annotated[bool, typer.Option("--wait", help="With --cluster: wait until it has room.")]
+Detach = Annotated[bool, typer.Option("--detach", help="With --cluster: do not watch the run.")]
+Env = Annotated[
+    list[str] | None,
+    typer.Option("--env", metavar="VARIABLE", help="With --cluster: a secret of this shell for the driver there."),
+]
 Probe = Annotated[bool, typer.Option("--probe", help="Compare trainer and generator after one refit, then stop.")]
 
 
@@ -34,15 +45,29 @@ Probe = Annotated[bool, typer.Option("--probe", help="Compare trainer and genera
         "rlctl train grpo my.yaml 'rewards=[{name: exact}, {name: my_rewards:brevity, weight: 0.1}]'",
         "rlctl train grpo my.yaml --dry-run",
         "rlctl train grpo --resume runs/grpo--tiny--1",
+        "rlctl train grpo my.yaml --cluster my-cluster",
     )
 )
-def grpo(arguments: Arguments = None, dry_run: DryRun = False, resume: Resume = None, probe: Probe = False) -> None:
+def grpo(
+    arguments: Arguments = None,
+    dry_run: DryRun = False,
+    resume: Resume = None,
+    probe: Probe = False,
+    cluster: OnCluster = None,
+    wait: Wait = False,
+    detach: Detach = False,
+    env: Env = None,
+) -> None:
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
-    composed = _load("grpo", arguments, resume)
+    there = There.asked(cluster, wait, detach, env, probe)
+    composed = load_run("grpo", arguments, resume, away=there is not None and there.away)
+    if there is not None:
+        raise typer.Exit(train_there(there, composed, resume, dry_run))
     _start(composed, dry_run)
+    from rlctl.cluster.ground import ThisMachine
     from rlctl.cluster.launch import run_grpo
 
-    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), resume=resume, probe_only=probe))
+    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ThisMachine(), resume, probe_only=probe))
 
 
 @app.command(
@@ -58,45 +83,47 @@ def sft(
     dry_run: DryRun = False,
     resume: Resume = None,
     compiled_graph: CompiledGraph = False,
+    cluster: OnCluster = None,
+    wait: Wait = False,
+    detach: Detach = False,
+    env: Env = None,
 ) -> None:
     """Supervised fine-tuning on chats or on prompts with answers."""
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
-    composed = _load("sft", arguments, resume)
+    there = There.asked(cluster, wait, detach, env)
+    composed = load_run("sft", arguments, resume, away=there is not None and there.away)
+    if there is not None:
+        raise typer.Exit(train_there(there, composed, resume, dry_run))
     _start(composed, dry_run)
+    from rlctl.cluster.ground import ThisMachine
     from rlctl.cluster.launch_sft import run_sft
 
-    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), resume=resume))
+    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ThisMachine(), resume))
 
 
-def _load(kind: str, arguments: list[str] | None, resume: Path | None) -> "Composed":
+def load_run(kind: str, arguments: list[str] | None, resume: Path | None, away: bool) -> "Composed":
+    """The config that a command line asks for. away: see `load`. Raises ConfigError."""
     from rlctl.config.load import load
 
     recipe, overrides = split(arguments)
     if resume is None:
-        return load(kind, recipe, overrides)
+        return load(kind, recipe, overrides, away=away)
     if recipe is not None:
         raise ConfigError([Problem(f"--resume {resume}", "", f"a run keeps its own config: leave out {recipe}")])
     if not (resume / "config.yaml").is_file():
         names = [path.parent.name for path in resume.parent.glob("*/config.yaml")]
         hint = did_you_mean(resume.name, names) or "; see `rlctl runs list`"
         raise ConfigError([Problem(f"--resume {resume}", "", f"no run there: it has no config.yaml{hint}")])
-    return load(kind, str(resume / "config.yaml"), overrides, resume=True)
+    return load(kind, str(resume / "config.yaml"), overrides, resume=True, away=away)
 
 
 def _start(composed: "Composed", dry_run: bool) -> None:
     """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
-    from rlctl.cli.plan_view import format_plan
-
     plan = _plan(composed)
     if dry_run:
-        note(composed.notes)
-        console().print(format_plan(plan))
-        _refuse(composed, plan.too_large)
-        path = _write(composed)
-        typer.echo(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}")
-        raise typer.Exit(OK)
-    _refuse(composed, plan.misplaced or plan.too_large)
+        show_plan(composed, plan)
+    refuse(composed, plan.misplaced or plan.too_large)
     note(composed.notes)
     needed = ["torch", "transformers", "ray"] + ["vllm"] * (plan.kind == "grpo")
     if absent := [name for name in needed if find_spec(name) is None]:
@@ -106,7 +133,19 @@ def _start(composed: "Composed", dry_run: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def _refuse(composed: "Composed", why: str | None) -> None:
+def show_plan(composed: "Composed", plan: "Plan", where: str = "") -> None:
+    """The end of a dry run. where: the options that say where it would run."""
+    from rlctl.cli.plan_view import format_plan
+
+    note(composed.notes)
+    console().print(format_plan(plan))
+    refuse(composed, plan.too_large)
+    path = _write(composed)
+    typer.echo(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}{where}")
+    raise typer.Exit(OK)
+
+
+def refuse(composed: "Composed", why: str | None) -> None:
     """End as bad input if there is a reason: the machine cannot do what is asked of it."""
     if why:
         key = "trainer.num_ranks"

@@ -1,18 +1,17 @@
-"""Brings a GRPO run to life on this machine: data, Ray, trainer ranks and engines come up together, then the loop."""
+"""Brings a GRPO run to life: data, Ray, trainer ranks and engines come up together, then the loop."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlctl.cluster.ground import Ground, Site
 from rlctl.cluster.model_files import ModelFiles
-from rlctl.cluster.placement import Placement, count_gpus, place
-from rlctl.cluster.reaper import Reaper
+from rlctl.cluster.placement import Placement, pools
 from rlctl.cluster.session import Session, run_session
-from rlctl.config.resolve import colocated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.data.prompts import Prompt
@@ -31,37 +30,39 @@ class Prompts:
     validation: list[Prompt]
 
 
-def run_grpo(config: RunConfig, resolved: str, resume: Path | None = None, probe_only: bool = False) -> int:
+def run_grpo(
+    config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None, probe_only: bool = False
+) -> int:
     """`rlctl train grpo`: returns the exit code."""
-    return run_session(config, resolved, resume, lambda session: _grpo(session, probe_only))
+    return run_session(config, resolved, resume, lambda session: _grpo(session, probe_only), ground)
 
 
 def _grpo(session: Session, probe_only: bool) -> None:
     config = session.config
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
-    generation = config.generation
-    shape = (generation.num_engines, generation.tensor_parallel_size, colocated(config))
-    placement = place(count_gpus(), config.trainer.num_ranks, *shape)
-    announce(session, config, config.grpo.num_steps, placement)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
-        loading = threads.submit(_load, config, files, session)
-        reaper = stack.enter_context(ray_for(session))
-        _assembled(stack, reaper, session, config, files, placement, loading, probe_only)
+        loading: list[Future[Prompts]] = []
+
+        def begin(placement: Placement) -> None:
+            announce(session, config, config.grpo.num_steps, placement)
+            loading.append(threads.submit(_load, config, files, session))
+
+        site = stack.enter_context(session.ground.site(session, pools(config), begin))
+        _assembled(stack, site, session, config, files, loading[0], probe_only)
 
 
 def _assembled(
     stack: ExitStack,
-    reaper: Reaper,
+    site: Site,
     session: Session,
     config: GrpoConfig,
     files: ModelFiles,
-    placement: Placement,
     loading: "Future[Prompts]",
     probe_only: bool,
 ) -> None:
-    from rlctl.cluster.processes import engine_spec, refit_options, start_trainers
+    from rlctl.cluster.processes import engine_seats, engine_spec, refit_options, start_trainers
     from rlctl.data.cursor import Cursor, PromptSource
     from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import Parts
@@ -73,13 +74,13 @@ def _assembled(
     from rlctl.training.client import TrainerClient
     from rlctl.training.vitals import Vitals
 
-    events, generation = session.events, config.generation
+    events, generation, placement = session.events, config.generation, site.placement
     updates = config.grpo.num_steps * config.grpo.updates_per_step
     spec = engine_spec(config, files, placement)
-    group = start_trainers(session, config, files, placement, updates, generation.temperature)
+    group = start_trainers(session, config, files, site, updates, generation.temperature)
     stack.callback(group.kill)
     pool = GeneratorPool(
-        spec, placement.engines, str(session.logs), config.run.deadline_s, generation.max_restarts, events.emit
+        spec, engine_seats(site), str(session.logs), config.run.deadline_s, generation.max_restarts, events.emit
     )
     stack.callback(pool.kill)
     prompts = loading.result()
@@ -97,8 +98,8 @@ def _assembled(
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
     with session.starting("refit"):
-        folder = stack.enter_context(reaper.folder(f"rlctl-{session.run_dir.name}-", shared_memory()))
-        refit = Refit(group, refit_options(config, placement, spec.dtype, str(folder)))
+        folder = site.folder(f"rlctl-{session.run_dir.name}-", shared_memory()) if len(placement.used) == 1 else ""
+        refit = Refit(group, refit_options(config, placement, spec.dtype, folder))
         pool.open_refit(refit)
     stack.callback(group.call, "close")
     score = GroupScorer(scorer, _decoder(prompts.tokenizer))
@@ -141,17 +142,6 @@ def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts
     if session.checkpoint:
         loop.resume(session.checkpoint)
     loop.run(session.start)
-
-
-@contextmanager
-def ray_for(session: Session) -> Iterator[Reaper]:
-    """A private Ray whose start-up is announced; yields the reaper that watches over its folders."""
-    from rlctl.cluster.local import local_ray
-
-    with ExitStack() as stack:
-        with session.starting("ray"):
-            reaper = stack.enter_context(local_ray(session.logs))
-        yield reaper
 
 
 def shared_memory() -> str | None:

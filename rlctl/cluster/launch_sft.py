@@ -1,12 +1,13 @@
-"""Brings an SFT run to life on this machine: data, Ray and trainer ranks come up together, then the loop."""
+"""Brings an SFT run to life: data, Ray and trainer ranks come up together, then the loop."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlctl.cluster.launch import announce, ray_for, training_cost
+from rlctl.cluster.ground import Ground, Site
+from rlctl.cluster.launch import announce, training_cost
 from rlctl.cluster.model_files import ModelFiles
-from rlctl.cluster.placement import Placement, count_gpus, place
+from rlctl.cluster.placement import Placement, pools
 from rlctl.cluster.session import Session, run_session
 from rlctl.config.parallel import layout
 from rlctl.config.schema import RunConfig, SftConfig
@@ -15,22 +16,25 @@ from rlctl.data.prompts import Sample
 Samples = tuple[list[Sample], list[Sample]]
 
 
-def run_sft(config: RunConfig, resolved: str, resume: Path | None = None) -> int:
+def run_sft(config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None) -> int:
     """`rlctl train sft`: returns the exit code."""
-    return run_session(config, resolved, resume, _sft)
+    return run_session(config, resolved, resume, _sft, ground)
 
 
 def _sft(session: Session) -> None:
     config = session.config
     assert isinstance(config, SftConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
-    placement = place(count_gpus(), config.trainer.num_ranks, engines=0, tensor_parallel_size=1, colocated=True)
-    announce(session, config, config.sft.num_steps, placement)
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
-        loading = threads.submit(_load, config, files, session)
-        stack.enter_context(ray_for(session))
-        _assembled(stack, session, config, files, placement, loading)
+        loading: list[Future[Samples]] = []
+
+        def begin(placement: Placement) -> None:
+            announce(session, config, config.sft.num_steps, placement)
+            loading.append(threads.submit(_load, config, files, session))
+
+        site = stack.enter_context(session.ground.site(session, pools(config), begin))
+        _assembled(stack, session, config, files, site, loading[0])
 
 
 def _assembled(
@@ -38,7 +42,7 @@ def _assembled(
     session: Session,
     config: SftConfig,
     files: ModelFiles,
-    placement: Placement,
+    site: Site,
     loading: "Future[Samples]",
 ) -> None:
     from rlctl.cluster.compiled import compile_group
@@ -48,7 +52,7 @@ def _assembled(
     from rlctl.sft.loss import NllLoss
     from rlctl.training.client import TrainerClient
 
-    group = start_trainers(session, config, files, placement, config.sft.num_steps, temperature=1.0)
+    group = start_trainers(session, config, files, site, config.sft.num_steps, temperature=1.0)
     stack.callback(group.kill)
     train, validation = loading.result()
     with session.starting("trainer"):
@@ -69,7 +73,7 @@ def _assembled(
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
     cost = training_cost(trainer.info(), files)
-    parts = SftParts(trainer, source, validation, session.keeper, placement.trainer_devices, *cost)
+    parts = SftParts(trainer, source, validation, session.keeper, site.placement.trainer_devices, *cost)
     SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
 
 

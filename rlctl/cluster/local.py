@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from rlctl.cluster.reaper import Reaper
+from rlctl.workers.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 1 << 30
 # Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.
@@ -60,7 +60,7 @@ def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
 
-    _log_to_file(logging.getLogger("ray"), logs / "ray.log")
+    log_to_file(logging.getLogger("ray"), logs / "ray.log")
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES
     try:
         with _temporary_files_in(folder):
@@ -99,7 +99,7 @@ def _token(folder: Path) -> Path:
     return path
 
 
-def _log_to_file(logger: logging.Logger, path: Path) -> None:
+def log_to_file(logger: logging.Logger, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     logger.handlers = [logging.FileHandler(path)]
     logger.propagate = False

@@ -1,20 +1,20 @@
 """From config and placement to what the processes of a run are made of."""
 
-import os
 from dataclasses import dataclass, replace
 
+from rlctl.cluster.ground import Site
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement
 from rlctl.cluster.session import Session
 from rlctl.config.resolve import shares_devices, trainer_threads
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
-from rlctl.generation.spec import EngineSpec, ForcedLengths
+from rlctl.generation.pool import EngineSeat
+from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
 from rlctl.refit.messages import Checks, Kind
 from rlctl.refit.refit import Options
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
-from rlctl.workers.ports import free_port
 
 # Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
 # 0.25.1, H200, one run); with room the same requests went through.
@@ -42,19 +42,21 @@ def start_trainers(
     session: Session,
     config: RunConfig,
     files: ModelFiles,
-    placement: Placement,
+    site: Site,
     total_updates: int,
     temperature: float,
 ) -> WorkerGroup:
     """The trainer ranks, starting."""
-    ranks, threads = config.trainer.num_ranks, trainer_threads(config, os.cpu_count() or 1)
+    placement, ranks = site.placement, config.trainer.num_ranks
     # Without engines to make room for, nothing moves for them.
     for_engines = config.trainer.offload_optimizer_for_generation and shares_devices(config)
-    init_method = f"tcp://127.0.0.1:{free_port()}"
+    init_method = f"tcp://{site.meeting_point()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
-    for rank in range(ranks):
+    for rank, seat in enumerate(placement.trainers):
+        beside = [each.node for each in placement.trainers].count(seat.node)
+        threads = trainer_threads(config, site.cores(seat), beside)
         spec = TrainerSpec(
             config=replace(config.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
             model_path=files.folder,
@@ -68,9 +70,19 @@ def start_trainers(
             seed=config.run.seed,
             profile=profile,
         )
-        env = trainer_environment(placement, rank, threads)
-        specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, f"{session.logs}/trainer-{rank}.log"))
+        env = trainer_environment(site.devices(seat), threads) | site.environment(seat)
+        log = f"{session.logs}/trainer-{rank}.log"
+        specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=site.node(seat)))
     return WorkerGroup(specs, config.run.deadline_s)
+
+
+def engine_seats(site: Site) -> list[EngineSeat]:
+    """Where each engine of the run is to stand."""
+    device = site.placement.device
+    return [
+        EngineSeat(environment(device, site.devices(seat)) | site.environment(seat), site.node(seat))
+        for seat in site.placement.engines
+    ]
 
 
 def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> EngineSpec:
@@ -125,19 +137,21 @@ def usual_transport(placement: Placement, engines: int) -> Kind:
 
     On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
     link (2 ranks to 2 engines on H200s: 62.6 ms, by broadcast 50.7), one alone does not (47.1 and 48.8 from 3 ranks).
-    Two NCCL ranks cannot share a device.
+    Two NCCL ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs.
     """
+    if len(placement.used) > 1:
+        return "broadcast"
     if placement.device == "cpu":
         return "shm"
     return "ipc" if placement.shared or engines == 1 else "broadcast"
 
 
-def trainer_environment(placement: Placement, rank: int, threads: int) -> dict[str, str]:
-    """Environment variables of a trainer rank's process."""
+def trainer_environment(devices: list[str], threads: int) -> dict[str, str]:
+    """Environment variables of a trainer rank's process. devices: its GPUs, none on a CPU."""
     # Waiting threads sleep: spinning ones take a busy machine's cores from each other (a step of 0.4 s took 2 to 3 s
     # beside other work), and cost nothing measurable on a quiet one.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
-    if placement.device == "cuda":
-        env |= {"CUDA_VISIBLE_DEVICES": ",".join(map(str, placement.trainers[rank]))}
+    if devices:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
         env |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return env

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlctl.cluster.ground import Ground
 from rlctl.cluster.interrupts import Interrupts
+from rlctl.cluster.jobs.record import JobRecord
+from rlctl.cluster.placement import PlacementError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.refit.messages import RefitError
@@ -27,11 +30,12 @@ from rlctl.telemetry.trackers import open_trackers
 from rlctl.telemetry.view import show_run
 from rlctl.training.checkpoints import Checkpoint, Checkpoints
 from rlctl.training.keeper import Keeper
-from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 
 # Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
-_BAD_INPUT = (DataError, RewardError, RunDirError)
+_BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError)
+_LONGEST_PAUSE_S = 60.0
 
 
 @dataclass
@@ -44,6 +48,8 @@ class Session:
     keeper: Keeper
     interrupts: Interrupts
     checkpoint: Checkpoint | None
+    ground: Ground
+    attempts: int = 1
 
     @property
     def start(self) -> int:
@@ -54,16 +60,29 @@ class Session:
         """Folder of this attempt's logs, one file a process."""
         return self.run_dir.logs.resolve()
 
+    def begin_again(self) -> None:
+        """Back to the newest checkpoint, as a resume would: what came after it is done once more."""
+        self.keeper = _keeper(self.config, self.run_dir, self.events, self.keeper.metrics)
+        self.checkpoint = self.keeper.checkpoints.latest()
+        self.run_dir.truncate_metrics(self.start)
+        self.run_dir.start_attempt()
+        self.attempts += 1
+
     @contextlib.contextmanager
     def starting(self, what: str) -> Iterator[None]:
         """Announce a part of the start-up and how long it took."""
+        if self.interrupts.asked:
+            # Nothing is done yet that could be saved.
+            raise KeyboardInterrupt
         self.events.emit("startup", what=what)
         begin = time.perf_counter()
         yield
         self.events.emit("startup", what=what, seconds=time.perf_counter() - begin)
 
 
-def run_session(config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None]) -> int:
+def run_session(
+    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], ground: Ground
+) -> int:
     """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
         run_dir, checkpoint = _open(config, resolved, resume)
@@ -74,17 +93,21 @@ def run_session(config: RunConfig, resolved: str, resume: Path | None, body: Cal
     shown = config.telemetry
     trackers = open_trackers(run_dir, events, asdict(config), shown.tensorboard, shown.wandb_project)
     metrics = MetricsLog(run_dir.metrics, events, trackers)
-    keeper = Keeper(run_dir, events, metrics, config.checkpoint, config.validation, shown)
+    keeper = _keeper(config, run_dir, events, metrics)
 
     def notify() -> None:
         events.emit("warning", what="Ctrl-C: finishing this step and saving; again: stop now")
 
     with show_run(run_dir, shown.dashboard, config.run.log_every), Interrupts(notify) as interrupts:
-        session = Session(config, run_dir, events, keeper, interrupts, checkpoint)
+        session = Session(config, run_dir, events, keeper, interrupts, checkpoint, ground)
         code, status, reason = _run(session, body)
         metrics.close()
         events.emit("run_ended", status=status, reason=reason, next=_next_commands(config, run_dir, status))
     return code
+
+
+def _keeper(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: MetricsLog) -> Keeper:
+    return Keeper(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
 
 
 def _open(config: RunConfig, resolved: str, resume: Path | None) -> tuple[RunDir, Checkpoint | None]:
@@ -114,7 +137,7 @@ def _refuse_if_alive(run_dir: RunDir) -> None:
 
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:
     try:
-        body(session)
+        _last(session, body)
     except _BAD_INPUT as error:
         return _failed(session, str(error), 2)
     except _EXPLAINED as error:
@@ -128,6 +151,31 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
     if session.interrupts.asked:
         return 130, "interrupted", "Ctrl-C"
     return 0, "done", ""
+
+
+def _last(session: Session, body: Callable[[Session], None]) -> None:
+    """The body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times."""
+    run = session.config.run
+    while True:
+        try:
+            return body(session)
+        except (WorkerDied, WorkerTimeout, NoEngineLeft) as error:
+            if session.attempts > run.max_restarts or session.interrupts.asked:
+                raise
+            _keep_traceback(session, error)
+            pause = min(_LONGEST_PAUSE_S, run.restart_backoff_s * 2 ** (session.attempts - 1))
+            count = f"{session.attempts} of {run.max_restarts}"
+            session.events.emit("restart", reason=_explain(error), count=count, pause_s=pause)
+        _sleep(session, pause)
+        session.begin_again()
+
+
+def _sleep(session: Session, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if session.interrupts.asked:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
 
 
 def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
@@ -148,7 +196,9 @@ def _keep_traceback(session: Session, error: BaseException) -> None:
 
 
 def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
-    resume = f"rlctl train {config.kind} --resume {shlex.quote(str(run_dir.path))}"
+    record = JobRecord.read(run_dir.path)
+    there = f" --cluster {record.cluster}" if record else ""
+    resume = f"rlctl train {config.kind} --resume {shlex.quote(str(run_dir.path))}{there}"
     if status != "done":
         return [resume, f"grep -n Error {shlex.quote(str(run_dir.logs))}/*"] if status == "failed" else [resume]
     steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps

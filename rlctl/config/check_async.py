@@ -15,9 +15,9 @@ def check_async(config: GrpoConfig) -> Found:
     rules = config.async_
     if not rules.enabled:
         return
-    if config.generation.colocated:
+    if config.placement.colocated:
         what = "async.enabled trains and generates at the same time, on devices of their own; leave it null or false"
-        yield "generation.colocated", what, ("async.enabled",)
+        yield "placement.colocated", what, ("async.enabled",)
     if rules.max_trajectory_age_steps > 1 and not rules.in_flight_weight_updates:
         what = (
             f"{rules.max_trajectory_age_steps} needs async.in_flight_weight_updates=true: when every rollout is "

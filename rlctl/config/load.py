@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rlctl.config.check import check, notes
 from rlctl.config.compose import compose, find_recipe
@@ -27,16 +28,26 @@ class Composed:
 
     def to_yaml(self) -> str:
         """The resolved config: no `defaults:`, no `${...}`, paths absolute; runs again as it is."""
-        return dump(asdict(self.config, dict_factory=lambda pairs: {key_of(name): value for name, value in pairs}))
+        return dump(self.values())
+
+    def values(self) -> dict[str, Any]:
+        """The resolved config as plain values, by the keys that a YAML file has."""
+        by_key: dict[str, Any] = asdict(
+            self.config, dict_factory=lambda pairs: {key_of(name): value for name, value in pairs}
+        )
+        return by_key
 
 
-def load(kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False) -> Composed:
+def load(
+    kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
+) -> Composed:
     """The config of a run. kind: "grpo" or "sft"; None: what the recipe says. recipe None: the tiny one.
 
-    resume: the run's directory may exist. Raises ConfigError with every problem at once.
+    resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may stand that are
+    not here. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, config, problems = _checked(kind, file, overrides, resume)
+    root, config, problems = _checked(kind, file, overrides, resume, away)
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
@@ -49,14 +60,16 @@ def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[Node, li
     return root, problems
 
 
-def _checked(kind: str | None, file: Path, overrides: list[str], resume: bool) -> tuple[Node, RunConfig, list[Problem]]:
+def _checked(
+    kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False
+) -> tuple[Node, RunConfig, list[Problem]]:
     root = compose(file, overrides)
-    config, problems = _typed(root, kind, file)
+    config, problems = _typed(root, kind, file, away)
     origins = {key: node.origin for key, node in leaves(root)}
     return root, config, problems + check(config, origins, resume=resume)
 
 
-def _typed(root: Node, kind: str | None, file: Path) -> tuple[RunConfig, list[Problem]]:
+def _typed(root: Node, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:
     """The typed config, what is wrong in it BROKEN, and the problems."""
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
@@ -67,6 +80,6 @@ def _typed(root: Node, kind: str | None, file: Path) -> tuple[RunConfig, list[Pr
     if kind not in (None, stated.value):
         what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
         raise ConfigError([Problem(str(stated.origin), "kind", what)])
-    converter = Converter(show_path(file))
+    converter = Converter(show_path(file), away=away)
     config = converter.section(KINDS[str(stated.value)], root)
     return config, converter.problems

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.broken import BrokenValueError
-from rlctl.config.cluster_schema import CLUSTER_KINDS, OWN_PORTS, ClusterConfig, SshCluster
+from rlctl.config.cluster_schema import (
+    CLUSTER_KINDS,
+    OWN_PORTS,
+    ClusterConfig,
+    HostCluster,
+    KubernetesCluster,
+    SlurmCluster,
+    SshCluster,
+)
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.shipped import CONFIGS, find
@@ -14,12 +22,15 @@ from rlctl.config.tree import Node, leaves, show_path
 from rlctl.config.typed import Converter
 
 FOLDER = CONFIGS / "cluster"
-PARENTS = ("cluster/local.yaml", "cluster/ssh.yaml")
 # Room for workers beside Ray's own ports: one for each, and a driver's.
 _WORKER_PORTS = 16
 # A name that begins with a dash would be an option to ssh.
 _HOST = re.compile(r"[^\s/-][^\s/]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
+# Kubernetes makes names of other things of it, of at most 63 letters.
+_POD_NAME = re.compile(r"[a-z]([a-z0-9-]{0,39}[a-z0-9])?")
+_TOLERATION = re.compile(r"[^=:\s]+(=[^=:\s]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?")
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)((?:[KMGTP]i)|[kMGTP]|)")
 
 
 def cluster_names() -> list[str]:
@@ -35,10 +46,11 @@ def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
     stated = root.value.get("kind")
     if stated is None or stated.value not in CLUSTER_KINDS:
         where = str(stated.origin) if stated else show_path(file)
-        what = f"must be one of {', '.join(CLUSTER_KINDS)}: inherit it, `defaults: {'` or `defaults: '.join(PARENTS)}`"
+        what = f"must be one of {', '.join(CLUSTER_KINDS)}: inherit it, such as `defaults: cluster/local.yaml`"
         raise ConfigError([Problem(where, "kind", what)])
-    converter = Converter(show_path(file), CLUSTER_KINDS.values(), PARENTS)
-    config: Any = converter.section(CLUSTER_KINDS[str(stated.value)], root)
+    kind = str(stated.value)
+    converter = Converter(show_path(file), CLUSTER_KINDS.values(), (f"cluster/{kind}.yaml",))
+    config: Any = converter.section(CLUSTER_KINDS[kind], root)
     if config.name is None:
         config.name = file.stem
     problems = [*converter.problems, *_check(config, root, file)]
@@ -77,12 +89,15 @@ def _check(config: Any, root: Node, file: Path) -> Iterator[Problem]:
 
 
 def _name(config: ClusterConfig) -> str | None:
+    if config.kind == "kubernetes":
+        what = f"must be small letters, digits and dashes, from a letter on, at most 41, not {config.name!r}"
+        return None if _POD_NAME.fullmatch(str(config.name)) else what
     if _NAME.fullmatch(str(config.name)):
         return None
     return f"must be letters, digits, dots, dashes and underscores, at most 41, not {config.name!r}"
 
 
-def _dashboard(config: ClusterConfig) -> str | None:
+def _dashboard(config: HostCluster) -> str | None:
     return "must differ from port" if config.port == config.dashboard_port != 0 else None
 
 
@@ -101,7 +116,7 @@ def _min_hosts(config: SshCluster) -> str | None:
     return None
 
 
-def _other_ports(config: SshCluster) -> str | None:
+def _other_ports(config: SshCluster | SlurmCluster) -> str | None:
     if config.other_ports is None:
         return None
     needed = len(OWN_PORTS) + _WORKER_PORTS
@@ -112,10 +127,61 @@ def _other_ports(config: SshCluster) -> str | None:
     return f"must leave out port {inside[0]}, the head's" if inside else None
 
 
+def _sbatch_options(config: SlurmCluster) -> str | None:
+    odd = [option for option in config.sbatch_options if not option.startswith("-") or "\n" in option]
+    return f"each must be one option of sbatch, with its dash, not {odd[0]!r}" if odd else None
+
+
+def _volume_claims(config: KubernetesCluster) -> str | None:
+    odd = [claim for claim in config.volume_claims if not re.fullmatch(r"[^:/\s]+:/\S+", claim)]
+    return f"each must be claim:/path, not {odd[0]!r}" if odd else None
+
+
+def _node_selector(config: KubernetesCluster) -> str | None:
+    odd = [pair for pair in config.node_selector if not re.fullmatch(r"[^=\s]+=[^=\s]*", pair)]
+    return f"each must be label=value, not {odd[0]!r}" if odd else None
+
+
+def _tolerations(config: KubernetesCluster) -> str | None:
+    odd = [each for each in config.tolerations if not _TOLERATION.fullmatch(each)]
+    effects = "NoSchedule, PreferNoSchedule or NoExecute"
+    return f"each must be key, key=value, or either with :Effect ({effects}), not {odd[0]!r}" if odd else None
+
+
+def _shm(config: KubernetesCluster) -> str | None:
+    return _fits(config.shm, config.memory, "memory")
+
+
+def _head_shm(config: KubernetesCluster) -> str | None:
+    return _fits(config.head_shm, config.head_memory, "head_memory")
+
+
+def _fits(shm: str, memory: str, key: str) -> str | None:
+    """Shared memory is memory, and is counted in its limit."""
+    for text in (shm, memory):
+        if not _QUANTITY.fullmatch(text):
+            return f"not an amount as Kubernetes takes it, such as 64Gi: {text!r}"
+    if _bytes(shm) >= _bytes(memory):
+        return f"must be less than {key}, of which it is a part, {memory}, not {shm}"
+    return None
+
+
+def _bytes(quantity: str) -> float:
+    number, unit = re.fullmatch(_QUANTITY, quantity).groups()  # type: ignore[union-attr]
+    factor: int = 1024 if unit.endswith("i") else 1000
+    return float(number) * float(factor ** " KMGTP".index(unit[:1].upper() or " "))
+
+
 _CHECKS: dict[str, Any] = {
     "name": _name,
     "dashboard_port": _dashboard,
     "hosts": _hosts,
     "min_hosts": _min_hosts,
     "other_ports": _other_ports,
+    "sbatch_options": _sbatch_options,
+    "volume_claims": _volume_claims,
+    "node_selector": _node_selector,
+    "tolerations": _tolerations,
+    "shm": _shm,
+    "head_shm": _head_shm,
 }

@@ -4,10 +4,10 @@ Pure: the model's sizes and the machine come in as values. Bytes and tokens thro
 made (the model's config.json is not on this machine) is None.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlctl.cluster.placement import Placement, place
-from rlctl.config import resolve
+from rlctl.cluster.placement import Placement, Room, place, pools, this_machine
 from rlctl.config.architecture import Architecture
 from rlctl.config.memory import Memory, compute_bytes, forecast, refit_bytes
 from rlctl.config.parallel import Layout, layout
@@ -66,9 +66,18 @@ class Plan:
     notes: list[str]
 
 
-def make_plan(config: RunConfig, architecture: Architecture | None, gpus: int, device_memory: int | None) -> Plan:
-    """The plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each."""
-    placement, misplaced = _placement(config, gpus)
+def make_plan(
+    config: RunConfig,
+    architecture: Architecture | None,
+    gpus: int,
+    device_memory: int | None,
+    rooms: Sequence[Room] | None = None,
+) -> Plan:
+    """The plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
+
+    rooms: the nodes of a cluster instead, which have `gpus` in all.
+    """
+    placement, misplaced = _placement(config, gpus, this_machine(gpus) if rooms is None else rooms)
     longest = longest_sequence(config, architecture)
     memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
     schedule = _schedule(config, architecture, gpus)
@@ -100,13 +109,9 @@ def longest_sequence(config: RunConfig, architecture: Architecture | None) -> in
     return both if own is None else min(own, both)
 
 
-def _placement(config: RunConfig, gpus: int) -> tuple[Placement | None, str | None]:
-    engines, size, colocated = 0, 1, True
-    if isinstance(config, GrpoConfig):
-        engines, size = config.generation.num_engines, config.generation.tensor_parallel_size
-        colocated = resolve.colocated(config)
+def _placement(config: RunConfig, gpus: int, rooms: Sequence[Room]) -> tuple[Placement | None, str | None]:
     try:
-        return place(gpus, config.trainer.num_ranks, engines, size, colocated), None
+        return place(rooms, pools(config), "cuda" if gpus else "cpu"), None
     except ValueError as error:
         return None, str(error)
 

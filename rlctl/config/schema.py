@@ -30,6 +30,8 @@ class RunSection:
     log_every: int = spec("print a line every this many steps when the output is not a terminal", ge=1)
     deadline_s: float = spec("longest wait, in seconds, for any one answer of a worker", gt=0)
     explain_after_s: float = spec("say who waits for whom when nothing was sampled for this many seconds", gt=0)
+    max_restarts: int = spec("times that the run begins again, at its last checkpoint, after it lost processes", ge=0)
+    restart_backoff_s: float = spec("pause before it does, in seconds; doubled each time, at most a minute", ge=0)
 
 
 @dataclass
@@ -196,9 +198,6 @@ class TrainerSection:
 class GenerationSection:
     num_engines: int = spec("vLLM engines", ge=1)
     tensor_parallel_size: int = spec("devices an engine", ge=1)
-    colocated: bool | None = spec(
-        "GPU: engines share the trainer's devices and sleep while it trains; null: unless async.enabled"
-    )
     dtype: Literal["auto", "float32", "bfloat16"] = spec("weights' dtype; auto: the trainer's compute dtype")
     max_new_tokens: int = spec("longest answer in tokens", ge=1)
     temperature: float = spec("sampling temperature; log-probs are of the tempered distribution", gt=0)
@@ -213,6 +212,21 @@ class GenerationSection:
     max_generation_failures: int = spec("times that a group may lose its engine before it is dropped", ge=0)
     forced_lengths: list[float] | None = spec(
         "for measuring: answers of drawn lengths instead of stop tokens, log-normal, [mean, sigma]; null: off", gt=0
+    )
+
+
+@dataclass
+class PlacementSection:
+    wait_s: float = spec("on a cluster: longest wait for room, of a run with --wait or one that begins again", ge=0)
+    trainer: Literal["pack", "spread"] = spec("ranks on as few nodes as will do, or in turn on all that have room")
+    cpus_per_process: float = spec("on a cluster without GPUs: CPUs that each rank and engine reserves", gt=0)
+
+
+@dataclass
+class GrpoPlacementSection(PlacementSection):
+    generator: Literal["pack", "spread"] = spec("the same for engines; an engine's devices are of one node")
+    colocated: bool | None = spec(
+        "GPU: engines share the trainer's devices and sleep while it trains; null: unless async.enabled"
     )
 
 
@@ -297,6 +311,7 @@ class GrpoConfig:
     async_: AsyncSection = spec("generation beside training")
     trainer: TrainerSection = spec("what learns")
     generation: GenerationSection = spec("what samples")
+    placement: GrpoPlacementSection = spec("which nodes and devices the two stand on")
     refit: RefitSection = spec("from trainer to generator")
     validation: ValidationSection = spec("held-out prompts")
     checkpoint: CheckpointSection = spec("what is kept")
@@ -314,6 +329,7 @@ class SftConfig:
     sft: SftSection = spec("the algorithm")
     ray_compiled_graph: CompiledGraphSection = spec("how the driver calls the trainer")
     trainer: TrainerSection = spec("what learns")
+    placement: PlacementSection = spec("which nodes its ranks stand on")
     validation: ValidationSection = spec("held-out samples")
     checkpoint: CheckpointSection = spec("what is kept")
     telemetry: TelemetrySection = spec("what is shown")

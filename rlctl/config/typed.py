@@ -26,7 +26,7 @@ class Converter:
     """Converts one tree; `problems` holds what was wrong.
 
     recipe: the file to name when something is missing. kinds: schemas that a misplaced key may belong to.
-    parents: the files that hold the defaults.
+    parents: the files that hold the defaults. away: absolute paths that are not here are left to where they are.
     """
 
     def __init__(
@@ -34,10 +34,12 @@ class Converter:
         recipe: str,
         kinds: Iterable[type[Any]] = tuple(KINDS.values()),
         parents: tuple[str, ...] = ("grpo.yaml", "sft.yaml"),
+        away: bool = False,
     ) -> None:
         self.recipe = recipe
         self.kinds = tuple(kinds)
         self.parents = parents
+        self.away = away
         self.problems: list[Problem] = []
 
     def section(self, kind: type[T], node: Node, key: str = "") -> T:
@@ -69,6 +71,8 @@ class Converter:
             try:
                 return paths.resolve(value, spec.metadata["path"], node.origin)
             except FileNotFoundError as error:
+                if self.away and value.startswith("/"):
+                    return value
                 return self._wrong(node, key, str(error))
         return value
 

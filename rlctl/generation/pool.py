@@ -1,40 +1,59 @@
 """The generator: a pool of engines that shares out requests, and replaces an engine that dies.
 
 Groups stay whole on one engine, which shares their prompt's prefix. An engine that dies or hangs is rebuilt at
-the trainer's version and its requests are sampled again, with the same seeds.
+the trainer's version and its requests are sampled again, with the same seeds. One whose node is gone is not: the pool
+goes on with the others.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
-from rlctl.generation.spec import EngineSpec, environment
+from rlctl.generation.spec import EngineSpec
 from rlctl.refit.messages import Checks
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.transport import Report
-from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
+from rlctl.workers.nodes import Node
 
 Emit = Callable[..., None]
 # Of an engine's calls that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
 _THREADS = 6
+# How often a start-up under way asks whether its node still lives.
+_SLICE_S = 5.0
+
+
+@dataclass(frozen=True)
+class EngineSeat:
+    """Where an engine stands: the environment of its process, and its node (None: there is but one)."""
+
+    environment: dict[str, str]
+    node: Node | None = None
 
 
 class GeneratorPool:
     """All engines of a run, at one weight version."""
 
     def __init__(
-        self, spec: EngineSpec, devices: list[list[int]], logs: str, deadline_s: float, max_restarts: int, emit: Emit
+        self, spec: EngineSpec, seats: list[EngineSeat], logs: str, deadline_s: float, max_restarts: int, emit: Emit
     ) -> None:
-        self._spec, self._devices, self._logs = spec, devices, logs
+        self._spec, self._seats, self._logs = spec, seats, logs
         self._deadline_s, self._max_restarts, self._emit = deadline_s, max_restarts, emit
         self._restarts_left = max_restarts
         self.version = -1
         self.asleep = False
-        self.engines = [self._start(index) for index in range(len(devices))]
+        # By seat; None where an engine is gone with its node.
+        self.slots: list[Worker | None] = [self._start(index) for index in range(len(seats))]
+
+    @property
+    def engines(self) -> list[Worker]:
+        """The engines that there are."""
+        return [worker for worker in self.slots if worker]
 
     def built(self) -> list[Pending]:
         """The construction of every engine."""
@@ -57,10 +76,12 @@ class GeneratorPool:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
+            standing = self._standing
             rebuilt = [index for index in error.reasons if index not in error.intact]
             for index in rebuilt:
-                self._count_loss(index, error.reasons[index])
-            self._replace(rebuilt, refit, version, error.intact)
+                self._count_loss(standing[index], error.reasons[index])
+            behind = [standing[index] for index in error.intact]
+            self._replace([standing[index] for index in rebuilt], refit, version, behind)
             report = {"seconds": time.perf_counter() - begin}
         if self.asleep:
             self.call("wake", ["kv_cache"])
@@ -74,7 +95,7 @@ class GeneratorPool:
         return self._spec.max_num_seqs
 
     def replace(self, lost: dict[int, Exception], refit: Refit) -> None:
-        """New engines, at the pool's version, for those that were lost, with the reason of each.
+        """New engines, at the pool's version, for those that were lost, by slot with the reason of each.
 
         Raises RuntimeError when `generation.max_restarts` are used up.
         """
@@ -97,10 +118,11 @@ class GeneratorPool:
         answers: dict[str, list[Completion]] = {}
         while len(answers) < len(requests):
             missing = [request for request in requests if request.id not in answers]
-            shares = share_out(missing, len(self.engines))
+            standing = self._standing
+            shares = share_out(missing, len(standing))
             pending = [engine.start("generate", share) for engine, share in zip(self.engines, shares)]
             lost = []
-            for index, (share, part) in enumerate(zip(shares, pending)):
+            for index, share, part in zip(standing, shares, pending):
                 columns = self._gather(index, part)
                 if columns is None:
                     lost.append(index)
@@ -121,15 +143,26 @@ class GeneratorPool:
                 answers.append(part.wait(self._deadline_s)[0])
         return answers
 
+    def forget_gone(self) -> None:
+        """Number the engines that there are anew, without those that are gone."""
+        standing = self._standing
+        self._seats = [self._seats[index] for index in standing]
+        self.slots = [self.slots[index] for index in standing]
+
     def kill(self) -> None:
         """End all engines at once."""
         for engine in self.engines:
             engine.kill()
 
+    @property
+    def _standing(self) -> list[int]:
+        """The slots of `engines`, in their order."""
+        return [index for index, worker in enumerate(self.slots) if worker]
+
     def _start(self, index: int) -> Worker:
-        env = environment(self._spec.device, self._devices[index])
-        log = f"{self._logs}/engine-{index}.log"
-        return Worker(WorkerSpec(f"engine-{index}", MakeEngine(self._spec), env, log, threads=_THREADS))
+        seat, log = self._seats[index], f"{self._logs}/engine-{index}.log"
+        make = MakeEngine(self._spec)
+        return Worker(WorkerSpec(f"engine-{index}", make, seat.environment, log, threads=_THREADS, node=seat.node))
 
     def _gather(self, index: int, part: Pending) -> Columns | None:
         try:
@@ -141,22 +174,51 @@ class GeneratorPool:
 
     def _count_loss(self, index: int, reason: Exception) -> None:
         self._emit("engine_lost", engine=index, reason=str(reason))
+        if (worker := self.slots[index]) and worker.lost_its_node:
+            return
         if self._restarts_left <= 0:
             raise RuntimeError(f"{reason}; generation.max_restarts={self._max_restarts} are used up") from reason
         self._restarts_left -= 1
 
     def _replace(self, lost: list[int], refit: Refit, version: int, behind: Sequence[int] = ()) -> None:
-        """New engines for the `lost`, at `version`; those `behind` are sound and come to it too."""
+        """New engines for the `lost`, at `version`; those `behind` are sound and come to it too.
+
+        An engine whose node is gone is left out from now on. Raises NoEngineLeft if that was the last.
+        """
         begin = time.monotonic()
         for index in lost:
-            self.engines[index].kill()
-            self.engines[index] = self._start(index)
+            if worker := self.slots[index]:
+                worker.kill()
+                self.slots[index] = None if worker.lost_its_node else self._start(index)
+        fresh = [index for index in lost if self._came_up(index)]
         for index in lost:
-            self.engines[index].built().wait(self._deadline_s)
-        ends = self.ends()
-        refit.resend(ends, [ends[index] for index in lost], [ends[index] for index in behind], version)
-        for index in lost:
+            if index not in fresh:
+                self.slots[index] = None
+                what = f"its node is gone, the run goes on with {len(self.engines)} of {len(self.slots)} engines"
+                self._emit("engine_gone", engine=index, reason=what)
+        if not self.engines:
+            raise NoEngineLeft("the nodes of all engines are gone")
+        ends, standing = self.ends(), self._standing
+        place = {index: ends[position] for position, index in enumerate(standing)}
+        refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
+        for index in fresh:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
+
+    def _came_up(self, index: int) -> bool:
+        """Whether an engine that was started anew is built; False where its node is gone meanwhile."""
+        worker, end = self.slots[index], time.monotonic() + self._deadline_s
+        if worker is None:
+            return False
+        while True:
+            try:
+                worker.built().wait(min(_SLICE_S, self._deadline_s))
+                return True
+            except (WorkerTimeout, WorkerDied) as error:
+                if worker.lost_its_node:
+                    worker.kill()
+                    return False
+                if isinstance(error, WorkerDied) or time.monotonic() > end:
+                    raise
 
 
 def share_out(requests: list[SampleRequest], engines: int) -> list[list[SampleRequest]]:

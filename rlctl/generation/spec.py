@@ -1,5 +1,6 @@
 """What an engine is made of: plain data that travels to its process, and the environment it needs there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 
@@ -59,7 +60,7 @@ class EngineSpec:
     forced_lengths: ForcedLengths | None
 
 
-def environment(device: str, devices: list[int]) -> dict[str, str]:
+def environment(device: str, devices: Sequence[str]) -> dict[str, str]:
     """Environment variables of an engine's process; set before anything imports torch or vllm.
 
     The engine core runs in the actor's own process (weights change by a function call, and a token's version is
@@ -69,4 +70,4 @@ def environment(device: str, devices: list[int]) -> dict[str, str]:
     env = {**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if device == "cpu":
         return {**env, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(str(index) for index in devices)}
+    return {**env, "CUDA_VISIBLE_DEVICES": ",".join(devices)}

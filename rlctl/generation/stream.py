@@ -61,6 +61,8 @@ class RolloutStream:
 
     def __init__(self, pool: GeneratorPool, deliver: Deliver, deadline_s: float) -> None:
         self._pool, self._deliver, self._deadline_s = pool, deliver, deadline_s
+        pool.forget_gone()
+        # By the pool's slots.
         self._lanes = [_Lane(worker) for worker in pool.engines]
         self._pending: deque[SampleRequest] = deque()
         self._held = self._closed = self._wanted = False
@@ -144,14 +146,17 @@ class RolloutStream:
             self._changed.notify_all()
 
     def _is_current(self, index: int) -> bool:
-        return self._pool.engines[index] is self._lanes[index].worker
+        return self._pool.slots[index] is self._lanes[index].worker
 
     def _renewed(self, index: int) -> list[SampleRequest]:
         """Take note of an engine that was replaced, here or in a refit: what the old one was at begins anew."""
         lane = self._lanes[index]
         if self._is_current(index):
             return []
-        self._lanes[index] = _Lane(self._pool.engines[index])
+        if worker := self._pool.slots[index]:
+            self._lanes[index] = _Lane(worker)
+        else:
+            lane.lost = lane.lost or WorkerDied("collect", [lane.worker.name], "its node is gone")
         return lane.drop(list(lane.outstanding))
 
     def _dispatch(self) -> None:

@@ -14,7 +14,6 @@ from rlctl.refit.sending import Holding
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup, as_they_end
-from rlctl.workers.ports import free_port
 
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
@@ -155,7 +154,9 @@ class Refit:
             options.kind, receivers, options.timeout_s, options.num_buffers, options.folder, colocated=options.colocated
         )
         if options.kind == "broadcast" and receivers:
-            return replace(spec, host="127.0.0.1", port=free_port())
+            # Rank 0 keeps the store where all meet.
+            host, port = self._trainers.workers[0].meeting_point()
+            return replace(spec, host=host, port=port)
         return spec
 
     def _gather(self, pending: list[Pending]) -> list[list[Any]]:

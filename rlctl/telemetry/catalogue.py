@@ -36,7 +36,7 @@ class Entry:
 def catalogue(root: Path) -> list[Entry]:
     """Newest first; folders that hold no events are no runs."""
     folders = [path.parent for path in root.glob("*/events.jsonl")]
-    return sorted((_entry(folder) for folder in folders), key=lambda entry: entry.age_s)
+    return sorted((entry(folder) for folder in folders), key=lambda entry: entry.age_s)
 
 
 def newest(root: Path) -> Path | None:
@@ -96,7 +96,8 @@ def metrics_table(state: RunState) -> Table:
     return grid
 
 
-def _entry(folder: Path) -> Entry:
+def entry(folder: Path) -> Entry:
+    """A run, as its files stand now."""
     state = read_state(folder)
     accuracy = state.latest("validation/accuracy")
     rate = state.mean("throughput/effective")

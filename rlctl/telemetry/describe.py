@@ -10,6 +10,8 @@ STYLE = {
     "error": "bold red",
     "engine_lost": "red",
     "engine_restarted": "green",
+    "engine_gone": "red",
+    "restart": "yellow",
     "checkpoint": "cyan",
 }
 ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow"}
@@ -84,4 +86,7 @@ _WORDS: dict[str, Callable[[Record], str]] = {
     "redrawn": lambda event: f"prompt {event.get('prompt')} drawn anew: it stood at the bound on age",
     "engine_lost": lambda event: f"engine {event.get('engine')} lost" + _reason(event),
     "engine_restarted": lambda event: f"engine {event.get('engine')} restarted{_took(event)}",
+    "engine_gone": lambda event: f"engine {event.get('engine')} is gone" + _reason(event),
+    "restart": lambda event: f"restart {event.get('count')} in {event.get('pause_s', 0):g} s" + _reason(event),
+    "submitted": lambda event: f"submitted to {event.get('cluster')} as job {event.get('job')}",
 }

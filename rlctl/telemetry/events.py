@@ -2,7 +2,7 @@
 
 Contract 7: dashboard, lines, summary and reports read these files and nothing else. Times are unix seconds.
 Kinds of events: run_started, startup, phase, refit_opened, checkpoint, validation_started, prompts, warning,
-error, engine_lost, engine_restarted, redrawn, dispatch, run_ended.
+error, engine_lost, engine_restarted, engine_gone, redrawn, dispatch, restart, submitted, run_ended.
 Metric names, units and meanings stand in `metrics.py`.
 """
 

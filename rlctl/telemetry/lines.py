@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import TextIO
@@ -12,7 +13,7 @@ from rlctl.telemetry.describe import describe
 from rlctl.telemetry.formats import duration, error_factor, number
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.telemetry.run_dir import RunDir
-from rlctl.telemetry.state import SILENT, read_state
+from rlctl.telemetry.state import SILENT, RunReader, read_state
 from rlctl.telemetry.summary import say_goodbye
 
 HEADER_EVERY = 30
@@ -116,6 +117,13 @@ class LineView:
         self._thread.join(timeout=5)
         self._try_print()
         say_goodbye(read_state(self._run.path), Console(file=self._out, width=200), self._failure)
+
+    def wait(self) -> None:
+        """Blocks until the run has ended or died: for a viewer that is not the run itself."""
+        reader = RunReader(self._run.path)
+        while reader.state.status in ("new", "running") and self._failure is None:
+            time.sleep(POLL_S)
+            reader.poll()
 
     def _follow(self) -> None:
         while not self._stop.wait(POLL_S):

@@ -97,6 +97,9 @@ class RunState:
             self.phase = ("validation", int(event.get("step", self.step)), float(event["time"]))
         elif kind == "checkpoint":
             self.checkpoints[int(event["step"])] = event
+        elif kind == "submitted":
+            # Its driver is yet to say that it has begun; an earlier one's end is no end of it.
+            self.start, self.end, self.phase, self.startup, self.status = {}, {}, None, {}, "new"
         elif kind == "run_ended":
             self.end, self.phase = event, None
         if kind not in SILENT:

@@ -33,7 +33,7 @@ class Keeper:
         telemetry: TelemetrySection,
     ) -> None:
         self.events = events
-        self._metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
+        self.metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
         self._checkpoint, self._validation, self._telemetry = checkpoint, validation, telemetry
         self.checkpoints = Checkpoints(run_dir.checkpoints, checkpoint.keep_last, checkpoint.keep_best)
         # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
@@ -55,7 +55,7 @@ class Keeper:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The record of one step."""
         self._measured = dict(metrics)
-        self._metrics.write("step", step, metrics)
+        self.metrics.write("step", step, metrics)
 
     def rollouts(self, step: int, fates: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
         """What became of the step's prompts, and some of its rollouts."""
@@ -71,7 +71,7 @@ class Keeper:
         yield metrics
         metrics["time/validation"] = time.perf_counter() - begin
         self._measured |= metrics
-        self._metrics.write("validation", step, metrics)
+        self.metrics.write("validation", step, metrics)
 
     def save(
         self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None

@@ -1,4 +1,4 @@
-"""What can go wrong with a worker, as three errors that name it: it raised, it died, or it did not answer."""
+"""What can go wrong with a worker, as errors that name it: it raised, it died, or it did not answer."""
 
 from dataclasses import dataclass
 
@@ -44,3 +44,7 @@ class WorkerTimeout(RuntimeError):
             f"the driver waited {seconds:.0f} s for {', '.join(workers)} to finish {call}; "
             f"if the work is just long, raise {knob}; kill -USR1 PID makes a process write what it does into its log"
         )
+
+
+class NoEngineLeft(RuntimeError):
+    """Every engine is gone, and so are the nodes that they stood on."""

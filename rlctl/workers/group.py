@@ -17,6 +17,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import NOTHING, Graph, GraphBroken
 from rlctl.workers.host import Host
+from rlctl.workers.nodes import Node
+from rlctl.workers.ports import LOOPBACK
 
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
 DEADLINE_KNOB = "run.deadline_s"
@@ -24,13 +26,17 @@ DEADLINE_KNOB = "run.deadline_s"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process is made of. `make` is picklable and runs in the process; `env` is set before."""
+    """What a worker process is made of. `make` is picklable and runs in the process; `env` is set before.
+
+    node: where it is to stand; None where there is but one.
+    """
 
     name: str
     make: Callable[[], Any]
     env: dict[str, str] = field(default_factory=dict)
     log: str | None = None
     threads: int = 1
+    node: Node | None = None
 
 
 class Worker:
@@ -40,6 +46,8 @@ class Worker:
         self.spec = spec
         # One slot more than the worker's threads: `pid` answers while they are busy.
         actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 1, max_restarts=0)(Host)
+        if spec.node:
+            actor = actor.options(scheduling_strategy=spec.node.strategy)
         self.handle = actor.remote(spec.name, spec.make, spec.env, spec.log, spec.threads)
         self._built = self.handle.build.remote()
 
@@ -54,6 +62,16 @@ class Worker:
     def start(self, method: str, *args: Any, **kwargs: Any) -> "Pending":
         """Start one call; its result is `Pending.wait(...)[0]`."""
         return Pending(method, [self], [self.handle.call.remote(method, args, kwargs)])
+
+    @property
+    def lost_its_node(self) -> bool:
+        """Whether the node that it stood on is gone: nothing can be started there."""
+        return self.spec.node is not None and not self.spec.node.lives()
+
+    def meeting_point(self) -> tuple[str, int]:
+        """An address and a free port of its node, where processes of all nodes can meet it."""
+        address = self.spec.node.address if self.spec.node else LOOPBACK
+        return address, int(ray.get(self.handle.free_port.remote(address), timeout=60))
 
     def pid(self) -> int:
         """Of its process; answers while a method runs."""

@@ -20,6 +20,7 @@ from typing import Any
 
 from rlctl.workers.errors import Failure
 from rlctl.workers.graph import NOTHING, packed, read_patiently, take
+from rlctl.workers.ports import free_port
 
 Guarded = tuple[Failure | None, Any]
 Run = Callable[[Callable[[], Guarded]], Guarded]
@@ -66,6 +67,10 @@ class Host:
     def pid(self) -> int:
         """Answers at once, also while a method runs."""
         return os.getpid()
+
+    def free_port(self, address: str) -> int:
+        """Of an address of its node; answers at once, as `pid` does."""
+        return free_port(address)
 
     def _do(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None if method == NOTHING else getattr(self._worker, method)(*args, **kwargs)

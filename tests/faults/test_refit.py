@@ -19,7 +19,7 @@ from rlctl.refit.plan import Plan
 from rlctl.refit.refit import EnginesLost, Refit
 from rlctl.workers.errors import WorkerTimeout
 from rlctl.workers.group import WorkerGroup, WorkerSpec
-from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, spec_for
+from tests.system.engines import SEAT, FolderSource, MakeSource, greedy, refit_options, spec_for
 from tests.tiny_models import make_model
 
 DEADLINE = 280.0
@@ -51,7 +51,14 @@ def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
     old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
     events: list[tuple[str, dict[str, Any]]] = []
     emit: Callable[..., None] = lambda kind, **fields: events.append((kind, fields))  # noqa: E731
-    pool = GeneratorPool(spec_for(old), [[], []], str(ray_here), DEADLINE, 2, emit)
+    pool = GeneratorPool(
+        spec_for(old),
+        [SEAT, SEAT],
+        str(ray_here),
+        DEADLINE,
+        2,
+        emit,
+    )
     source = WorkerGroup([WorkerSpec("trainer-0", MakeSource(new, FolderSource), threads=2)], DEADLINE)
     try:
         for part in (*pool.built(), source.built()):

@@ -19,14 +19,17 @@ class Clusters:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environment = {**kept, "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "80", **environment}
 
-    def popen(self, *arguments: str) -> "subprocess.Popen[str]":
-        command = [*self.prefix, sys.executable, "-m", "rlctl.cli.main", "cluster", *arguments]
+    def popen(self, *arguments: str, group: str = "cluster") -> "subprocess.Popen[str]":
+        """`rlctl GROUP ARGUMENTS`, in the home of the test."""
+        command = [*self.prefix, sys.executable, "-m", "rlctl.cli.main", group, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen(command, text=True, env=self.environment, start_new_session=True, **pipes)  # type: ignore
+        return subprocess.Popen(  # type: ignore
+            command, text=True, env=self.environment, start_new_session=True, cwd=self.home, **pipes
+        )
 
-    def run(self, *arguments: str, code: int = 0, within_s: float = 280) -> tuple[str, str]:
+    def run(self, *arguments: str, code: int = 0, within_s: float = 280, group: str = "cluster") -> tuple[str, str]:
         """(stdout, stderr) of a command that must end with `code`."""
-        process = self.popen(*arguments)
+        process = self.popen(*arguments, group=group)
         out, err = process.communicate(timeout=within_s)
         assert process.returncode == code, f"{arguments}: {process.returncode}\n{out}\n{err}"
         return out, err

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.generation.engine import MakeEngine
+from rlctl.generation.pool import EngineSeat
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Kind
@@ -14,6 +15,8 @@ from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.training.hf_folder import WeightFiles
 from rlctl.workers.group import Worker, WorkerSpec
+
+SEAT = EngineSeat(environment("cpu", []))
 
 
 def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:

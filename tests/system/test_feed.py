@@ -27,7 +27,7 @@ from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
-from tests.system.engines import MakeSource, refit_options, spec_for
+from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 
 DEADLINE, PROMPTS, SAMPLES = 200.0, 4, 2
@@ -111,7 +111,14 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     spec = replace(spec_for(folder, 2048), max_num_seqs=16, forced_lengths=ForcedLengths(40, 1.6))
     events: list[dict[str, Any]] = []
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
-    pool = GeneratorPool(spec, [[]], str(ray_here), DEADLINE, 9, lambda kind, **f: events.append({"kind": kind, **f}))
+    pool = GeneratorPool(
+        spec,
+        [SEAT],
+        str(ray_here),
+        DEADLINE,
+        9,
+        lambda kind, **f: events.append({"kind": kind, **f}),
+    )
     try:
         for part in (*pool.built(), source.built()):
             part.wait(DEADLINE)

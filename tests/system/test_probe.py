@@ -15,7 +15,7 @@ from rlctl.refit.refit import Refit
 from rlctl.training.client import TrainerClient
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
-from tests.system.engines import FolderSource, MakeSource, refit_options, spec_for
+from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 
 DEADLINE = 200.0
@@ -48,7 +48,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     assert isinstance(config, GrpoConfig)
     make = MakeTrainer(config.trainer, right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
-    pool = GeneratorPool(spec_for(right), [[]], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
+    pool = GeneratorPool(spec_for(right), [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
     source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)
     try:
         trainer.built().wait(DEADLINE)

@@ -2,21 +2,20 @@
 
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
-from rlctl.cluster.fleet.hosts import Asking, Host, HostError, ssh_host
+from rlctl.cluster.fleet.hosts import Asking, Host, HostError
 from rlctl.cluster.fleet.judge import Asked, Wanted, clock_skew, facts, minor, problems, taken, wanted_ray
+from rlctl.cluster.fleet.launchers import Say
+from rlctl.cluster.fleet.links import ssh_host
 from rlctl.cluster.fleet.plan import LOOPBACK, Place, is_loopback
 from rlctl.cluster.fleet.state import ClusterError, Node
-from rlctl.config.cluster_schema import ClusterConfig, LocalCluster, SshCluster
+from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
-# How a command speaks while it works: (sign, text), the sign one of ok, bad, warning, doing.
-Say = Callable[[str, str], None]
 _CHECK_S = 60.0
 
 
-def places(config: ClusterConfig, say: Say) -> tuple[list[Place], list[str]]:
+def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], list[str]]:
     """Where nodes go, and warnings, after every host was checked. Raises ClusterError if too few will do."""
     names = [""] if isinstance(config, LocalCluster) else config.hosts
     say("doing", "checking")
@@ -38,7 +37,7 @@ def places(config: ClusterConfig, say: Say) -> tuple[list[Place], list[str]]:
     return spots, found
 
 
-def places_again(config: ClusterConfig, nodes: list[Node], python: str, say: Say) -> dict[str, Place]:
+def places_again(config: LocalCluster | SshCluster, nodes: list[Node], python: str, say: Say) -> dict[str, Place]:
     """Where those of `nodes` go, by name, whose hosts will do beside a head that has `python`."""
     say("doing", "checking")
     replies = _checked(config, sorted({node.host for node in nodes}), [], say)
@@ -55,7 +54,9 @@ def places_again(config: ClusterConfig, nodes: list[Node], python: str, say: Say
     return found
 
 
-def _checked(config: ClusterConfig, names: list[str], ports: list[int], say: Say) -> dict[str, dict[str, Any]]:
+def _checked(
+    config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say
+) -> dict[str, dict[str, Any]]:
     """What each host that will do answered, in the order of `names`; a line is said of each.
 
     ports: to be free at the first of them.
@@ -120,7 +121,7 @@ def _say_host(name: str, asked: Asked | None, bad: list[str], say: Say) -> None:
         say("ok", f"{shown}: {facts(asked.reply)}" + (f", clock {skew:+.1f} s" if abs(skew) >= 0.1 else ""))
 
 
-def _host(config: ClusterConfig, name: str) -> Host:
+def _host(config: LocalCluster | SshCluster, name: str) -> Host:
     if isinstance(config, LocalCluster):
         return Host("")
     return ssh_host(name, config.python, config.connect_timeout_s, config.ssh_options)

@@ -1,15 +1,14 @@
 """`rlctl cluster down`: ends every node, the head last, and keeps nothing but logs."""
 
-from collections.abc import Callable
-
 from rlctl.cluster.fleet.hosts import Asking, HostError
+from rlctl.cluster.fleet.launchers import Say, launcher_of
 from rlctl.cluster.fleet.state import ClusterError, Node, NoSuchCluster, State, Store
 from rlctl.config.errors import did_you_mean
 
 _STOP_S = 90.0
 
 
-def take_down(name: str, say: Callable[[str, str], None], forget: bool = False) -> State:
+def take_down(name: str, say: Say, forget: bool = False) -> State:
     """Returns what stood. Raises ClusterError while a host could not be cleared; forget: such a host is let go."""
     store = Store(name)
     if not store.folder.is_dir() or store.load() is None:
@@ -18,11 +17,8 @@ def take_down(name: str, say: Callable[[str, str], None], forget: bool = False) 
         state = store.load()
         if state is None:
             raise NoSuchCluster(not_standing(name))
-        left = stop_nodes(store, state, say)
+        left = launcher_of(state.kind).stop(store, state, say)
         if left and not forget:
-            state.nodes = [node for node in state.nodes if node.name in left]
-            if not any(node.head for node in state.nodes):
-                state.nodes[0].head = True
             state.phase = "stopping"
             store.save(state)
             again = f"once they answer, rlctl cluster down {name}; gone for good, --forget"
@@ -31,9 +27,7 @@ def take_down(name: str, say: Callable[[str, str], None], forget: bool = False) 
     return state
 
 
-def stop_nodes(
-    store: Store, state: State, say: Callable[[str, str], None], nodes: list[Node] | None = None
-) -> list[str]:
+def stop_nodes(store: Store, state: State, say: Say, nodes: list[Node] | None = None) -> list[str]:
     """Ends nodes (None: all), the head after the others. Returns the names of those that could not be cleared."""
     chosen = state.nodes if nodes is None else nodes
     left: list[str] = []

@@ -5,6 +5,7 @@ it, and what is secret in a request (the token) stands on no command line and in
 """
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -18,6 +19,8 @@ from typing import Any
 _PROGRAMS = Path(__file__).parent / "on_host"
 _SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.on_host\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
+# From being asked to end until it is made to.
+_ENDS_S = 3.0
 _RUN = """
 try:
     reply = run(json.loads({request!r}))
@@ -25,23 +28,6 @@ except Exception as error:
     reply = {{"error": "%s: %s" % (type(error).__name__, error)}}
 print({mark!r} + json.dumps(reply), flush=True)
 """
-# What ssh says, and what a person does about it; of several that it says, the first here.
-_SSH_SAYS = {
-    "Permission denied": "key not accepted: try `ssh {host}` by hand, add your key with ssh-copy-id or ssh-add",
-    "IDENTIFICATION HAS CHANGED": "host key changed: if that is right, ssh-keygen -R its name; ssh says more by hand",
-    "Host key verification failed": "host key not known: run `ssh {host}` once by hand and accept it",
-    "Could not resolve": "no such host: check the name, or add it to ~/.ssh/config",
-    "Connection refused": "nothing answers at its ssh port: is sshd running there?",
-    "timed out": "not reachable within the time for connecting",
-    "No route to host": "not reachable: no route to it",
-    "Network is unreachable": "not reachable: the network is down",
-    "kex_exchange_identification": "its sshd took no more connections (MaxStartups): try again, or raise it there",
-    "not responding": "the connection broke off: it no longer answers",
-    "Connection reset": "the connection broke off: see `ssh {host}`",
-    "Broken pipe": "the connection broke off: see `ssh {host}`",
-    "Connection closed": "closed the connection: see `ssh {host}`",
-    "closed by remote host": "closed the connection: see `ssh {host}`",
-}
 
 
 class HostError(Exception):
@@ -49,21 +35,44 @@ class HostError(Exception):
 
 
 @dataclass(frozen=True)
+class Link:
+    """How another machine is reached. command: what stands before a command there.
+
+    shell: a shell there reads the command, as one text. says: (words in the link's own complaints, what a person does
+    about it). fails: the exit code that only a link that failed ends with; None: it has none of its own. hides: the
+    beginning of the names of variables that would lead the link astray, and those names that it needs all the same.
+    """
+
+    command: tuple[str, ...]
+    shell: bool
+    says: tuple[tuple[str, str], ...]
+    fails: int | None = None
+    hides: tuple[str, tuple[str, ...]] | None = None
+
+    def environment(self) -> dict[str, str] | None:
+        """Of the link's process; None: ours."""
+        return None if self.hides is None else visible(*self.hides)
+
+
+@dataclass(frozen=True)
 class Host:
-    """A machine. ssh: None for this one, else the arguments of ssh before the host's name."""
+    """A machine. link: None for this one. setup: lines of shell that are run there before its Python."""
 
     name: str
     python: str = sys.executable
-    ssh: tuple[str, ...] | None = None
+    link: Link | None = None
+    setup: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """A Python there that reads its program from the standard input."""
-        if self.ssh is None:
+        if self.link is None:
             return [self.python, "-"]
-        python = self.python
-        # Quoted for the shell over there, but for the home that it is to fill in.
-        shown = f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)
-        return ["ssh", "-T", "-o", "BatchMode=yes", *self.ssh, "--", self.name, f"{shown} -"]
+        text = f"{shown(self.python)} -"
+        if self.setup:
+            text = "\n".join(["{", *self.setup, "} </dev/null >&2", f"exec {text}"])
+        if self.link.shell:
+            return [*self.link.command, text]
+        return [*self.link.command, "bash", "-c", text]
 
     def run(
         self,
@@ -81,8 +90,7 @@ class Host:
         except subprocess.TimeoutExpired:
             raise HostError(f"no answer within {deadline_s:g} s") from None
         finally:
-            process.kill()
-            process.wait()
+            end(process)
             held.discard(process)
         answers = [line for line in output.splitlines() if line.startswith(_MARK)]
         if not answers:
@@ -92,13 +100,24 @@ class Host:
             raise HostError(reply["error"])
         return reply
 
-    def follow(self, program: str, request: dict[str, Any]) -> "subprocess.Popen[str]":
-        """The program with its output on ours, line by line, until it or this process ends."""
-        process = subprocess.Popen(self.command(), stdin=subprocess.PIPE, start_new_session=True, text=True)
+    def follow(self, program: str, request: dict[str, Any], stdout: int | None = None) -> "subprocess.Popen[str]":
+        """The program with its output on ours, or a pipe, line by line, until it or this process ends."""
+        process = subprocess.Popen(
+            self.command(),
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=None if stdout is None else subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            env=self._environment(),
+        )
         assert process.stdin
         process.stdin.write(script(program, request, answer=False))
         process.stdin.close()
         return process
+
+    def _environment(self) -> dict[str, str] | None:
+        return self.link.environment() if self.link else None
 
     def _started(self) -> "subprocess.Popen[str]":
         try:
@@ -111,15 +130,16 @@ class Host:
                 start_new_session=True,
                 text=True,
                 errors="replace",
+                env=self._environment(),
             )
         except FileNotFoundError as error:
             raise HostError(f"{error.filename} is not installed on this machine") from None
 
     def _why(self, errors: str, code: int) -> str:
-        if self.ssh is not None and code == 255:
-            for says, meaning in _SSH_SAYS.items():
-                if says in errors:
-                    return meaning.format(host=self.name)
+        if self.link is not None and code == (code if self.link.fails is None else self.link.fails):
+            for words, meaning in self.link.says:
+                if words in errors:
+                    return meaning
         if "SyntaxError" in errors:
             return f"wrong Python: {self.python} is too old to run a check; set python=..., 3.11 or newer"
         if code == 127 or "No such file" in errors:
@@ -128,18 +148,38 @@ class Host:
         return said[-1] if said else f"ended with exit code {code} and said nothing"
 
 
-def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str]) -> Host:
-    """A host, to be reached with the user's own ssh, which gives up on a silent one."""
-    alive = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
-    return Host(name, python, ("-o", f"ConnectTimeout={connect_timeout_s}", *alive, *options))
+def visible(hidden: str, kept: tuple[str, ...]) -> dict[str, str]:
+    """This process's environment without the variables whose names begin so, but for those that are kept."""
+    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(hidden)}
+
+
+def shown(python: str) -> str:
+    """An interpreter's path as a shell takes it, which fills in the home there."""
+    return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Ends a link, and with it what runs behind it: asked first, so that it can tell the other side."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=_ENDS_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    process.wait()
 
 
 def script(program: str, request: dict[str, Any], answer: bool = True) -> str:
-    """The whole program as it goes through the standard input: what it imports of its folder stands in it."""
-    source = _SHARED.sub(lambda found: _source(found[1]), _source(program))
+    """The program and its request as they go through the standard input."""
+    source = whole(program)
     if not answer:
         return f"{source}\nrun(json.loads({json.dumps(request)!r}))\n"
     return source + _RUN.format(request=json.dumps(request), mark=_MARK)
+
+
+def whole(program: str) -> str:
+    """A program that needs none of its neighbours: what it imports of its folder stands in it."""
+    return _SHARED.sub(lambda found: _source(found[1]), _source(program))
 
 
 def _source(program: str) -> str:
@@ -179,4 +219,4 @@ class Asking:
         """Stop asking."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in list(self._running):
-            process.kill()
+            process.terminate()

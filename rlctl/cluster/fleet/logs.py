@@ -3,7 +3,8 @@
 import subprocess
 
 from rlctl.cluster.fleet.down import not_standing
-from rlctl.cluster.fleet.hosts import Host
+from rlctl.cluster.fleet.hosts import Host, end
+from rlctl.cluster.fleet.launchers import LogPlace, launcher_of
 from rlctl.cluster.fleet.state import NoSuchCluster, Store
 from rlctl.config.errors import did_you_mean
 
@@ -13,26 +14,25 @@ def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
     store = Store(name)
     state = store.load()
     if state is not None:
-        nodes = [(each.name, each.folder, state.host_of(each), bool(each.host)) for each in state.nodes]
+        places = launcher_of(state.kind).logs(store, state)
     elif store.logs.is_dir():
-        nodes = [(path.name, "", Host(""), False) for path in sorted(store.logs.iterdir())]
+        places = [LogPlace(path.name, "", Host(""), str(path)) for path in sorted(store.logs.iterdir())]
     else:
         raise NoSuchCluster(not_standing(name))
     if node is not None:
-        names = [each[0] for each in nodes]
+        names = [each.node for each in places]
         if node not in names:
             hint = did_you_mean(node, names) or f"; there are {', '.join(names)}"
             raise NoSuchCluster(f"{name} has no node {node}{hint}")
-        nodes = [each for each in nodes if each[0] == node]
+        places = [each for each in places if each.node == node]
     running: list[subprocess.Popen[str]] = []
     try:
-        for title, folder, host, remote in nodes:
-            keep = None if remote else str(store.logs / title)
-            request = {"folder": folder, "keep": keep, "cluster": name, "node": title, "lines": lines}
-            running.append(host.follow("logs", {**request, "follow": follow and state is not None}))
+        for each in places:
+            request = {"folder": each.folder, "keep": each.keep, "cluster": name, "node": each.node, "lines": lines}
+            running.append(each.host.follow("logs", {**request, "follow": follow and state is not None}))
             if not follow:
                 running[-1].wait()
-        return max(process.wait() for process in running)
+        return max((process.wait() for process in running), default=0)
     finally:
         for process in running:
-            process.kill()
+            end(process)

@@ -3,14 +3,15 @@
 A node that does not come back stays in the state, so that `status` shows it and another `up` tries again.
 """
 
-from rlctl.cluster.fleet.checking import Say, places_again
+from rlctl.cluster.fleet.checking import places_again
 from rlctl.cluster.fleet.down import stop_nodes
+from rlctl.cluster.fleet.launchers import Say
 from rlctl.cluster.fleet.plan import Place
 from rlctl.cluster.fleet.signals import unhurried
 from rlctl.cluster.fleet.starting import Starter
 from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
-from rlctl.cluster.fleet.status import Seen, look
-from rlctl.config.cluster_schema import ClusterConfig, SshCluster
+from rlctl.cluster.fleet.status import Seen
+from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 
 def gone_nodes(seen: Seen) -> list[Node]:
@@ -20,28 +21,31 @@ def gone_nodes(seen: Seen) -> list[Node]:
     return [each.node for each in seen.nodes[1:] if each.condition in ("gone", "not joined")]
 
 
-def mend(config: ClusterConfig, store: Store, state: State, seen: Seen, say: Say) -> Seen:
-    """The cluster after its lost nodes were started anew. Raises ClusterError if too few came; the rest stands."""
+def mend(config: LocalCluster | SshCluster, store: Store, state: State, seen: Seen, say: Say) -> list[str]:
+    """Names of the nodes that were lost and are up again. Raises ClusterError if too few came; the rest stands."""
     gone = gone_nodes(seen)
+    if not gone:
+        return []
     say("warning", f"{_names(gone)} gone: starting anew, the rest stays as it stands")
-    head = seen.nodes[0].facts["python"]
     try:
-        failed = _start(config, store, state, gone, head, say)
+        failed = _start(config, store, state, gone, seen.nodes[0].facts["python"], say)
     except BaseException:
         with unhurried():
             say("doing", "stopping what was started; the rest stays")
             stop_nodes(store, state, say, gone)
             _reset(store, state, gone)
         raise
-    seen = look(store, state)
     least = config.min_hosts if isinstance(config, SshCluster) and config.min_hosts else len(state.nodes)
-    if failed and sum(node.alive for node in seen.nodes) < least:
+    up = sum(each.condition == "up" for each in seen.nodes) + len(gone) - len(failed)
+    if failed and up < least:
         again = f"all they wrote: rlctl cluster logs {store.name}; then again: rlctl cluster up"
         raise ClusterError(f"{_names(failed)} did not come back, the rest stands; {again}")
-    return seen
+    return [node.name for node in gone if node not in failed]
 
 
-def _start(config: ClusterConfig, store: Store, state: State, gone: list[Node], python: str, say: Say) -> list[Node]:
+def _start(
+    config: LocalCluster | SshCluster, store: Store, state: State, gone: list[Node], python: str, say: Say
+) -> list[Node]:
     """Returns those that did not come up."""
     stuck = stop_nodes(store, state, say, gone)
     spots = places_again(config, [node for node in gone if node.name not in stuck], python, say)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
-from rlctl.config.cluster_schema import OWN_PORTS, ClusterConfig, LocalCluster, SshCluster
+from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
@@ -30,6 +30,8 @@ _FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
 # Ray's processes write how they feel every minute, and a person who follows the logs sees nothing else.
 _NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+# Of every node of every kind, beside the token.
+NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,11 @@ def driver_environment(loopback: bool) -> dict[str, str]:
     return dict(_LOOPBACK_ONLY) if loopback else {}
 
 
-def start_request(config: ClusterConfig, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
+def start_request(config: HostCluster, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
-    loopback, ports = is_loopback(node.address), config.other_ports if isinstance(config, SshCluster) else None
-    environment = {name: ENVIRONMENT[name] for name in _FOR_NODES} | driver_environment(loopback)
-    environment |= _NO_METRICS | _NO_STATISTICS | _FOR_JOBS
+    loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
+    environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | driver_environment(loopback)
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
@@ -89,7 +90,7 @@ def start_request(config: ClusterConfig, state: State, node: Node, place: Place,
     }
 
 
-def _resources(config: ClusterConfig, place: Place, first: bool) -> list[str]:
+def _resources(config: HostCluster, place: Place, first: bool) -> list[str]:
     arguments = [] if config.num_cpus is None else [f"--num-cpus={config.num_cpus}"]
     # Simulated nodes share the machine's GPUs: the first has them.
     gpus = config.num_gpus if config.num_gpus is not None or first else 0

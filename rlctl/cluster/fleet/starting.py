@@ -6,24 +6,30 @@ two, or during either, leaves the caller with a state that names everything ther
 
 import time
 
-from rlctl.cluster.fleet.checking import Say
 from rlctl.cluster.fleet.down import stop_nodes
 from rlctl.cluster.fleet.hosts import Asking, HostError
+from rlctl.cluster.fleet.launchers import Say
 from rlctl.cluster.fleet.plan import Place, joined, start_request
 from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
-from rlctl.config.cluster_schema import ClusterConfig, SshCluster
+from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 # Starting a process and going; and what a wait takes beside the waiting.
 _START_S, _MORE_S = 60.0, 60.0
 # Ray gives its own processes 30 s, a constant of its code, which a machine that is busy for a moment overruns.
-_TOO_SLOW = "timed out during startup"
+TOO_SLOW = "timed out during startup"
 
 
 class Starter:
     """Starts what `state` names on `spots`, which are in the same order; keeps the state's file up to date."""
 
     def __init__(
-        self, config: ClusterConfig, store: Store, state: State, spots: list[Place], token: str, say: Say
+        self,
+        config: LocalCluster | SshCluster,
+        store: Store,
+        state: State,
+        spots: list[Place],
+        token: str,
+        say: Say,
     ) -> None:
         self._config, self._store, self._state, self._token, self._say = config, store, state, token, say
         self._spots = {spot.name: spot for spot in spots}
@@ -53,14 +59,14 @@ class Starter:
         if not nodes:
             return []
         failed = self._attempt(nodes)
-        slow = [node for node in nodes if _TOO_SLOW in failed.get(node.name, "")]
+        slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
             self._say("warning", f"{', '.join(node.name for node in slow)}: Ray was too slow to start; once more")
             stop_nodes(self._store, self._state, self._say, slow)
             for node in slow:
                 node.folder, node.pid = f"{self._spots[node.name].root}/{folder_name()}", 0
             self._store.save(self._state)
-            failed = {name: why for name, why in failed.items() if _TOO_SLOW not in why} | self._attempt(slow)
+            failed = {name: why for name, why in failed.items() if TOO_SLOW not in why} | self._attempt(slow)
         for name, why in failed.items():
             self._say("bad", f"{name}: did not start: {why}")
         return [node for node in nodes if node.name in failed]

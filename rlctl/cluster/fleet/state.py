@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster.fleet.hosts import Host, ssh_host
+from rlctl.cluster.fleet.hosts import Host
+from rlctl.cluster.fleet.links import pod_host, slurm_host, ssh_host
 
 _VERSION = 1
 
@@ -37,7 +38,7 @@ class NoSuchCluster(ClusterError):
 
 @dataclass
 class Node:
-    """A Ray node. host: as ssh takes it, empty for this machine. folder: of its files there, made when it starts.
+    """A Ray node. host: as ssh or Slurm takes it, empty: this machine. folder: of its files there, made when it starts.
 
     pid, create_time (unix seconds): of its first process, 0 until it is started. address: of the node in Ray.
     """
@@ -56,8 +57,10 @@ class State:
     """A cluster that stands, or is being started (`phase`). address: of the head, host:port, empty until it is up.
 
     dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
-    ssh_options, connect_timeout_s: as in the config. config: all of it, for nodes that are started anew.
-    environment: what a driver needs beside address and token.
+    ssh_options, connect_timeout_s, setup, storage: as in the config; without storage its files are this machine's.
+    config: all of it, for nodes that are started anew. environment: what a driver needs beside address and token.
+    job, job_name: in Slurm, job empty until it is submitted. shared: the folder that all its nodes see.
+    context, namespace: in Kubernetes, empty for kubectl's own.
     """
 
     name: str
@@ -71,7 +74,14 @@ class State:
     connect_timeout_s: int = 0
     address: str = ""
     dashboard: int = 0
+    storage: str = ""
     environment: dict[str, str] = field(default_factory=dict)
+    job: str = ""
+    job_name: str = ""
+    shared: str = ""
+    setup: list[str] = field(default_factory=list)
+    context: str = ""
+    namespace: str = ""
     nodes: list[Node] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
 
@@ -80,9 +90,13 @@ class State:
         return next(node for node in self.nodes if node.head)
 
     def host_of(self, node: Node) -> Host:
-        """Where a node runs."""
+        """Where a node runs, to run programs of `on_host/` there."""
         if not node.host:
             return Host("")
+        if self.kind == "slurm":
+            return slurm_host(node.host, self.python, self.job, self.setup)
+        if self.kind == "kubernetes":
+            return pod_host(node.host, self.python, self.context, self.namespace)
         return ssh_host(node.host, self.python, self.connect_timeout_s, self.ssh_options)
 
 
@@ -125,12 +139,16 @@ class Store:
 
     def new_token(self) -> tuple[str, str]:
         """A token, written to its file, and its digest."""
+        token = secrets.token_hex(32)
+        return token, self.keep_token(token)
+
+    def keep_token(self, token: str) -> str:
+        """Writes a token to its file and returns its digest."""
         self._make()
         self.token_path.unlink(missing_ok=True)
-        token = secrets.token_hex(32)
         with os.fdopen(os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
             file.write(token)
-        return token, _digest(token)
+        return _digest(token)
 
     def check_token(self, state: State) -> None:
         """Raises ClusterError unless the token file is there, private and the one the cluster was started with."""

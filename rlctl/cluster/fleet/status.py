@@ -1,14 +1,13 @@
-"""`rlctl cluster status`: what Ray and each host say of a cluster, side by side."""
+"""`rlctl cluster status`: what is seen of a cluster, in words, and of all clusters in a list."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.cluster.fleet.hosts import Asking, HostError
-from rlctl.cluster.fleet.judge import warnings
+from rlctl.cluster.fleet.hosts import Asking, Host
+from rlctl.cluster.fleet.launchers import launcher_of
 from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, known_clusters
-from rlctl.telemetry.process import lives
 
-_LOOK_S, _RAY_S = 40.0, 5.0
+_RUNS_S = 40.0
 
 
 @dataclass
@@ -38,10 +37,14 @@ class NodeSeen:
 
 @dataclass
 class Seen:
-    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each."""
+    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each.
+
+    runs: that work on it now, as `jobs/head.py` tells of them.
+    """
 
     nodes: list[NodeSeen]
     warnings: list[str]
+    runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def head_alive(self) -> bool:
@@ -56,54 +59,22 @@ class Seen:
 
 
 def look(store: Store, state: State) -> Seen:
-    """Ask all hosts and Ray at the same time. Raises ClusterError where the token is not the cluster's."""
-    store.check_token(state)
-    nodes = sorted(state.nodes, key=lambda node: not node.head)
-    asked = [(state.host_of(node), "look", _request(node)) for node in nodes]
-    if state.address:
-        asked.append((state.host_of(state.head), "query", _query(state)))
-    asking = Asking(asked, _LOOK_S)
+    """The cluster now, and what runs on it. Raises ClusterError where the token is not the cluster's."""
+    asking = Asking(_about_runs(state), _RUNS_S)
     try:
-        answers = asking.in_order()
-    except BaseException:
+        seen = launcher_of(state.kind).look(store, state)
+        # Not to know what runs is no reason not to tell of the rest.
+        seen.runs = [run for _, told in asking.answers() if isinstance(told, dict) for run in told["runs"]]
+    finally:
         asking.cancel()
-        raise
-    seen = [_seen(node, answer) for node, answer in zip(nodes, answers)]
-    said = answers[len(nodes)] if state.address else None
-    if isinstance(said, dict) and said["refused"]:
-        raise ClusterError(f"wrong token: {state.address} is not this cluster, or was started anew by another")
-    if isinstance(said, dict):
-        _add_resources(seen, said["nodes"])
-    return Seen(seen, _warnings(state, seen, said))
+    return seen
 
 
-def _seen(node: Node, answer: dict[str, Any] | HostError) -> NodeSeen:
-    if isinstance(answer, HostError):
-        return NodeSeen(node, unreachable=str(answer))
-    return NodeSeen(node, alive=answer["alive"], facts=answer)
-
-
-def _add_resources(seen: list[NodeSeen], known: list[dict[str, Any]]) -> None:
-    """What Ray says of each node, found by name."""
-    living = {each["name"]: each for each in known if each["alive"]}
-    for each in seen:
-        if entry := living.get(each.node.name):
-            each.in_ray, each.total, each.free = True, entry["total"], entry["free"]
-
-
-def _warnings(state: State, seen: list[NodeSeen], said: Any) -> list[str]:
-    found = [f"{each.node.name}: {each.unreachable}" for each in seen if each.unreachable]
-    gone = [each.node.name for each in seen if not each.unreachable and not each.alive]
-    if state.head.name in gone:
-        found.append(f"head gone: killed, or the machine was restarted; clear up: rlctl cluster down {state.name}")
-    elif gone:
-        found.append(f"gone: {', '.join(gone)}; start anew, beside the rest, by the same rlctl cluster up")
-    elif isinstance(said, HostError):
-        found.append(f"Ray at {state.address} does not answer: {said}")
-    found += warnings({each.node.name: each.facts for each in seen if each.facts})
-    if state.listen_on_all:
-        found.append("listens on all interfaces (listen_on_all): only the token keeps others out")
-    return found
+def _about_runs(state: State) -> "list[tuple[Host, str, dict[str, Any]]]":
+    if not state.dashboard:
+        return []
+    request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
+    return [(state.host_of(state.head), "job", request)]
 
 
 def open_ports(seen: Seen) -> list[str]:
@@ -145,6 +116,7 @@ def as_dict(state: State, seen: Seen) -> dict[str, Any]:
         "dashboard_port": state.dashboard or None,
         "created": state.created,
         "warnings": seen.warnings,
+        "runs": seen.runs,
         "nodes": nodes,
     }
 
@@ -158,7 +130,7 @@ def summary(state: State, seen: Seen) -> str:
 
 
 def all_clusters() -> list[dict[str, Any]]:
-    """Every cluster that stands or has left logs; only processes of this machine are looked at."""
+    """Every cluster that stands or has left logs; no node of another machine is asked."""
     entries = []
     for name in known_clusters():
         try:
@@ -174,36 +146,11 @@ def all_clusters() -> list[dict[str, Any]]:
     return entries
 
 
-def environment(store: Store, state: State) -> dict[str, str]:
-    """What a Ray program of this machine needs to find the cluster; over ssh it meets the job API alone."""
-    found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(store.token_path)}
-    if state.dashboard:
-        found["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{state.dashboard}"
-    return found if state.kind == "ssh" else {"RAY_ADDRESS": state.address, **found, **state.environment}
-
-
 def _condition(state: State) -> str:
     if state.phase != "up":
         return "half started" if state.phase == "starting" else "half stopped"
-    here = [node for node in state.nodes if not node.host]
-    if not here:
-        return "up"
-    alive = [node for node in here if lives(node.pid, node.create_time, None)]
-    return "up" if alive == here else "partly up" if state.head in alive else "gone"
+    return launcher_of(state.kind).glance(state)
 
 
 def _plural(amount: float, word: str) -> str:
     return f"{amount:g} {word}{'' if amount == 1 else 's'}"
-
-
-def _request(node: Node) -> dict[str, Any]:
-    return {"folder": node.folder, "pid": node.pid, "create_time": node.create_time}
-
-
-def _query(state: State) -> dict[str, Any]:
-    return {
-        "address": state.address,
-        "token_path": f"{state.head.folder}/token",
-        "environment": state.environment,
-        "timeout_s": _RAY_S,
-    }

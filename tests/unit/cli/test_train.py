@@ -122,7 +122,7 @@ def test_missing_engines_fail_with_the_command_that_brings_them(
 
 def test_too_few_devices_are_bad_input(rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
-    done = rlctl("train", "grpo", "grpo.recipe.yaml", "generation.colocated=false")
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "placement.colocated=false")
     assert (done.code, started) == (2, [])
     assert "2 GPUs needed, apart for 1 trainer ranks and 1 engines x 1" in done.err
     assert rlctl("train", "grpo", "grpo.recipe.yaml").code == 130

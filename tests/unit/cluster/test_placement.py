@@ -8,55 +8,101 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.cluster.placement import count_gpus, place
+from rlctl.cluster.placement import Pools, Room, Seat, Strategy, count_gpus, place, this_machine
 
 few = st.integers(1, 6)
+strategies = st.sampled_from(["pack", "spread"])
+NODES = [Room("a", 4, 8.0), Room("b", 4, 8.0), Room("c", 4, 8.0)]
 
 
-@given(st.integers(1, 24), few, few, few, st.booleans())
-def test_every_part_has_devices_of_its_own_or_the_error_says_how_many_are_needed(
-    gpus: int, ranks: int, engines: int, tensor_parallel_size: int, colocated: bool
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), few, few, few, st.booleans(), strategies, strategies)
+def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_many_are_needed(
+    gpus: list[int], ranks: int, engines: int, size: int, shared: bool, trainer: Strategy, generator: Strategy
 ) -> None:
-    wanted = engines * tensor_parallel_size
-    needed = max(ranks, wanted) if colocated else ranks + wanted
-    if needed > gpus:
-        with pytest.raises(ValueError, match=f"^{needed} GPUs needed, .* this machine has {gpus}$"):
-            place(gpus, ranks, engines, tensor_parallel_size, colocated)
+    rooms = [Room(f"n{index}", count) for index, count in enumerate(gpus)]
+    wanted = engines * size
+    needed = max(ranks, wanted) if shared else ranks + wanted
+    try:
+        placement = place(rooms, Pools(ranks, engines, size, shared, trainer, generator), "cuda")
+    except ValueError as error:
+        assert str(error).startswith(f"{needed} GPUs needed, ")
+        # Enough in all is too few only where engines take several of one node.
+        assert sum(gpus) < needed or size > 1
         return
-    placement = place(gpus, ranks, engines, tensor_parallel_size, colocated)
-    trained = [device for rank in placement.trainers for device in rank]
-    sampled = [device for engine in placement.engines for device in engine]
-    assert [len(engine) for engine in placement.engines] == [tensor_parallel_size] * engines
+    trained = [(seat.node, device) for seat in placement.trainers for device in seat.devices]
+    sampled = [(seat.node, device) for seat in placement.engines for device in seat.devices]
+    assert [len(seat.devices) for seat in placement.engines] == [size] * engines
     assert len(set(trained)) == len(trained) == ranks == placement.trainer_devices
     assert len(set(sampled)) == len(sampled) == wanted == placement.generator_devices
-    assert {*trained, *sampled} == set(range(needed))
-    assert placement.all_devices == needed
-    assert placement.shared == colocated
+    assert shared or not {*trained} & {*sampled}
+    assert all(index < gpus[node] for node, index in (*trained, *sampled))
+    # What is reserved on a node is counted from 0, without gaps.
+    for node in placement.used:
+        taken = {index for at, index in (*trained, *sampled) if at == node}
+        assert taken == set(range(placement.gpus_on(node)))
+    assert placement.shared == shared
+
+
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=4), few, few, st.sampled_from([0.5, 1.0, 2.0]), strategies)
+def test_processes_on_cpus_take_no_more_than_a_node_has(
+    cpus: list[int], ranks: int, engines: int, each: float, strategy: Strategy
+) -> None:
+    rooms = [Room(f"n{index}", 0, float(count)) for index, count in enumerate(cpus)]
+    room = sum(int(count / each) for count in cpus)
+    pools = Pools(ranks, engines, trainer=strategy, generator=strategy, cpus_per_process=each)
+    if ranks + engines > room:
+        with pytest.raises(ValueError, match=rf"^{(ranks + engines) * each:g} CPUs needed for .* the cluster has"):
+            place(rooms, pools)
+        return
+    placement = place(rooms, pools)
+    assert (placement.device, placement.shared) == ("cpu", True)
+    assert all(placement.cpus_on(node) <= cpus[node] for node in placement.used)
 
 
 def test_on_a_cpu_everything_shares_the_one_machine() -> None:
-    placement = place(0, ranks=2, engines=3, tensor_parallel_size=1, colocated=False)
+    placement = place(this_machine(0), Pools(ranks=2, engines=3, colocated=False))
     assert (placement.device, placement.shared) == ("cpu", True)
     assert (len(placement.trainers), len(placement.engines)) == (2, 3)
     assert (placement.trainer_devices, placement.generator_devices, placement.all_devices) == (1, 1, 1)
 
 
 def test_colocated_engines_take_the_trainers_devices() -> None:
-    placement = place(4, ranks=4, engines=2, tensor_parallel_size=2, colocated=True)
-    assert placement.trainers == [[0], [1], [2], [3]]
-    assert placement.engines == [[0, 1], [2, 3]]
+    placement = place(this_machine(4), Pools(ranks=4, engines=2, tensor_parallel_size=2, colocated=True))
+    assert placement.trainers == [Seat(0, (0,)), Seat(0, (1,)), Seat(0, (2,)), Seat(0, (3,))]
+    assert placement.engines == [Seat(0, (0, 1)), Seat(0, (2, 3))]
     assert (placement.shared, placement.all_devices) == (True, 4)
 
 
 def test_engines_apart_stand_behind_the_trainers() -> None:
-    placement = place(8, ranks=4, engines=2, tensor_parallel_size=2, colocated=False)
-    assert placement.engines == [[4, 5], [6, 7]]
+    placement = place(this_machine(8), Pools(ranks=4, engines=2, tensor_parallel_size=2, colocated=False))
+    assert placement.engines == [Seat(0, (4, 5)), Seat(0, (6, 7))]
     assert (placement.trainer_devices, placement.generator_devices, placement.all_devices) == (4, 4, 8)
 
 
 def test_too_few_devices_are_an_error_with_the_arithmetic() -> None:
-    with pytest.raises(ValueError, match=r"6 GPUs needed, apart for 2 trainer ranks and 2 engines x 2 .* has 4"):
-        place(4, ranks=2, engines=2, tensor_parallel_size=2, colocated=False)
+    pools = Pools(ranks=2, engines=2, tensor_parallel_size=2, colocated=False)
+    with pytest.raises(ValueError, match=r"6 GPUs needed, apart for 2 trainer ranks and 2 engines x 2 .* has 4$"):
+        place(this_machine(4), pools)
+    with pytest.raises(ValueError, match=r"the cluster has 5 GPUs free: a 4, b 1$"):
+        place([Room("a", 4), Room("b", 1)], pools)
+    with pytest.raises(ValueError, match=r"6 GPUs free: a 3, b 3; an engine's are of one node$"):
+        place([Room("a", 3), Room("b", 3)], Pools(ranks=2, engines=1, tensor_parallel_size=4, colocated=False))
+
+
+def test_pack_fills_a_node_that_holds_them_all_and_spread_takes_turns() -> None:
+    packed = place(NODES, Pools(ranks=4, engines=4, colocated=False))
+    assert [seat.node for seat in packed.trainers] == [0, 0, 0, 0]
+    assert [seat.node for seat in packed.engines] == [1, 1, 1, 1]
+    spread = place(NODES, Pools(ranks=4, engines=3, colocated=False, trainer="spread", generator="spread"))
+    assert [seat.node for seat in spread.trainers] == [0, 1, 2, 0]
+    assert [seat.node for seat in spread.engines] == [0, 1, 2]
+    larger = place([Room("a", 2), Room("b", 8)], Pools(ranks=6, engines=2, colocated=False))
+    assert {seat.node for seat in larger.trainers} == {1}
+
+
+def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
+    with pytest.raises(ValueError, match="1 GPUs needed"):
+        place([Room("a", 0, 16.0)], Pools(ranks=1), "cuda")
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("2,5", 2), ("GPU-1a, GPU-2b", 2)])

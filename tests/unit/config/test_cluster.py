@@ -78,6 +78,6 @@ def test_a_wrong_name_or_kind_leads_on(tmp_path: Path) -> None:
     assert problems("locl") == ["locl: no such cluster or file; did you mean local?"]
     file = tmp_path / "x.yaml"
     file.write_text("kind: slurmm\n")
-    assert "kind: must be one of local, ssh: inherit it, `defaults: cluster/local.yaml`" in problems(str(file))[0]
+    assert "kubernetes: inherit it, such as `defaults: cluster/local.yaml`" in problems(str(file))[0]
     file.write_text("kind: local\nnodes: 2\n")
     assert "missing key: inherit the defaults, `defaults: cluster/local.yaml`" in problems(str(file))[0]

@@ -167,7 +167,7 @@ def test_a_refit_moves_every_parameter_once_in_the_generators_dtype(home: Path) 
 
 
 def test_too_few_devices_are_said_with_the_arithmetic(home: Path) -> None:
-    found = plan(home, "generation.colocated=false", "generation.num_engines=2", gpus=2)
+    found = plan(home, "placement.colocated=false", "generation.num_engines=2", gpus=2)
     assert found.placement is None
     assert found.misplaced is not None and "3 GPUs needed" in found.misplaced
 

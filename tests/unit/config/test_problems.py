@@ -259,7 +259,7 @@ OLD = "async.max_trajectory_age_steps=2"
 @pytest.mark.parametrize(
     ("overrides", "key", "what"),
     [
-        ([ASYNC, "generation.colocated=true"], "generation.colocated", "devices of their own"),
+        ([ASYNC, "placement.colocated=true"], "placement.colocated", "devices of their own"),
         ([ASYNC, OLD, "async.in_flight_weight_updates=false"], "async.max_trajectory_age_steps", "2 needs async.in_fl"),
         ([ASYNC, OLD, "grpo.loss.proximal=behaviour"], "grpo.loss.proximal", "lets training collapse"),
         ([ASYNC, "grpo.loss.importance_cap=null"], "grpo.loss.importance_cap", "null without a mask leaves"),
@@ -329,7 +329,7 @@ def test_state_that_the_host_updates_cannot_move_too(home: Path, switch: str) ->
          "trainer.offload_optimizer_for_generation keeps it on the host until the update"),
         ("grpo", [FOR_ENGINES], None),
         ("grpo", [FOR_ENGINES, ASYNC], "engines have devices of their own"),
-        ("grpo", [FOR_ENGINES, "generation.colocated=false"], "engines have devices of their own"),
+        ("grpo", [FOR_ENGINES, "placement.colocated=false"], "engines have devices of their own"),
         ("sft", [FOR_LOG_PROBS], "kind is sft"),
         ("sft", [FOR_ENGINES], "kind is sft"),
         ("sft", [FOR_ENGINES.replace("true", "false")], None),

@@ -1,6 +1,7 @@
 """Runs on a host: prints the ends of a node's logs, and with follow what is added, each line after the node's name.
 
-request: folder (of a live node), keep (where logs were kept; null as in `stop.py`), cluster, node, lines, follow.
+request: folder (of a live node), keep (where logs were kept; null as in `stop.py`), cluster, node, lines, follow;
+suffixes: of the files that are wanted, Ray's own if there are none.
 """
 
 import json  # noqa: F401  (used by what is put behind this program)
@@ -22,13 +23,13 @@ def run(request: dict[str, Any]) -> None:
         print("{}: no logs".format(request["node"]))
         return
     places: dict[str, int] = {}
-    for path in paths(folders):
+    for path in paths(folders, request):
         with open(path, "rb") as file:
             text = file.read().decode(errors="replace")
             places[path] = file.tell()
         say(request["node"], path, text.splitlines()[-request["lines"] :])
     while request["follow"] and os.getppid() == parent:
-        for path in paths(folders):
+        for path in paths(folders, request):
             with open(path, "rb") as file:
                 file.seek(places.get(path, 0))
                 new = file.read()
@@ -48,12 +49,14 @@ def folders_of(request: dict[str, Any]) -> "list[str]":
     return [keep] if os.path.isdir(keep) else []
 
 
-def paths(folders: "list[str]") -> "list[str]":
+def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
+    suffixes = tuple(request.get("suffixes") or SUFFIXES)
+    prefixes = () if request.get("suffixes") else PREFIXES
     found = []
     for folder in folders:
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
             path = os.path.join(folder, name)
-            wanted = name.endswith(SUFFIXES) or name.startswith(PREFIXES)
+            wanted = name.endswith(suffixes) or name.startswith(prefixes)
             if wanted and os.path.isfile(path) and os.path.getsize(path):
                 found.append(path)
     return found

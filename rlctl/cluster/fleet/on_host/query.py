@@ -1,8 +1,8 @@
 """Runs on the head: asks Ray itself which nodes live and what they have free.
 
-request: address, token_path, environment. The reply: nodes, each with address, alive, total and free; or refused,
-true where the token is not this cluster's. Ray's drivers say of a wrong token only that they failed to connect, and
-after 21 s; its GCS client tells at once.
+request: address, token_path (null: the token is in the environment there), environment. The reply: nodes, each with
+address, name, alive, total and free; or refused, true where the token is not this cluster's. Ray's drivers say of a
+wrong token only that they failed to connect, and after 21 s; its GCS client tells at once.
 """
 
 import json  # noqa: F401  (used by what is put behind this program)
@@ -11,8 +11,10 @@ from typing import Any
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
-    os.environ.pop("RAY_AUTH_TOKEN", None)
-    os.environ.update(request["environment"], RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=request["token_path"])
+    os.environ.update(request["environment"], RAY_AUTH_MODE="token")
+    if request["token_path"]:
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = request["token_path"]
     # Ray logs to the terminal what it then raises.
     silence()
     from ray._raylet import GcsClient  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """Runs on a host: waits until the node started there is up, or says why it ended.
 
-request: folder, pid, create_time, port (of the dashboard to wait for, or null), head (host and port that it joins, or
-null), deadline_s. The reply: ready, why (the last lines of its log), dashboard (whether that port answers).
+request: folder, pid, create_time, port (of the dashboard to wait for, or null), head (host and port that it joins;
+null or left out: not asked), deadline_s. The reply: ready, why (the last lines of its log), dashboard (whether that
+port answers).
 """
 
 import json  # noqa: F401  (used by what is put behind this program)
@@ -32,10 +33,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         # Of what follows Ray's processes say nothing: they wait for each other until the deadline.
         if shutil.disk_usage(request["folder"]).free < LEAST_DISK:
             return failed("disk full: nothing left for Ray's files in " + os.path.dirname(request["folder"]))
-        if request["head"] is None or answers(*request["head"]):
+        head = request.get("head")
+        if head is None or answers(*head):
             heard = time.monotonic()
         elif time.monotonic() - heard > LONGEST_SILENCE_S:
-            host, port = request["head"]
+            host, port = head
             return failed(f"the head does not answer at port {port} of {host}: it ended, or a firewall is between them")
         time.sleep(0.3)
     return failed("not up within {:g} s (start_timeout_s)".format(request["deadline_s"]))

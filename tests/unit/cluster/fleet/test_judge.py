@@ -7,6 +7,7 @@ import pytest
 
 from rlctl.cluster.fleet.hosts import Host, HostError, script
 from rlctl.cluster.fleet.judge import Asked, Wanted, clock_skew, facts, problems, taken, wanted_ray, warnings
+from rlctl.cluster.fleet.links import ssh_host
 
 GOOD: dict[str, Any] = {
     "time": 100.5,
@@ -90,6 +91,7 @@ def test_a_program_that_fails_or_hangs_is_one_line() -> None:
 
 
 def test_what_is_secret_goes_through_the_standard_input_alone() -> None:
-    host = Host("gpu1", "~/my env/python", ("-p", "22"))
-    assert host.command() == ["ssh", "-T", "-o", "BatchMode=yes", "-p", "22", "--", "gpu1", "~/'my env/python' -"]
+    command = ssh_host("gpu1", "~/my env/python", 9, ["-p", "22"]).command()
+    assert command[:6] == ["ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=9"]
+    assert command[-5:] == ["-p", "22", "--", "gpu1", "~/'my env/python' -"]
     assert "a secret" in script("start", {"token": "a secret"})

@@ -32,12 +32,17 @@ class Reaper:
     @contextmanager
     def folder(self, prefix: str, root: str | None = None) -> Iterator[Path]:
         """A new folder for the time of the block."""
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        self._tell(str(path))
+        path = self.make(prefix, root)
         try:
             yield path
         finally:
             sweep([path])
+
+    def make(self, prefix: str, root: str | None = None) -> Path:
+        """A new folder, for the caller to remove before it closes the reaper."""
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        self._tell(str(path))
+        return path
 
     def close(self) -> None:
         """Nothing is left to do: let the reaper go."""

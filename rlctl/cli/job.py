@@ -1,0 +1,44 @@
+"""The program of a Ray job that drives a run, on the cluster's head: `python -m rlctl.cli.job RUN_DIR`.
+
+Flags: --wait (for room), --probe (only that).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from rlctl.cluster.jobs.head import SECRETS
+from rlctl.cluster.jobs.record import JobRecord
+
+
+def main() -> int:
+    """Returns the run's exit code."""
+    run, flags = Path(sys.argv[1]), sys.argv[2:]
+    record = JobRecord.read(run)
+    assert record is not None, f"{run} has no job.json"
+    os.chdir(record.work)
+    # Rewards of the user's own are modules of the working directory.
+    sys.path.insert(0, record.work)
+    _take_secrets(run / SECRETS)
+
+    from rlctl.cluster.launch import run_grpo
+    from rlctl.cluster.launch_sft import run_sft
+    from rlctl.cluster.standing import StandingCluster
+    from rlctl.config.load import load
+
+    composed = load(None, str(run / "config.yaml"), [], resume=True)
+    config, ground = composed.config, StandingCluster("--wait" in flags)
+    if config.kind == "grpo":
+        return run_grpo(config, composed.to_yaml(), ground, run, probe_only="--probe" in flags)
+    return run_sft(config, composed.to_yaml(), ground, run)
+
+
+def _take_secrets(path: Path) -> None:
+    if path.exists():
+        os.environ.update(json.loads(path.read_text(encoding="utf-8")))
+        path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

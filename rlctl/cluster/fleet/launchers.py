@@ -1,0 +1,81 @@
+"""What differs from one kind of cluster to the next, behind one interface.
+
+A kind is a row of `_KINDS` and a class; `up`, `down`, `status` and `logs` know no kind by name.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlctl.cluster.fleet.hosts import Host
+
+if TYPE_CHECKING:
+    from rlctl.cluster.fleet.state import State, Store
+    from rlctl.cluster.fleet.status import Seen
+
+# How a command speaks while it works: (sign, text), the sign one of ok, bad, warning, doing.
+Say = Callable[[str, str], None]
+_KINDS = {
+    "local": "rlctl.cluster.fleet.machines:Machines",
+    "ssh": "rlctl.cluster.fleet.machines:Machines",
+    "slurm": "rlctl.cluster.fleet.slurm.launcher:Slurm",
+    "kubernetes": "rlctl.cluster.fleet.kubernetes.launcher:Kubernetes",
+}
+
+
+@dataclass
+class Prepared:
+    """A cluster of which nothing runs yet. start: brings it up and returns warnings, keeping the state's file true."""
+
+    state: "State"
+    start: Callable[[], list[str]]
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class LogPlace:
+    """Where a node's logs are: below `folder` on `host` while it lives, else in `keep` (None: at home there)."""
+
+    node: str
+    folder: str
+    host: Host
+    keep: str | None
+
+
+class Launcher(Protocol):
+    """A kind of cluster. Every method raises ClusterError for what keeps it from its work."""
+
+    def prepare(self, config: Any, store: "Store", say: Say) -> Prepared:
+        """Checks what can be checked before anything is started; writes the token."""
+
+    def dry_run(self, config: Any, store: "Store") -> str:
+        """What would be submitted, as it would be; nothing is written."""
+
+    def look(self, store: "Store", state: "State") -> "Seen":
+        """The cluster now."""
+
+    def glance(self, state: "State") -> str:
+        """Its condition in a word, without asking its nodes."""
+
+    def mend(self, config: Any, store: "Store", state: "State", seen: "Seen", say: Say) -> list[str]:
+        """Starts nodes anew that a standing cluster has lost, and returns their names; the rest stays as it is."""
+
+    def stop(self, store: "Store", state: "State", say: Say) -> list[str]:
+        """Ends all of it and returns the names of what could not be cleared, to which `state` is cut down."""
+
+    def logs(self, store: "Store", state: "State") -> list[LogPlace]:
+        """Where the nodes' logs are."""
+
+    def environment(self, store: "Store", state: "State") -> dict[str, str]:
+        """What a Ray program of this machine needs in its environment to find the cluster."""
+
+    def dashboard(self, state: "State") -> tuple[str, str] | None:
+        """(command, what it does) that opens the dashboard, where there is one."""
+
+
+def launcher_of(kind: str) -> Launcher:
+    """The launcher of a kind."""
+    module, _, name = _KINDS[kind].partition(":")
+    launcher: Launcher = getattr(importlib.import_module(module), name)()
+    return launcher

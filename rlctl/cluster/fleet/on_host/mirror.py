@@ -1,0 +1,46 @@
+"""Runs on the head: prints files of a run directory as they grow, until whoever reads is gone.
+
+request: folder, files (names), follow. A line each: {"file", "data" (base64)}, with "anew" where the file begins: it is
+new to the reader, or was replaced. An empty line says that all that stands was printed.
+"""
+
+import base64
+import json
+import os
+import sys
+import time
+from typing import Any
+
+_CHUNK = 1 << 20
+_POLL_S = 0.3
+
+
+def run(request: "dict[str, Any]") -> None:
+    parent = os.getppid()
+    places: dict[str, tuple[int, int]] = {}
+    while os.getppid() == parent:
+        for name in request["files"]:
+            places[name] = say(os.path.join(request["folder"], name), name, places.get(name, (0, 0)))
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if not request["follow"]:
+            return
+        time.sleep(_POLL_S)
+
+
+def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
+    """Prints what is new behind `place`, (inode, bytes printed); returns the place after it."""
+    inode, offset = place
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            anew = found.st_ino != inode or found.st_size < offset
+            file.seek(0 if anew else offset)
+            offset = file.tell()
+            while data := file.read(_CHUNK):
+                line = {"file": name, "data": base64.b64encode(data).decode(), "anew": anew}
+                sys.stdout.write(json.dumps(line) + "\n")
+                offset, anew = offset + len(data), False
+            return found.st_ino, offset
+    except FileNotFoundError:
+        return place

@@ -1,0 +1,99 @@
+"""Where the processes of a run live: on this machine with a Ray of its own, or on a cluster that stands.
+
+Both end in a `Site`: seats that are this run's alone, and what a process needs to be started on one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rlctl.cluster.placement import Placement, PlacementError, Pools, Seat, count_gpus, place, this_machine
+from rlctl.workers.reaper import Reaper
+
+if TYPE_CHECKING:
+    from rlctl.cluster.session import Session
+    from rlctl.workers.nodes import Node
+
+Announce = Callable[[Placement], None]
+
+
+class Ground(Protocol):
+    """Where a run is to live."""
+
+    def site(self, session: "Session", pools: Pools, announce: Announce) -> AbstractContextManager["Site"]:
+        """Seats for the time of the block; `announce` is told them before anything slow begins."""
+        ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a run stands on. nodes: of the placement, by index; None where there is but this machine.
+
+    folder: makes a new one, by prefix and root, on the first node in use, gone when the site is.
+    """
+
+    placement: Placement
+    nodes: "list[Node | None]"
+    folder: Callable[[str, str | None], str]
+
+    def node(self, seat: Seat) -> "Node | None":
+        """The node of a seat."""
+        return self.nodes[seat.node]
+
+    def devices(self, seat: Seat) -> list[str]:
+        """Its GPUs, as CUDA_VISIBLE_DEVICES wants them."""
+        node = self.node(seat)
+        return [node.gpus[index] if node else str(index) for index in seat.devices]
+
+    def environment(self, seat: Seat) -> dict[str, str]:
+        """What a process there needs to be met from elsewhere."""
+        node = self.node(seat)
+        return node.environment if node else {}
+
+    def cores(self, seat: Seat) -> int:
+        """CPUs of its machine."""
+        import os
+
+        node = self.node(seat)
+        return node.cores if node else os.cpu_count() or 1
+
+    def meeting_point(self) -> str:
+        """host:port at which trainer ranks meet: a free port of rank 0's node."""
+        from rlctl.workers.ports import LOOPBACK, free_port
+
+        node = self.node(self.placement.trainers[0])
+        if node is None:
+            return f"{LOOPBACK}:{free_port()}"
+        host = f"[{node.address}]" if ":" in node.address else node.address
+        return f"{host}:{node.free_port()}"
+
+
+class ThisMachine:
+    """A private Ray, which is gone when the driver is."""
+
+    @contextmanager
+    def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
+        """See `Ground.site`. Raises PlacementError with the arithmetic when there are too few devices."""
+        from rlctl.cluster.local import local_ray
+
+        placement = place(this_machine(count_gpus()), pools)
+        announce(placement)
+        with ExitStack() as stack:
+            with session.starting("ray"):
+                reaper = stack.enter_context(local_ray(session.logs))
+            yield Site(placement, [None], _folders_of(stack, reaper))
+
+
+def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None], str]:
+    return lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
+
+
+def must_share(nodes: "Sequence[Node]", paths: dict[str, Path]) -> None:
+    """Raises PlacementError unless every node sees every path; paths: by the config's key."""
+    for node in nodes:
+        if absent := node.lacks([str(path) for path in paths.values()]):
+            key = next(key for key, path in paths.items() if str(path) == absent[0])
+            what = "put it on a file system that all nodes share, under the same path"
+            raise PlacementError(f"{key}: {absent[0]} is not seen from node {node.name}: {what}")

@@ -1,0 +1,121 @@
+"""Watching a run that a job drives, from anywhere: its files are brought here where they are not, and its end is told
+from a driver that is gone."""
+
+import base64
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rlctl.cluster.fleet.state import ClusterError, State, Store
+from rlctl.cluster.jobs.record import JobRecord
+from rlctl.cluster.jobs.submit import ask
+
+_FILES = ("config.yaml", "events.jsonl", "metrics.jsonl", "rollouts.jsonl")
+_JOB_POLL_S = 5.0
+_AGAIN_S = 2.0
+_SYNC_S = 30.0
+
+
+def cluster_of(record: JobRecord) -> State | None:
+    """The cluster that a job is of, if it stands."""
+    with suppress(ClusterError):
+        return Store(record.cluster).load()
+    return None
+
+
+@contextmanager
+def followed(run: Path) -> Iterator[None]:
+    """While the block runs, `run` is kept like the directory on the head, and a driver's sudden end is marked in it."""
+    record = JobRecord.read(run)
+    state = cluster_of(record) if record else None
+    if record is None or state is None:
+        yield
+        return
+    stop = threading.Event()
+    threads = [threading.Thread(target=_watch_job, args=(run, record, state, stop), daemon=True)]
+    if record.remote:
+        threads.append(threading.Thread(target=_mirror, args=(run, record, state, stop), daemon=True))
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=_AGAIN_S)
+
+
+def bring_up_to_date(run: Path) -> None:
+    """What is known of a run on its cluster now; nothing if that cannot be reached."""
+    record = JobRecord.read(run)
+    state = cluster_of(record) if record else None
+    if record is None or state is None:
+        return
+    with suppress(ClusterError, OSError):
+        _ask_status(run, record, state)
+        if record.remote:
+            _copy_until(_program(record, state, follow=False), run, threading.Event(), time.monotonic() + _SYNC_S)
+
+
+def stop_job(record: JobRecord) -> bool:
+    """Whether it ran. Raises ClusterError."""
+    state = cluster_of(record)
+    if state is None:
+        raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
+    return bool(ask(state, "stop", {"job": record.job})["stopped"])
+
+
+def _watch_job(run: Path, record: JobRecord, state: State, stop: threading.Event) -> None:
+    while not stop.wait(_JOB_POLL_S):
+        with suppress(ClusterError):
+            _ask_status(run, record, state)
+
+
+def _ask_status(run: Path, record: JobRecord, state: State) -> dict[str, Any]:
+    return ask(state, "status", {"job": record.job, "run": record.remote or str(run.resolve())})
+
+
+def _mirror(run: Path, record: JobRecord, state: State, stop: threading.Event) -> None:
+    while not stop.is_set():
+        with suppress(OSError):
+            _copy_until(_program(record, state, follow=True), run, stop, None)
+        stop.wait(_AGAIN_S)
+
+
+def _program(record: JobRecord, state: State, follow: bool) -> "subprocess.Popen[str]":
+    request = {"folder": record.remote, "files": _FILES, "follow": follow}
+    return state.host_of(state.head).follow("mirror", request, stdout=subprocess.PIPE)
+
+
+def _copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, end: float | None) -> None:
+    """Write what the head prints until it ends, or `stop` is set, or it is past `end`."""
+    watch = threading.Thread(target=_end_with, args=(process, stop, end), daemon=True)
+    watch.start()
+    assert process.stdout
+    with process.stdout as lines:
+        for line in lines:
+            if line.startswith("{"):
+                _write(run, json.loads(line))
+    process.wait()
+
+
+def _end_with(process: "subprocess.Popen[str]", stop: threading.Event, end: float | None) -> None:
+    while process.poll() is None:
+        if stop.wait(0.2) or (end is not None and time.monotonic() > end):
+            process.kill()
+
+
+def _write(run: Path, piece: dict[str, Any]) -> None:
+    path, data = run / piece["file"], base64.b64decode(piece["data"])
+    if piece["anew"]:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(data)
+        temporary.replace(path)
+        return
+    with path.open("ab") as file:
+        file.write(data)

@@ -1,0 +1,32 @@
+"""What a run directory remembers of the Ray job that drives it: `job.json`, beside config.yaml."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """cluster: its name here. job: Ray's submission id. work: the driver's working directory, on the head.
+
+    remote: path of the run directory on the head where this one is a copy of it; None where it is the run's own.
+    """
+
+    cluster: str
+    job: str
+    work: str
+    remote: str | None = None
+
+    @classmethod
+    def read(cls, run: Path) -> "JobRecord | None":
+        """None for a run without a job."""
+        try:
+            return cls(**json.loads((run / "job.json").read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, run: Path) -> None:
+        """Whole or not at all."""
+        temporary = run / ".job.json.tmp"
+        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        temporary.replace(run / "job.json")

@@ -1,0 +1,97 @@
+"""The ground of a run whose driver works on a cluster: seats on its nodes, reserved for this run."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.cluster.ground import Announce, Site, must_share
+from rlctl.cluster.placement import Placement, PlacementError, Pools, Room, place
+
+if TYPE_CHECKING:
+    from rlctl.cluster.session import Session
+    from rlctl.workers.nodes import NodeRoom, Reservation
+
+_RESERVE_S = 120.0
+_POLL_S = 3.0
+
+
+class StandingCluster:
+    """The cluster that this process's RAY_ADDRESS names. wait: for room, from the start."""
+
+    def __init__(self, wait: bool) -> None:
+        self._wait = wait
+
+    @contextmanager
+    def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
+        """See `Ground.site`. Raises PlacementError with the arithmetic when there is too little room, and it does not
+        wait; TimeoutError when it has waited in vain."""
+        with ExitStack() as stack:
+            stack.enter_context(_connected(session.logs))
+            placement, reservation = self._reserved(session, pools)
+            stack.callback(reservation.release)
+            announce(placement)
+            nodes = dict(zip(placement.used, reservation.nodes))
+            if len(nodes) > 1:
+                must_share(reservation.nodes, _paths(session))
+            # Weights in transit stand where the processes are, which need not be where the driver is.
+            folder = reservation.nodes[0].folder
+            yield Site(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
+
+    def _reserved(self, session: "Session", pools: Pools) -> tuple[Placement, "Reservation"]:
+        from rlctl.workers.nodes import NoRoom, Reservation, Share, rooms
+
+        patient = self._wait or session.attempts > 1
+        end, told = time.monotonic() + session.config.placement.wait_s, ""
+        while True:
+            found = rooms()
+            try:
+                placement = _placed(found, pools)
+                shares = [Share(found[n], placement.gpus_on(n), _cpus(placement, n)) for n in placement.used]
+                return placement, Reservation(shares, _RESERVE_S)
+            except (PlacementError, NoRoom) as error:
+                why = str(error)
+                if not patient:
+                    raise PlacementError(f"{why}; --wait waits for it") from None
+            if time.monotonic() > end:
+                raise TimeoutError(f"no room within placement.wait_s={session.config.placement.wait_s:g}: {why}")
+            if session.interrupts.asked:
+                raise KeyboardInterrupt
+            if why != told:
+                told = why
+                session.events.emit("warning", what=f"waiting for room: {why}")
+            time.sleep(_POLL_S)
+
+
+def _cpus(placement: Placement, node: int) -> float:
+    return 0.0 if placement.device == "cuda" else placement.cpus_on(node)
+
+
+def _placed(found: "list[NodeRoom]", pools: Pools) -> Placement:
+    """Seats on what is free; a cluster with GPUs is not trained on by its CPUs."""
+    device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
+    free = [Room(each.name, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0)) for each in found]
+    return place(free, pools, device)
+
+
+def _paths(session: "Session") -> dict[str, Path]:
+    """What every node must see."""
+    model, run = Path(session.config.model.path), session.run_dir.path.resolve()
+    return {"run.dir": run, **({"model.path": model} if model.is_dir() else {})}
+
+
+@contextmanager
+def _connected(logs: Path) -> Iterator[None]:
+    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
+    import ray  # isort: skip
+
+    from rlctl.cluster.local import log_to_file
+
+    log_to_file(logging.getLogger("ray"), logs / "ray.log")
+    ray.init(address="auto", log_to_driver=False, configure_logging=False)
+    try:
+        yield
+    finally:
+        ray.shutdown()

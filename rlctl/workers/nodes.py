@@ -1,0 +1,193 @@
+"""Nodes of a Ray cluster as a run uses them: which there are, what is reserved there, and a helper process on each.
+
+A reservation is one placement group with a bundle a node: all of it or nothing, and nobody else's meanwhile. The helper
+holds the bundle's GPUs, so that Ray says which they are; a run's processes ask for nothing of their own and are told
+their devices, since several may share one.
+"""
+
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlctl.workers.ports import free_port
+
+_ID_LABEL = "ray.io/node-id"
+_POLL_S = 5.0
+
+
+@dataclass(frozen=True)
+class NodeRoom:
+    """A living node. free and total: of its resources, GPU and CPU. address: in Ray."""
+
+    id: str
+    name: str
+    address: str
+    total: dict[str, float]
+    free: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a run wants of a node."""
+
+    node: NodeRoom
+    gpus: int
+    cpus: float
+
+
+@dataclass(frozen=True)
+class Node:
+    """A reserved share of a node. interface: of the network, that its address belongs to. gpus: as CUDA counts them."""
+
+    id: str
+    name: str
+    address: str
+    interface: str
+    gpus: tuple[str, ...]
+    cores: int
+    helper: Any
+    strategy: Any
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What makes torch and vLLM meet other nodes at this node's address."""
+        return {"GLOO_SOCKET_IFNAME": self.interface, "VLLM_HOST_IP": self.address}
+
+    def free_port(self) -> int:
+        """A port of its address that nobody listens on at this moment."""
+        number: int = ray.get(self.helper.free_port.remote(self.address), timeout=60)
+        return number
+
+    def folder(self, prefix: str, root: str | None) -> str:
+        """A new folder there, gone when the reservation is."""
+        path: str = ray.get(self.helper.folder.remote(prefix, root), timeout=60)
+        return path
+
+    def lacks(self, paths: Sequence[str]) -> list[str]:
+        """Those of `paths` that are not seen from there."""
+        absent: list[str] = ray.get(self.helper.lacks.remote(list(paths)), timeout=60)
+        return absent
+
+    def lives(self) -> bool:
+        """Whether Ray still counts it in."""
+        return self.id in {each["NodeID"] for each in ray.nodes() if each["Alive"]}
+
+
+class NoRoom(RuntimeError):
+    """What was free a moment ago is not: another run took it."""
+
+
+def rooms() -> list[NodeRoom]:
+    """The living nodes, the head first, then by name. Two calls a moment apart may differ."""
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    found = [
+        NodeRoom(
+            each["NodeID"],
+            each["NodeName"],
+            each["NodeManagerAddress"],
+            dict(each["Resources"]),
+            dict(free.get(each["NodeID"], {})),
+        )
+        for each in ray.nodes()
+        if each["Alive"]
+    ]
+    return sorted(found, key=lambda room: ("node:__internal_head__" not in room.total, room.name))
+
+
+class Reservation:
+    """Shares of nodes, held until `release`."""
+
+    def __init__(self, shares: Sequence[Share], deadline_s: float) -> None:
+        """Raises NoRoom if they cannot be had within the deadline."""
+        bundles = [_bundle(share) for share in shares]
+        selectors = [{_ID_LABEL: share.node.id} for share in shares]
+        self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        try:
+            if not self._group.wait(deadline_s):
+                why = placement_group_table(self._group)["stats"]["scheduling_state"]
+                raise NoRoom(f"what the run needs could not be reserved within {deadline_s:g} s (Ray says {why})")
+            helpers = [self._helper(index, share) for index, share in enumerate(shares)]
+            facts = ray.get([helper.facts.remote(each.node.address) for helper, each in helpers], timeout=deadline_s)
+        except BaseException:
+            remove_placement_group(self._group)
+            raise
+        self.nodes = [
+            Node(share.node.id, share.node.name, share.node.address, face, gpus, cores, helper, self._strategy(index))
+            for index, ((helper, share), (face, gpus, cores)) in enumerate(zip(helpers, facts))
+        ]
+
+    def release(self) -> None:
+        """Give everything back; folders are removed first."""
+        closing = [node.helper.close.remote() for node in self.nodes]
+        ray.wait(closing, num_returns=len(closing), timeout=_POLL_S)
+        for node in self.nodes:
+            ray.kill(node.helper)
+        remove_placement_group(self._group)
+
+    def _helper(self, index: int, share: Share) -> tuple[Any, Share]:
+        actor = ray.remote(num_cpus=0, num_gpus=share.gpus)(Helper)
+        return actor.options(scheduling_strategy=self._strategy(index)).remote(), share
+
+    def _strategy(self, index: int) -> Any:
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+
+
+class Helper:
+    """A run's hands on a node."""
+
+    def __init__(self) -> None:
+        self._folders: list[Path] = []
+        self._reaper: Any = None
+
+    def facts(self, address: str) -> tuple[str, tuple[str, ...], int]:
+        """Of `Node`: interface, gpus, cores."""
+        gpus = tuple(str(each) for each in ray.get_gpu_ids())
+        return _interface(address), gpus, os.cpu_count() or 1
+
+    def free_port(self, address: str) -> int:
+        """See `Node.free_port`."""
+        return free_port(address)
+
+    def lacks(self, paths: list[str]) -> list[str]:
+        """See `Node.lacks`."""
+        return [path for path in paths if not Path(path).exists()]
+
+    def folder(self, prefix: str, root: str | None) -> str:
+        """See `Node.folder`."""
+        from rlctl.workers.reaper import Reaper
+
+        self._reaper = self._reaper or Reaper()
+        path = self._reaper.make(prefix, root)
+        self._folders.append(path)
+        return str(path)
+
+    def close(self) -> None:
+        """Remove the folders."""
+        for path in self._folders:
+            shutil.rmtree(path, ignore_errors=True)
+        if self._reaper:
+            self._reaper.close()
+
+
+def _bundle(share: Share) -> dict[str, float]:
+    # Ray wants something of every bundle.
+    wanted = {"GPU": float(share.gpus), "CPU": share.cpus}
+    return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}
+
+
+def _interface(address: str) -> str:
+    for name, listed in psutil.net_if_addrs().items():
+        if any(each.address == address and each.family in (socket.AF_INET, socket.AF_INET6) for each in listed):
+            return name
+    return "lo"

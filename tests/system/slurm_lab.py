@@ -1,0 +1,135 @@
+"""A real Slurm on this machine, from nothing: munge, a controller and a daemon a node, in a folder of the test's own.
+
+The nodes share this machine's address, files and processes, as its cores: they are told apart by their ports.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+CONFIG = """
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CredType=cred/munge
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+StateSaveLocation={folder}/controller
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/controller.log
+SlurmdLogFile={folder}/%n.log
+ReturnToService=2
+InactiveLimit=0
+KillWait=30
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={cores} RealMemory=1000\n"
+PARTITION = "PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 DefMemPerNode=500 State=UP\n"
+
+
+class SlurmLab:
+    """Nodes n1, n2, ...; commands that are to meet this Slurm have `environment`."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.folder, self.nodes = folder, [f"n{index + 1}" for index in range(count)]
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """All daemons, and waits until every node is idle. Raises AssertionError with what they wrote."""
+        # munge refuses a key or a socket that others could replace.
+        self.folder.mkdir(mode=0o755)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        host, ports = socket.gethostname().partition(".")[0], _free_ports(1 + len(self.nodes))
+        text = CONFIG.format(folder=self.folder, host=host, controller=ports[0])
+        cores = os.cpu_count()
+        text += "".join(
+            NODE.format(name=name, host=host, port=port, cores=cores) for name, port in zip(self.nodes, ports[1:])
+        )
+        (self.folder / "slurm.conf").write_text(text + PARTITION)
+        for name in ("controller", *self.nodes):
+            (self.folder / name).mkdir()
+        files = [f"--{name}={self.folder}/munge.{end}" for name, end in _MUNGE_FILES]
+        self._daemon("munged", "--foreground", "--force", f"--key-file={key}", *files)
+        self._until(lambda: (self.folder / "munge.sock").exists(), "munge")
+        self._daemon("slurmctld", "-D")
+        for name in self.nodes:
+            self._daemon("slurmd", "-D", "-N", name)
+        self._until(lambda: self.states() == ["idle"] * len(self.nodes), "the nodes")
+
+    def states(self) -> list[str]:
+        """Of the nodes."""
+        return self.run("sinfo", "--noheader", "--Node", "--format=%T").split()
+
+    def run(self, *command: str) -> str:
+        """What one of Slurm's commands prints."""
+        environment = {**os.environ, **self.environment}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+
+    def jobs(self) -> list[str]:
+        """Ids of those that wait or run."""
+        return self.run("squeue", "--noheader", "--format=%A").split()
+
+    def stop(self) -> None:
+        """Everything is gone, whatever of it there was."""
+        if jobs := self.jobs():
+            self.run("scancel", *jobs)
+            end = time.monotonic() + 60
+            while self.jobs() and time.monotonic() < end:
+                time.sleep(0.5)
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _daemon(self, name: str, *arguments: str) -> None:
+        program = shutil.which(name) or f"/usr/sbin/{name}"
+        log = (self.folder / f"{len(self._daemons)}-{name}.out").open("wb")
+        environment = {**os.environ, **self.environment}
+        command = [program, *arguments]
+        self._daemons.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
+
+    def _until(self, done: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + 60
+        while not done():
+            wrote = "\n".join(path.read_text(errors="replace") for path in self.folder.glob("*.out"))
+            assert time.monotonic() < end, f"{what} did not come up:\n{wrote}"
+            time.sleep(0.2)
+
+
+_MUNGE_FILES = (("socket", "sock"), ("pid-file", "pid"), ("log-file", "log"), ("seed-file", "seed"))
+
+
+def why_not() -> str:
+    """What keeps this machine from having a Slurm; empty if nothing does."""
+    wanted = ("munged", "slurmctld", "slurmd", "sbatch")
+    missing = [name for name in wanted if not shutil.which(name) and not Path(f"/usr/sbin/{name}").exists()]
+    if missing:
+        return f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge)"
+    return "" if os.geteuid() == 0 else "Slurm's daemons need root"
+
+
+def _free_ports(count: int) -> list[int]:
+    """All at once, so that none is given twice."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports

@@ -1,0 +1,166 @@
+"""A cluster that is a job of a real Slurm: up, used, ended from outside, refused, interrupted; nothing is left."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.cluster.fleet.state import Node, State
+from tests.system.clusters import Clusters, gone
+from tests.system.slurm_lab import SlurmLab, why_not
+
+SMALL = ["num_cpus=1", "object_store_mib=100", "min_disk_gib=1"]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmLab]:
+    if why := why_not():
+        pytest.skip(why)
+    # Its path holds sockets, so it is a short one.
+    lab = SlurmLab(Path(f"/tmp/rlctl-lab-{os.getpid()}"), 2)
+    try:
+        lab.start()
+        yield lab
+    finally:
+        lab.stop()
+        shutil.rmtree(lab.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
+    clusters = Clusters(tmp_path, **lab.environment)
+    yield clusters
+    clusters.clean()
+    assert lab.jobs() == []
+
+
+def folders_of(state: dict[str, list[dict[str, str]]]) -> list[str]:
+    return [node["folder"] for node in state["nodes"]]
+
+
+def is_clear(clusters: Clusters) -> bool:
+    """Nothing is left of the cluster but logs."""
+    folder = clusters.folder("slurm")
+    return not folder.exists() or [path.name for path in folder.iterdir()] == ["logs"]
+
+
+def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, err = clusters.run("up", "slurm", "nodes=2", *SMALL, within_s=500)
+    assert "slurm is up: 2 nodes, 2 CPUs, 0 GPUs, at " in out
+    assert "ok      n1: Python" in err
+    assert "ok      n2: Python" in err
+    state = clusters.state("slurm")
+    token = (clusters.folder("slurm") / "token").read_text()
+    job = clusters.folder("slurm") / "job"
+    assert token not in out + err + json.dumps(state) + (job / "job.sh").read_text() + (job / "plan.json").read_text()
+    assert [path.stat().st_mode & 0o077 for path in (job, job / "token", job / "plan.json", job / "job.sh")] == [0] * 4
+    assert lab.jobs() == [state["job"]]
+
+    assert "slurm is up already: 2 nodes" in clusters.run("up", "slurm", "nodes=2")[0]
+    assert clusters.state("slurm") == state
+    seen = json.loads(clusters.run("status", "--json")[0])
+    assert [(node["condition"], node["host"], node["resources"]["CPU"]) for node in seen["nodes"]] == [
+        ("up", "n1", 1),
+        ("up", "n2", 1),
+    ]
+    dashboard = [at for at, port, _ in seen["nodes"][0]["listening"] if port == seen["dashboard_port"]]
+    assert dashboard == ["127.0.0.1"]
+    assert clusters.run("list")[0].splitlines()[1].split()[:4] == ["slurm", "slurm", "up", "2"]
+    assert "n2 start.log | " in clusters.run("logs", "--node", "n2")[0]
+
+    # What is written for hosts over ssh works here too, also from within another job of the user's.
+    monkeypatch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
+    monkeypatch.setenv("SLURM_JOB_ID", "12345")
+    nodes = [Node(**node) for node in state["nodes"]]
+    known = State(**{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes)
+    facts = known.host_of(nodes[1]).run("look", {key: state["nodes"][1][key] for key in LOOK}, 60)
+    assert facts["alive"]
+
+    # A node that is not the head may go; then the job is ended by somebody else.
+    psutil.Process(state["nodes"][1]["pid"]).kill()
+    wait_for(lambda: "partly up" in clusters.run("status", code=1)[0])
+    lab.run("scancel", state["job"])
+    assert gone(folders_of(state), within_s=60)
+    wait_for(lambda: "CANCELLED" in clusters.run("status", code=1)[0])
+    out, _ = clusters.run("status", code=1)
+    assert "it was cancelled; clear up: rlctl cluster down slurm" in " ".join(out.split())
+    assert clusters.run("list")[0].splitlines()[1].split()[2] == "gone"
+    assert "n1 start.log | " in clusters.run("logs", "--node", "n1")[0]
+    assert "slurm is down" in clusters.run("down")[0]
+    assert is_clear(clusters)
+    assert "n1 start.log | " in clusters.run("logs", "--node", "n1")[0]
+
+
+def test_down_leaves_nothing_and_up_clears_what_a_job_left(clusters: Clusters, lab: SlurmLab, tmp_path: Path) -> None:
+    shared = f"shared_folder={tmp_path}/scratch"
+    clusters.run("up", "slurm", shared, "setup=['echo prepared']", *SMALL, within_s=500)
+    first = clusters.state("slurm")
+    assert Path(first["shared"]) == tmp_path / "scratch" / "rlctl-slurm"
+    head = psutil.Process(first["nodes"][0]["pid"])
+    head.kill()
+    wait_for(lambda: not lab.jobs())
+    out, err = clusters.run("up", "slurm", shared, *SMALL, within_s=500)
+    assert f"job {first['job']} ended (FAILED" in err
+    assert "slurm stood before and its processes are gone or half started: clearing up" in err
+    assert "slurm is up: 1 node" in out
+    second = clusters.state("slurm")
+    assert second["job"] != first["job"]
+    assert "slurm is down" in clusters.run("down")[0]
+    assert gone(folders_of(first) + folders_of(second))
+    assert list((tmp_path / "scratch").iterdir()) == []
+    assert lab.jobs() == []
+    assert is_clear(clusters)
+
+
+def test_what_slurm_refuses_is_a_line(clusters: Clusters) -> None:
+    for override, said in REFUSED.items():
+        _, err = clusters.run("up", "slurm", override, code=1)
+        assert f"error: sbatch: {said}" in err
+        assert is_clear(clusters)
+    _, err = clusters.run("up", "slurm", "python=/no/python", *SMALL, code=1)
+    assert "not found on the nodes: /no/python; set python=... to one that has ray and rlctl" in err
+    assert is_clear(clusters)
+
+
+def test_ctrl_c_and_a_deadline_while_it_waits(clusters: Clusters, lab: SlurmLab) -> None:
+    # More nodes than there are: such a job waits for ever.
+    process = clusters.popen("up", "slurm", "nodes=9")
+    wait_for(lambda: bool(lab.jobs()))
+    time.sleep(2)
+    out, _ = clusters.run("status", code=1)
+    assert "waits in the queue: PartitionConfig" in " ".join(out.split())
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "waits in the queue: PartitionConfig" in err
+    assert lab.jobs() == []
+    assert is_clear(clusters)
+    _, err = clusters.run("up", "slurm", "nodes=9", "wait_s=1", code=1)
+    assert "still waits in the queue after" in err
+    assert "PartitionConfig; nothing stands: ask for less, or wait longer with wait_s=..." in err
+    assert lab.jobs() == []
+    assert is_clear(clusters)
+
+
+LOOK = ("folder", "pid", "create_time")
+REFUSED = {
+    "partition=nope": "no such partition: see `sinfo`, then set partition=...",
+    "time=soon": "not a time limit: minutes, hours:minutes:seconds or days-hours, such as time=4:00:00",
+    "constraint=big": "no node has this constraint",
+    "gpus_per_node=1": "no node has such GPUs",
+}
+
+
+def wait_for(done: Callable[[], bool], within_s: float = 90) -> None:
+    """Raises AssertionError if it is not so in time."""
+    end = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.5)
