@@ -29,7 +29,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     for process in {*alive, *family(folder)}:
         tell(process, signal.SIGKILL)
     _, alive = psutil.wait_procs(family(folder), timeout=KILL_S)
-    logs = keep_logs(request)
+    try:
+        logs = keep_logs(request)
+    except OSError:
+        # A home that is full or read-only keeps no logs; the node is cleared all the same.
+        logs = None
     for process in found:
         for path in glob.glob(f"/dev/shm/sem.*{process.pid}-*"):
             os.unlink(path)

@@ -74,6 +74,10 @@ class Slurm:
             return "unknown"
         return "up" if job.runs else "waiting" if job.waits else "gone"
 
+    def mend(self, config: SlurmCluster, store: Store, state: State, seen: Seen, say: Say) -> list[str]:
+        # A job that has lost a node has lost its place for it.
+        return []
+
     def stop(self, store: Store, state: State, say: Say) -> list[str]:
         try:
             # One that was submitted a moment before the end of an earlier rlctl is known by its name alone.
