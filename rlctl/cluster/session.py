@@ -201,9 +201,6 @@ def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]
     known = record.called if record and record.called else str(run_dir.path)
     resume = f"rlctl train {config.kind} --resume {shlex.quote(known)}{there}"
     if status != "done":
-        look = (
-            f"rlctl runs logs {shlex.quote(known)}" if record else f"grep -n Error {shlex.quote(str(run_dir.logs))}/*"
-        )
-        return [resume, look] if status == "failed" else [resume]
+        return [resume, f"rlctl runs logs {shlex.quote(known)}"] if status == "failed" else [resume]
     steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
     return [f"rlctl runs dash {shlex.quote(known)}", f"{resume} {config.kind}.num_steps={2 * steps}"]

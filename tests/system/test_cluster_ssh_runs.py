@@ -25,6 +25,10 @@ num_cpus: 2
 connect_timeout_s: 3
 storage: {storage}
 """
+REWARD = """
+def brevity(prompt, completion, answer, row):
+    return -0.001 * len(completion)
+"""
 
 
 @pytest.fixture
@@ -85,9 +89,7 @@ def test_runs_survive_the_loss_of_an_engines_host_and_of_a_trainers(
     storage, file = tmp_path / "storage", tmp_path / "lab.yaml"
     names = ", ".join(hosts.names)
     file.write_text(CLUSTER.format(hosts=names, python=sys.executable, config=hosts.config, storage=storage))
-    (clusters.home / "mine.py").write_text(
-        "def brevity(prompt, completion, answer, row):\n    return -0.001 * len(completion)\n"
-    )
+    (clusters.home / "mine.py").write_text(REWARD)
     clusters.run("up", str(file), within_s=600)
     folders = [node["folder"] for node in clusters.state("lab")["nodes"]]
 

@@ -30,8 +30,8 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     """Submit a run. The reply: run (its directory), job; or problems, a line each, and nothing was started.
 
     request: cluster, config (YAML), resume (a run directory or null), work, files (a zip in base64, or null),
-    storage (where relative run directories stand; null: in `work`), called (the folder of runs where it was submitted, where
-    that is another), secrets, flags (of driver.py); those of `_http`.
+    storage (where relative run directories stand; null: in `work`), called (the folder of runs where it is submitted,
+    or null), secrets, flags (of rlctl.cli.job); those of `_http`.
     """
     from rlctl.telemetry.events import EventLog
     from rlctl.telemetry.run_dir import RunDirError
