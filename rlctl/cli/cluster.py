@@ -10,6 +10,7 @@ import typer
 from rlctl.cli.arguments import split
 from rlctl.cli.explained import explained
 from rlctl.cli.output import FAILED, OK, console, examples
+from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.cluster.fleet.state import State, Store
@@ -35,12 +36,17 @@ _WATCH_S = 3.0
         "rlctl cluster up local nodes=3            three Ray nodes on it, to try things",
         "rlctl cluster up ssh 'hosts=[gpu1, gpu2]' the first host is the head",
         "rlctl cluster up slurm nodes=2 gpus_per_node=8 time=4:00:00",
+        "rlctl cluster up pods.yaml --dry-run --job 'train grpo my.yaml --cluster here --wait'",
         "rlctl cluster up my-cluster.yaml          yours, with `defaults: cluster/ssh.yaml`",
     )
 )
 def up(
     arguments: UpArguments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and no more.")] = False,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", metavar="COMMAND", help="Kubernetes, with --dry-run: a RayJob of this rlctl command."),
+    ] = None,
 ) -> None:
     """Start a cluster, or what is gone of one that is up. What cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
@@ -53,8 +59,10 @@ def up(
         with explained():
             from rlctl.cluster.fleet.up import shown
 
-            typer.echo(shown(config), nl=False)
+            typer.echo(shown(config, job), nl=False)
         return
+    if job is not None:
+        raise ConfigError([Problem("--job", "", "goes with --dry-run: pipe what it prints into kubectl create -f -")])
     with explained(), Progress() as progress:
         from rlctl.cluster.fleet.up import bring_up
 

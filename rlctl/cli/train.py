@@ -27,7 +27,9 @@ CompiledGraph = Annotated[
 ]
 OnCluster = Annotated[
     str | None,
-    typer.Option("--cluster", metavar="NAME", help="Run on this cluster, as a job that outlives this terminal."),
+    typer.Option(
+        "--cluster", metavar="NAME", help="Run on this cluster, as a job that outlives this terminal; here: within one."
+    ),
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="With --cluster: wait until it has room.")]
 Detach = Annotated[bool, typer.Option("--detach", help="With --cluster: do not watch the run.")]
@@ -63,11 +65,11 @@ def grpo(
     composed = load_run("grpo", arguments, resume, away=there is not None and there.away)
     if there is not None:
         raise typer.Exit(train_there(there, composed, resume, dry_run))
-    _start(composed, dry_run)
-    from rlctl.cluster.ground import ThisMachine
+    ground = There.ground(cluster, wait)
+    _start(composed, dry_run, elsewhere=cluster is not None)
     from rlctl.cluster.launch import run_grpo
 
-    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ThisMachine(), resume, probe_only=probe))
+    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe_only=probe))
 
 
 @app.command(
@@ -95,11 +97,11 @@ def sft(
     composed = load_run("sft", arguments, resume, away=there is not None and there.away)
     if there is not None:
         raise typer.Exit(train_there(there, composed, resume, dry_run))
-    _start(composed, dry_run)
-    from rlctl.cluster.ground import ThisMachine
+    ground = There.ground(cluster, wait)
+    _start(composed, dry_run, elsewhere=cluster is not None)
     from rlctl.cluster.launch_sft import run_sft
 
-    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ThisMachine(), resume))
+    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume))
 
 
 def load_run(kind: str, arguments: list[str] | None, resume: Path | None, away: bool) -> "Composed":
@@ -118,12 +120,13 @@ def load_run(kind: str, arguments: list[str] | None, resume: Path | None, away: 
     return load(kind, str(resume / "config.yaml"), overrides, resume=True, away=away)
 
 
-def _start(composed: "Composed", dry_run: bool) -> None:
+def _start(composed: "Composed", dry_run: bool, elsewhere: bool) -> None:
     """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
     plan = _plan(composed)
     if dry_run:
         show_plan(composed, plan)
-    refuse(composed, plan.misplaced or plan.too_large)
+    if not elsewhere:
+        refuse(composed, plan.misplaced or plan.too_large)
     note(composed.notes)
     needed = ["torch", "transformers", "ray"] + ["vllm"] * (plan.kind == "grpo")
     if absent := [name for name in needed if find_spec(name) is None]:

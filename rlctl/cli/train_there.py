@@ -1,5 +1,6 @@
 """`rlctl train --cluster`: checks a run against a cluster, hands it over, and watches it from here."""
 
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from rlctl.cli.output import FAILED, INTERRUPTED, OK, note
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from rlctl.cluster.ground import Ground
     from rlctl.cluster.jobs.submit import Target
     from rlctl.config.load import Composed
 
+# The cluster that this very process is a job of.
+HERE = "here"
 _CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPTED}
 
 
@@ -39,10 +43,24 @@ class There:
             if wrong := [name for name, is_given in given.items() if is_given]:
                 raise ConfigError([Problem(name, "", "goes with --cluster NAME") for name in wrong])
             return None
+        if cluster == HERE:
+            return None
         from rlctl.cluster.jobs.submit import find_target
 
         with explained():
             return cls(find_target(cluster), wait, detach, secrets or [], probe)
+
+    @staticmethod
+    def ground(cluster: str | None, wait: bool) -> "Ground":
+        """Where a run stands that this process drives."""
+        from rlctl.cluster.ground import ThisMachine
+        from rlctl.cluster.standing import StandingCluster
+
+        if cluster is None:
+            return ThisMachine()
+        if "RAY_ADDRESS" not in os.environ:
+            raise ConfigError([Problem("--cluster here", "", "this is no job of a cluster: RAY_ADDRESS is not set")])
+        return StandingCluster(wait)
 
     @property
     def away(self) -> bool:

@@ -49,8 +49,8 @@ class Launcher(Protocol):
     def prepare(self, config: Any, store: "Store", say: Say) -> Prepared:
         """Checks what can be checked before anything is started; writes the token."""
 
-    def dry_run(self, config: Any, store: "Store") -> str:
-        """What would be submitted, as it would be; nothing is written."""
+    def dry_run(self, config: Any, store: "Store", job: str | None) -> str:
+        """What would be submitted, as it would be; nothing is written. job: an rlctl command that it is all for."""
 
     def look(self, store: "Store", state: "State") -> "Seen":
         """The cluster now."""

@@ -38,7 +38,7 @@ class Machines:
         store.keep_logs_of([node.name for node in state.nodes])
         return Prepared(state, Starter(config, store, state, spots, token, say).start, found)
 
-    def dry_run(self, config: LocalCluster | SshCluster, store: Store) -> str:
+    def dry_run(self, config: LocalCluster | SshCluster, store: Store, job: str | None) -> str:
         raise ClusterError(f"--dry-run shows what is submitted, and {config.kind} submits nothing: leave it out")
 
     def look(self, store: Store, state: State) -> Seen:

@@ -39,9 +39,12 @@ def bring_up(config: ClusterConfig, say: Say) -> Started:
                 store.clear()
 
 
-def shown(config: ClusterConfig) -> str:
-    """What `bring_up` would submit. Raises ClusterError for a kind that submits nothing."""
-    return launcher_of(config.kind).dry_run(config, Store(str(config.name)))
+def shown(config: ClusterConfig, job: str | None = None) -> str:
+    """What `bring_up` would submit; with a job, an rlctl command, what brings a cluster up for it alone.
+
+    Raises ClusterError for a kind that submits nothing, or knows no such jobs.
+    """
+    return launcher_of(config.kind).dry_run(config, Store(str(config.name)), job)
 
 
 def _standing(config: ClusterConfig, store: Store, say: Say) -> Started | None:

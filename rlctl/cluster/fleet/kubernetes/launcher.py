@@ -1,12 +1,13 @@
 """A Ray cluster of pods, by the KubeRay operator: applied, waited for, looked at and deleted with kubectl."""
 
 import base64
+import shlex
 import time
 from typing import Any
 
 from rlctl.cluster.fleet.hosts import HostError
 from rlctl.cluster.fleet.kubernetes.kubectl import Kubectl
-from rlctl.cluster.fleet.kubernetes.manifest import DASHBOARD_PORT, as_yaml, ray_cluster
+from rlctl.cluster.fleet.kubernetes.manifest import DASHBOARD_PORT, as_yaml, ray_cluster, ray_job
 from rlctl.cluster.fleet.kubernetes.pods import is_hopeless, is_ready, node_of, waits_for
 from rlctl.cluster.fleet.launchers import LogPlace, Prepared, Say
 from rlctl.cluster.fleet.looking import add_resources
@@ -35,8 +36,10 @@ class Kubernetes:
             raise ClusterError(f"{what}, or kubectl delete raycluster {store.name}")
         return Prepared(state, _Starter(config, store, state, manifest, say).start)
 
-    def dry_run(self, config: KubernetesCluster, store: Store) -> str:
-        return as_yaml(ray_cluster(config))
+    def dry_run(self, config: KubernetesCluster, store: Store, job: str | None) -> str:
+        if job is None:
+            return as_yaml(ray_cluster(config))
+        return as_yaml(ray_job(config, [config.python, "-m", "rlctl.cli.main", *shlex.split(job)]))
 
     def look(self, store: Store, state: State) -> Seen:
         kubectl = _kubectl(state)

@@ -46,7 +46,9 @@ class Slurm:
         state.nodes = [Node(title, "", "", title == "head", "") for title in titles]
         return Prepared(state, JobStarter(config, store, state, Shared(state.shared), token, say).start)
 
-    def dry_run(self, config: SlurmCluster, store: Store) -> str:
+    def dry_run(self, config: SlurmCluster, store: Store, job: str | None) -> str:
+        if job is not None:
+            raise ClusterError("--job is for kubernetes: bring the cluster up, then rlctl train --cluster")
         return batch_script(config, *_names(config, store), config.python or sys.executable)
 
     def look(self, store: Store, state: State) -> Seen:
