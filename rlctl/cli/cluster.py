@@ -42,7 +42,7 @@ def up(
     arguments: UpArguments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and no more.")] = False,
 ) -> None:
-    """Start a cluster, or say that it is up. What cannot start whole is stopped again."""
+    """Start a cluster, or what is gone of one that is up. What cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
     from rlctl.cluster.fleet.status import summary
     from rlctl.config.load_cluster import load_cluster
@@ -62,6 +62,8 @@ def up(
     for warning in started.warnings:
         progress.say("warning", warning)
     what = "is up already" if started.already else "is up"
+    if started.again:
+        what = f"has {', '.join(started.again)} again"
     typer.echo(f"{started.state.name} {what}: {summary(started.state, started.seen)}")
     if started.already and overrides:
         progress.say("warning", f"overrides change nothing: rlctl cluster down {started.state.name} first")

@@ -3,7 +3,7 @@
 Tokens are on, nothing of the dashboard listens, and Ray's own chatter goes to the run's log folder.
 """
 
-import logging
+import functools
 import os
 import secrets
 import shutil
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from rlctl.cluster.ray_session import ray_session
 from rlctl.workers.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 1 << 30
@@ -57,24 +58,15 @@ def _root() -> str:
 
 @contextmanager
 def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
-    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
-    import ray  # isort: skip
-
-    log_to_file(logging.getLogger("ray"), logs / "ray.log")
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES
-    try:
+    store = min(_OBJECT_STORE_BYTES, shm // 2)
+    session = ray_session(
+        logs, include_dashboard=False, num_cpus=os.cpu_count(), object_store_memory=store, _temp_dir=str(folder)
+    )
+    with ExitStack() as stack:
         with _temporary_files_in(folder):
-            ray.init(
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                num_cpus=os.cpu_count(),
-                object_store_memory=min(_OBJECT_STORE_BYTES, shm // 2),
-                _temp_dir=str(folder),
-            )
+            stack.enter_context(session)
         yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
@@ -95,11 +87,11 @@ def _token(folder: Path) -> Path:
     path = folder / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(_secret())
     return path
 
 
-def log_to_file(logger: logging.Logger, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logger.handlers = [logging.FileHandler(path)]
-    logger.propagate = False
+@functools.cache
+def _secret() -> str:
+    # Ray reads it once a process: a second Ray of this process must have the same.
+    return secrets.token_hex(32)

@@ -1,6 +1,5 @@
 """The ground of a run whose driver works on a cluster: seats on its nodes, reserved for this run."""
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rlctl.cluster.ground import Announce, Site, must_share
 from rlctl.cluster.placement import Placement, PlacementError, Pools, Room, place
+from rlctl.cluster.ray_session import ray_session
 
 if TYPE_CHECKING:
     from rlctl.cluster.session import Session
@@ -29,7 +29,7 @@ class StandingCluster:
         """See `Ground.site`. Raises PlacementError with the arithmetic when there is too little room, and it does not
         wait; TimeoutError when it has waited in vain."""
         with ExitStack() as stack:
-            stack.enter_context(_connected(session.logs))
+            stack.enter_context(ray_session(session.logs, address="auto"))
             placement, reservation = self._reserved(session, pools)
             stack.callback(reservation.release)
             announce(placement)
@@ -80,18 +80,3 @@ def _paths(session: "Session") -> dict[str, Path]:
     """What every node must see."""
     model, run = Path(session.config.model.path), session.run_dir.path.resolve()
     return {"run.dir": run, **({"model.path": model} if model.is_dir() else {})}
-
-
-@contextmanager
-def _connected(logs: Path) -> Iterator[None]:
-    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
-    import ray  # isort: skip
-
-    from rlctl.cluster.local import log_to_file
-
-    log_to_file(logging.getLogger("ray"), logs / "ray.log")
-    ray.init(address="auto", log_to_driver=False, configure_logging=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()

@@ -112,13 +112,5 @@ CLUSTER_KINDS: dict[str, type[Any]] = {
     "slurm": SlurmCluster,
     "kubernetes": KubernetesCluster,
 }
-# Ports of a node besides the head's two: Ray's own, those of the head's metrics, the rest for workers.
-OWN_PORTS = (
-    "node-manager",
-    "object-manager",
-    "runtime-env-agent",
-    "dashboard-agent-grpc",
-    "dashboard-agent-listen",
-    "metrics-export",
-)
-METRIC_PORTS = ("AUTOSCALER_METRIC_PORT", "DASHBOARD_METRIC_PORT")
+# Ports of a node besides the head's two: Ray's own, the rest for workers.
+OWN_PORTS = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc", "dashboard-agent-listen")

@@ -8,7 +8,6 @@ from typing import Any
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.cluster_schema import (
     CLUSTER_KINDS,
-    METRIC_PORTS,
     OWN_PORTS,
     ClusterConfig,
     HostCluster,
@@ -120,7 +119,7 @@ def _min_hosts(config: SshCluster) -> str | None:
 def _other_ports(config: SshCluster | SlurmCluster) -> str | None:
     if config.other_ports is None:
         return None
-    needed = len(OWN_PORTS) + len(METRIC_PORTS) + _WORKER_PORTS
+    needed = len(OWN_PORTS) + _WORKER_PORTS
     if len(config.other_ports) != 2 or config.other_ports[1] - config.other_ports[0] + 1 < needed:
         return f"must be [first, last] with room for {needed} ports or more, not {config.other_ports}"
     low, high = config.other_ports

@@ -98,7 +98,8 @@ class Worker:
 
 def main(connection: Connection) -> None:
     """The child: load, then score until the parent hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C lets the parent finish its step
+    for number in (signal.SIGINT, signal.SIGTERM):  # both let the parent finish its step
+        signal.signal(number, signal.SIG_IGN)
     sections: list[RewardSection] = connection.recv()
     functions: list[RewardFunction] = []
     problems: list[str] = []

@@ -60,7 +60,20 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     out, err = refused.communicate(timeout=120)
     assert "Failed to connect to Ray cluster" in err
 
-    (clusters.folder() / "token").write_text("0" * 64)
+    # Another person's cluster cannot have a port of this one.
+    other = Clusters(tmp_path / "other")
+    port = state["address"].rpartition(":")[2]
+    assert f"port {port} is taken: stop what listens there" in other.run("up", f"port={port}", code=1)[1]
+
+    path = clusters.folder() / "token"
+    path.chmod(0o644)
+    said = f"error: token {path} is open to other users: chmod 600 it, or restart it: rlctl cluster down local"
+    assert clusters.run("env", code=1)[1].startswith(said)
+    path.rename(tmp_path / "hidden")
+    assert f"error: token {path} cannot be read: No such file" in clusters.run("env", code=1)[1]
+    (tmp_path / "hidden").rename(path)
+    path.chmod(0o600)
+    path.write_text("0" * 64)
     began = time.monotonic()
     assert clusters.run("status", code=1)[1].startswith("error: wrong token: ")
     assert time.monotonic() - began < 20

@@ -9,7 +9,7 @@ from rlctl.cluster.fleet.judge import Asked, Wanted, clock_skew, facts, minor, p
 from rlctl.cluster.fleet.launchers import Say
 from rlctl.cluster.fleet.links import ssh_host
 from rlctl.cluster.fleet.plan import LOOPBACK, Place, is_loopback
-from rlctl.cluster.fleet.state import ClusterError
+from rlctl.cluster.fleet.state import ClusterError, Node
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 _CHECK_S = 60.0
@@ -18,7 +18,8 @@ _CHECK_S = 60.0
 def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], list[str]]:
     """Where nodes go, and warnings, after every host was checked. Raises ClusterError if too few will do."""
     names = [""] if isinstance(config, LocalCluster) else config.hosts
-    replies = _checked(config, names, say)
+    say("doing", "checking")
+    replies = _alike(_checked(config, names, [config.port, config.dashboard_port], say), names, say)
     least = 1 if isinstance(config, LocalCluster) else config.min_hosts or len(names)
     if len(replies) < least:
         count = f"{len(replies)} of {len(names)} hosts will do"
@@ -36,13 +37,33 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
     return spots, found
 
 
-def _checked(config: LocalCluster | SshCluster, names: list[str], say: Say) -> dict[str, dict[str, Any]]:
-    """What each host that will do answered, in the order of `names`; a line is said of each."""
+def places_again(config: LocalCluster | SshCluster, nodes: list[Node], python: str, say: Say) -> dict[str, Place]:
+    """Where those of `nodes` go, by name, whose hosts will do beside a head that has `python`."""
     say("doing", "checking")
+    replies = _checked(config, sorted({node.host for node in nodes}), [], say)
+    found = {}
+    for node in nodes:
+        reply = replies.get(node.host)
+        if reply is None:
+            continue
+        if minor(reply["python"]) != minor(python):
+            say("bad", f"{node.name}: wrong Python {reply['python']}: the head has {python}, and Ray wants one for all")
+            continue
+        address = reply["address"] if node.host else node.address
+        found[node.name] = Place(node.name, node.host, address, reply["root"], reply["shm"], reply["dashboard"])
+    return found
+
+
+def _checked(
+    config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say
+) -> dict[str, dict[str, Any]]:
+    """What each host that will do answered, in the order of `names`; a line is said of each.
+
+    ports: to be free at the first of them.
+    """
     hosts = [_host(config, name) for name in names]
     began = time.time()
-    request = {"ports": [config.port, config.dashboard_port]}
-    asking = Asking(((host, "check", request) for host in hosts), _CHECK_S)
+    asking = Asking(((host, "check", {"ports": ports}) for host in hosts), _CHECK_S)
     asked: dict[str, Asked] = {}
     skew = config.max_clock_skew_s if isinstance(config, SshCluster) else 60
     wanted = Wanted(wanted_ray(), config.min_disk_gib, skew)
@@ -61,8 +82,7 @@ def _checked(config: LocalCluster | SshCluster, names: list[str], say: Say) -> d
     except BaseException:
         asking.cancel()
         raise
-    fit = {name: asked[name].reply for name in names if not bad[name]}
-    return _alike(fit, names, say)
+    return {name: asked[name].reply for name in names if not bad[name]}
 
 
 def _alike(fit: dict[str, dict[str, Any]], names: list[str], say: Say) -> dict[str, dict[str, Any]]:

@@ -6,6 +6,7 @@ it, and what is secret in a request (the token) stands on no command line and in
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _PROGRAMS = Path(__file__).parent / "on_host"
+_SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.on_host\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
 # From being asked to end until it is made to.
 _ENDS_S = 3.0
@@ -80,17 +82,7 @@ class Host:
         running: "set[subprocess.Popen[str]] | None" = None,
     ) -> dict[str, Any]:
         """The answer of on_host/PROGRAM.py's run(request). Raises HostError. running: holds the process meanwhile."""
-        # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
-        process = subprocess.Popen(
-            self.command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-            env=self._environment(),
-        )
+        process = self._started()
         held = running if running is not None else set()
         held.add(process)
         try:
@@ -127,6 +119,22 @@ class Host:
     def _environment(self) -> dict[str, str] | None:
         return self.link.environment() if self.link else None
 
+    def _started(self) -> "subprocess.Popen[str]":
+        try:
+            # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
+            return subprocess.Popen(
+                self.command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+                env=self._environment(),
+            )
+        except FileNotFoundError as error:
+            raise HostError(f"{error.filename} is not installed on this machine") from None
+
     def _why(self, errors: str, code: int) -> str:
         if self.link is not None and code == (code if self.link.fails is None else self.link.fails):
             for words, meaning in self.link.says:
@@ -162,11 +170,20 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def script(program: str, request: dict[str, Any], answer: bool = True) -> str:
-    """The whole program as it goes through the standard input."""
-    source = (_PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
+    """The program and its request as they go through the standard input."""
+    source = whole(program)
     if not answer:
         return f"{source}\nrun(json.loads({json.dumps(request)!r}))\n"
     return source + _RUN.format(request=json.dumps(request), mark=_MARK)
+
+
+def whole(program: str) -> str:
+    """A program that needs none of its neighbours: what it imports of its folder stands in it."""
+    return _SHARED.sub(lambda found: _source(found[1]), _source(program))
+
+
+def _source(program: str) -> str:
+    return (_PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
 
 
 class Asking:

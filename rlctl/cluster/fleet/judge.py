@@ -49,7 +49,9 @@ def problems(asked: Asked, wanted: Wanted) -> list[str]:
         found.append(f"wrong Ray {reply['ray']}: pip install 'ray>={wanted.ray},<{_next(wanted.ray)}' there")
     if abs(skew := clock_skew(asked)) > wanted.max_clock_skew_s:
         found.append(f"its clock is {abs(skew):.1f} s {'fast' if skew > 0 else 'slow'}: start its time service (NTP)")
-    if reply["disk"] < wanted.min_disk_gib * GIB:
+    if reply["root"] is None:
+        found.append("no folder for Ray's files: neither TMPDIR nor /tmp can be written to there")
+    elif reply["disk"] < wanted.min_disk_gib * GIB:
         free = f"{reply['disk'] / GIB:.1f} GiB free in {reply['root']}"
         found.append(f"disk full: {free}, {wanted.min_disk_gib:g} wanted (min_disk_gib)")
     return found

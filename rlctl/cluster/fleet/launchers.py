@@ -58,6 +58,9 @@ class Launcher(Protocol):
     def glance(self, state: "State") -> str:
         """Its condition in a word, without asking its nodes."""
 
+    def mend(self, config: Any, store: "Store", state: "State", seen: "Seen", say: Say) -> list[str]:
+        """Starts nodes anew that a standing cluster has lost, and returns their names; the rest stays as it is."""
+
     def stop(self, store: "Store", state: "State", say: Say) -> list[str]:
         """Ends all of it and returns the names of what could not be cleared, to which `state` is cut down."""
 

@@ -2,17 +2,22 @@
 
 from rlctl.cluster.fleet.hosts import Host, Link
 
-# What ssh says, and what a person does about it.
+# What ssh says, and what a person does about it; of several that it says, the first here.
 _SSH_SAYS = {
     "Permission denied": "key not accepted: try `ssh {host}` by hand, add your key with ssh-copy-id or ssh-add",
+    "IDENTIFICATION HAS CHANGED": "host key changed: if that is right, ssh-keygen -R its name; ssh says more by hand",
     "Host key verification failed": "host key not known: run `ssh {host}` once by hand and accept it",
-    "IDENTIFICATION HAS CHANGED": "host key changed: see ssh's warning with `ssh {host}`",
     "Could not resolve": "no such host: check the name, or add it to ~/.ssh/config",
     "Connection refused": "nothing answers at its ssh port: is sshd running there?",
     "timed out": "not reachable within the time for connecting",
     "No route to host": "not reachable: no route to it",
     "Network is unreachable": "not reachable: the network is down",
+    "kex_exchange_identification": "its sshd took no more connections (MaxStartups): try again, or raise it there",
+    "not responding": "the connection broke off: it no longer answers",
+    "Connection reset": "the connection broke off: see `ssh {host}`",
+    "Broken pipe": "the connection broke off: see `ssh {host}`",
     "Connection closed": "closed the connection: see `ssh {host}`",
+    "closed by remote host": "closed the connection: see `ssh {host}`",
 }
 _SRUN_SAYS = (
     ("Invalid job id", "its job has ended"),

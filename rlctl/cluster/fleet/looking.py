@@ -8,6 +8,8 @@ from rlctl.cluster.fleet.state import ClusterError, Node, State, Store
 from rlctl.cluster.fleet.status import NodeSeen, Seen
 
 _LOOK_S, _RAY_S = 40.0, 5.0
+# Where `up` brings lost nodes back.
+_BACK = dict.fromkeys(("local", "ssh"), "start anew, beside the rest, by the same rlctl cluster up")
 
 
 def look_at_hosts(store: Store, state: State) -> Seen:
@@ -52,7 +54,7 @@ def _warnings(state: State, seen: list[NodeSeen], said: Any) -> list[str]:
     if state.head.name in gone:
         found.append(f"head gone: killed, or the machine was restarted; clear up: rlctl cluster down {state.name}")
     elif gone:
-        found.append(f"gone: {', '.join(gone)}; start anew: rlctl cluster down {state.name}, then up")
+        found.append(f"gone: {', '.join(gone)}; {_BACK.get(state.kind, f'rlctl cluster down {state.name}, then up')}")
     elif isinstance(said, HostError):
         found.append(f"Ray at {state.address} does not answer: {said}")
     found += warnings({each.node.name: each.facts for each in seen if each.facts})

@@ -3,16 +3,18 @@
 import shlex
 import sys
 import time
+from dataclasses import asdict
 
 from rlctl.cluster.fleet.checking import places
 from rlctl.cluster.fleet.down import stop_nodes
 from rlctl.cluster.fleet.launchers import LogPlace, Prepared, Say
 from rlctl.cluster.fleet.looking import look_at_hosts
+from rlctl.cluster.fleet.mending import mend
 from rlctl.cluster.fleet.plan import driver_environment, is_loopback
 from rlctl.cluster.fleet.starting import Starter
 from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
 from rlctl.cluster.fleet.status import Seen
-from rlctl.config.cluster_schema import LocalCluster, SshCluster
+from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
 from rlctl.telemetry.process import lives
 
 
@@ -27,11 +29,13 @@ class Machines:
             state.python, state.ssh_options = config.python, config.ssh_options
             state.connect_timeout_s = config.connect_timeout_s
             state.storage = config.storage.rstrip("/")
+        state.config = asdict(config)
         state.environment = driver_environment(is_loopback(spots[0].address))
         state.nodes = [
             Node(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)
             for index, place in enumerate(spots)
         ]
+        store.keep_logs_of([node.name for node in state.nodes])
         return Prepared(state, Starter(config, store, state, spots, token, say).start, found)
 
     def dry_run(self, config: LocalCluster | SshCluster, store: Store) -> str:
@@ -47,6 +51,11 @@ class Machines:
             return "up"
         alive = [node for node in here if lives(node.pid, node.create_time, None)]
         return "up" if alive == here else "partly up" if state.head in alive else "gone"
+
+    def mend(self, config: LocalCluster | SshCluster, store: Store, state: State, seen: Seen, say: Say) -> list[str]:
+        # As it was started: what `up` is given now would change nothing of the rest either.
+        first = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
+        return mend(first, store, state, seen, say)
 
     def stop(self, store: Store, state: State, say: Say) -> list[str]:
         left = stop_nodes(store, state, say)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
-from rlctl.config.cluster_schema import METRIC_PORTS, OWN_PORTS, HostCluster, LocalCluster
+from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT
 
 LOOPBACK = "127.0.0.1"
@@ -12,9 +12,26 @@ _MIN_STORE = 75 << 20
 # Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
 # for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+# Ray's metrics are told to whoever asks, without the token: its nodes keep none, and the head's two servers of them,
+# which have no switch, are sent to a port that there is not.
+_NO_METRICS = {
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+# A lost host is known after about 10 s rather than Ray's minute; a node that is busy may stand still for as long.
+_FOR_HEAD = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+# A job that is stopped saves a checkpoint first; Ray would kill it after 3 s.
+_FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
+# Ray's processes write how they feel every minute, and a person who follows the logs sees nothing else.
+_NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
 # Of every node of every kind, beside the token.
-NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES}
+NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS
 
 
 @dataclass(frozen=True)
@@ -48,11 +65,11 @@ def start_request(config: HostCluster, state: State, node: Node, place: Place, t
     """What `on_host/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
-    environment = NODE_ENVIRONMENT | driver_environment(loopback)
+    environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | driver_environment(loopback)
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
-        environment |= _metric_ports(ports)
+        environment |= _FOR_HEAD
         arguments = ["--head", f"--port={config.port or '{port}'}"]
         arguments += [f"--dashboard-host={'0.0.0.0' if config.listen_on_all else LOOPBACK}"]
         arguments += [f"--dashboard-port={config.dashboard_port or '{port}'}"]
@@ -90,9 +107,4 @@ def _ports(given: list[int] | None) -> list[str]:
         return ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     low, high = given
     own = [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
-    return [*own, f"--min-worker-port={low + len(OWN_PORTS) + len(METRIC_PORTS)}", f"--max-worker-port={high}"]
-
-
-def _metric_ports(given: list[int] | None) -> dict[str, str]:
-    # Fixed otherwise, so that two heads on a machine are one too many.
-    return {name: str(given[0] + len(OWN_PORTS) + index if given else 0) for index, name in enumerate(METRIC_PORTS)}
+    return [*own, f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]

@@ -37,12 +37,12 @@ class Starter:
     def start(self) -> list[str]:
         """Returns warnings; nodes that failed, and could be spared, are in the state no more. Raises ClusterError."""
         state, head = self._state, self._state.head
-        if self._up([head]):
+        if self.start_nodes([head]):
             what = f"the head did not start, nothing stands; all it wrote: rlctl cluster logs {state.name}"
             raise ClusterError(what)
         dashboard = self._spots[head.name].dashboard
         found = [] if dashboard else ["no dashboard, no job API: install 'ray[default]' on the head for them"]
-        failed = self._up([node for node in state.nodes if not node.head])
+        failed = self.start_nodes([node for node in state.nodes if not node.head])
         if not failed:
             return found
         config = self._config
@@ -54,7 +54,7 @@ class Starter:
         state.nodes = [node for node in state.nodes if node not in failed]
         return [*found, f"going on without {', '.join(node.name for node in failed)} (min_hosts)"]
 
-    def _up(self, nodes: list[Node]) -> list[Node]:
+    def start_nodes(self, nodes: list[Node]) -> list[Node]:
         """Start these and wait for them, again if Ray's own deadline was too short. Returns those that failed."""
         if not nodes:
             return []
@@ -123,4 +123,5 @@ class Starter:
     def _wait_request(self, node: Node) -> dict[str, object]:
         port = self._state.dashboard if node.head and self._spots[node.name].dashboard else None
         started = {"folder": node.folder, "pid": node.pid, "create_time": node.create_time}
-        return {**started, "port": port, "deadline_s": self._config.start_timeout_s}
+        head = None if node.head else [self._state.head.address, int(self._state.address.rpartition(":")[2])]
+        return {**started, "port": port, "head": head, "deadline_s": self._config.start_timeout_s}

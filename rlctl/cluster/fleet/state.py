@@ -20,6 +20,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlctl.cluster.fleet.hosts import Host
 from rlctl.cluster.fleet.links import pod_host, slurm_host, ssh_host
@@ -57,8 +58,9 @@ class State:
 
     dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
     ssh_options, connect_timeout_s, setup, storage: as in the config; without storage its files are this machine's.
-    environment: what a driver needs beside address and token. job, job_name: in Slurm, job empty until it is submitted.
-    shared: the folder that all its nodes see. context, namespace: in Kubernetes, empty for kubectl's own.
+    config: all of it, for nodes that are started anew. environment: what a driver needs beside address and token.
+    job, job_name: in Slurm, job empty until it is submitted. shared: the folder that all its nodes see.
+    context, namespace: in Kubernetes, empty for kubectl's own.
     """
 
     name: str
@@ -81,6 +83,7 @@ class State:
     context: str = ""
     namespace: str = ""
     nodes: list[Node] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> Node:
@@ -159,6 +162,12 @@ class Store:
             raise ClusterError(f"token {self.token_path} is open to other users: chmod 600 it, or {mend}")
         if _digest(token.strip()) != state.token_sha256:
             raise ClusterError(f"wrong token: {self.token_path} is not what {self.name} was started with; {mend}")
+
+    def keep_logs_of(self, names: list[str]) -> None:
+        """What other nodes left, of an earlier cluster of this name, explains nothing any more."""
+        for path in self.logs.iterdir() if self.logs.is_dir() else ():
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:
         """Nothing stands any more: all is removed but logs."""

@@ -1,16 +1,13 @@
 """`rlctl cluster up`: checks every host, then starts the head, then the other nodes; or leaves nothing behind.
 
-What stands already is left as it is. When a required host fails, or Ctrl-C comes, what this call has started is
-stopped again.
+What stands already is left as it is, but for nodes that are gone: they are started anew. When a required host fails or
+Ctrl-C comes, what this call has started is stopped again.
 """
 
-import contextlib
-import signal
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlctl.cluster.fleet.launchers import Say, launcher_of
+from rlctl.cluster.fleet.signals import stop_signals, unhurried
 from rlctl.cluster.fleet.state import ClusterError, State, Store
 from rlctl.cluster.fleet.status import Seen, look
 from rlctl.config.cluster_schema import ClusterConfig
@@ -18,11 +15,15 @@ from rlctl.config.cluster_schema import ClusterConfig
 
 @dataclass
 class Started:
-    """What `bring_up` leaves. already: it stood before. seen: what Ray says of it."""
+    """What `bring_up` leaves. already: it stood before. again: nodes of it that were started anew.
+
+    seen: what Ray says of it.
+    """
 
     state: State
     seen: Seen
     already: bool = False
+    again: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -30,9 +31,9 @@ def bring_up(config: ClusterConfig, say: Say) -> Started:
     """The cluster, standing. Raises ClusterError, with nothing left of what was started."""
     assert config.name is not None
     store = Store(config.name)
-    with store.alone(), _stop_signals():
+    with store.alone(), stop_signals():
         try:
-            return _standing(store, say) or _begin(config, store, say)
+            return _standing(config, store, say) or _begin(config, store, say)
         finally:
             if store.load() is None:
                 store.clear()
@@ -43,15 +44,17 @@ def shown(config: ClusterConfig) -> str:
     return launcher_of(config.kind).dry_run(config, Store(str(config.name)))
 
 
-def _standing(store: Store, say: Say) -> Started | None:
-    """The cluster if it stands already; what is left of one that does not is cleared away."""
+def _standing(config: ClusterConfig, store: Store, say: Say) -> Started | None:
+    """The cluster if it stands already, its lost nodes started anew; what is left of one that does not is cleared."""
     state = store.load()
     if state is None:
         return None
     if state.phase == "up":
         seen = look(store, state)
         if seen.head_alive:
-            return Started(state, seen, already=True, warnings=seen.warnings)
+            again = launcher_of(state.kind).mend(config, store, state, seen, say)
+            seen = look(store, state) if again else seen
+            return Started(state, seen, already=True, again=again, warnings=seen.warnings)
         head = seen.nodes[0]
         if head.unreachable:
             forget = f"gone for good? rlctl cluster down {store.name} --forget"
@@ -79,7 +82,7 @@ def _begin(config: ClusterConfig, store: Store, say: Say) -> Started:
         if not seen.head_alive:
             raise ClusterError(f"head {state.head.name} ended while the others started: see the logs above")
     except BaseException:
-        with _unhurried():
+        with unhurried():
             say("doing", "stopping what was started")
             if left := launcher.stop(store, state, say):
                 say("warning", f"could not stop {', '.join(left)}; try again: rlctl cluster down {store.name}")
@@ -87,27 +90,3 @@ def _begin(config: ClusterConfig, store: Store, say: Say) -> Started:
                 store.clear()
         raise
     return Started(state, seen, warnings=[*prepared.warnings, *lacking, *seen.warnings])
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
-    """A terminal that closes and a `kill` are Ctrl-C: what was started is stopped again."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _unhurried() -> Iterator[None]:
-    """Clearing up is not interrupted: it takes seconds, and what it leaves nobody would stop."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        for number, handler in before.items():
-            signal.signal(number, handler)

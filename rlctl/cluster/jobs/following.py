@@ -2,7 +2,10 @@
 from a driver that is gone."""
 
 import base64
+import fcntl
+import hashlib
 import json
+import os
 import subprocess
 import threading
 import time
@@ -59,7 +62,10 @@ def bring_up_to_date(run: Path) -> None:
     with suppress(ClusterError, OSError):
         _ask_status(run, record, state)
         if record.remote:
-            _copy_until(_program(record, state, follow=False), run, threading.Event(), time.monotonic() + _SYNC_S)
+            with _alone(run) as alone:
+                if alone:
+                    end = time.monotonic() + _SYNC_S
+                    _copy_until(_program(run, record, state, follow=False), run, threading.Event(), end)
 
 
 def stop_job(record: JobRecord) -> bool:
@@ -82,13 +88,31 @@ def _ask_status(run: Path, record: JobRecord, state: State) -> dict[str, Any]:
 
 def _mirror(run: Path, record: JobRecord, state: State, stop: threading.Event) -> None:
     while not stop.is_set():
-        with suppress(OSError):
-            _copy_until(_program(record, state, follow=True), run, stop, None)
+        with suppress(OSError), _alone(run) as alone:
+            if alone:
+                _copy_until(_program(run, record, state, follow=True), run, stop, None)
         stop.wait(_AGAIN_S)
 
 
-def _program(record: JobRecord, state: State, follow: bool) -> "subprocess.Popen[str]":
-    request = {"folder": record.remote, "files": _FILES, "follow": follow}
+@contextmanager
+def _alone(run: Path) -> Iterator[bool]:
+    """Whether no other process brings this run's files here; none begins to while the block runs."""
+    descriptor = os.open(run, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _program(run: Path, record: JobRecord, state: State, follow: bool) -> "subprocess.Popen[str]":
+    texts = {name: (run / name).read_bytes() for name in _FILES if (run / name).is_file()}
+    have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
+    request = {"folder": record.remote, "files": _FILES, "have": have, "follow": follow}
     return state.host_of(state.head).follow("mirror", request, stdout=subprocess.PIPE)
 
 

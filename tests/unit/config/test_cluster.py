@@ -50,7 +50,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         "override 4: prot=5: unknown key; did you mean port?",
         "override 1: hosts=[a, a, -oProxyCommand=x]: not a host name: '-oProxyCommand=x'",
         "override 2: min_hosts=5: must be at most 3, the number of hosts, not 5",
-        "override 3: other_ports=[2000, 2003]: must be [first, last] with room for 24 ports or more, not [2000, 2003]",
+        "override 3: other_ports=[2000, 2003]: must be [first, last] with room for 21 ports or more, not [2000, 2003]",
     ]
 
 

@@ -55,6 +55,10 @@ class Kubernetes:
     def glance(self, state: State) -> str:
         return "up"
 
+    def mend(self, config: KubernetesCluster, store: Store, state: State, seen: Seen, say: Say) -> list[str]:
+        # The operator brings a lost pod back by itself.
+        return []
+
     def stop(self, store: Store, state: State, say: Say) -> list[str]:
         kubectl, end = _kubectl(state), time.monotonic() + _DELETE_S
         say("doing", f"deleting RayCluster {state.name}")

@@ -33,7 +33,7 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
         "memory": memory(),
         "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         "root": root,
-        "disk": shutil.disk_usage(root).free,
+        "disk": shutil.disk_usage(root).free if root else 0,
         "gpus": gpus,
         "driver": driver,
         "taken": [port for port in request["ports"] if port and not is_free(port)],
@@ -42,8 +42,11 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
     }
 
 
-def folder_root() -> str:
-    usual = tempfile.gettempdir()
+def folder_root() -> "str | None":
+    try:
+        usual = tempfile.gettempdir()
+    except OSError:
+        return None
     return usual if len(os.fsencode(usual)) <= ROOM else "/tmp"
 
 

@@ -6,6 +6,7 @@ suffixes: of the files that are wanted, Ray's own if there are none.
 
 import json  # noqa: F401  (used by what is put behind this program)
 import os
+import re
 import sys
 import time
 from typing import Any
@@ -64,5 +65,7 @@ def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
 def say(node: str, path: str, lines: "list[str]") -> None:
     name = os.path.basename(path)
     for line in lines:
+        # Ray colours some lines whether anybody sees it or not.
+        line = re.sub("\x1b\\[[0-9;]*m", "", line)
         sys.stdout.write(f"{node} {name} | {line}\n")
     sys.stdout.flush()

@@ -12,6 +12,8 @@ import sys
 from importlib.metadata import version
 from typing import Any
 
+from rlctl.cluster.fleet.on_host.shared import lives
+
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
     import psutil
@@ -31,17 +33,6 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         "ray": version("ray"),
         "listening": listening(request),
     }
-
-
-def lives(request: dict[str, Any]) -> bool:
-    import psutil
-
-    try:
-        process = psutil.Process(request["pid"])
-        same = abs(process.create_time() - request["create_time"]) < 1
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def listening(request: dict[str, Any]) -> "list[list[Any]]":

@@ -1,10 +1,12 @@
 """Runs on the head: prints files of a run directory as they grow, until whoever reads is gone.
 
-request: folder, files (names), follow. A line each: {"file", "data" (base64)}, with "anew" where the file begins: it is
-new to the reader, or was replaced. An empty line says that all that stands was printed.
+request: folder, files (names), have (by name: bytes that the reader has, and their SHA-256), follow. A line each:
+{"file", "data" (base64)}, with "anew" where the file begins: it is new to the reader, or was replaced. An empty line
+says that all that stands was printed.
 """
 
 import base64
+import hashlib
 import json
 import os
 import sys
@@ -17,7 +19,7 @@ _POLL_S = 0.3
 
 def run(request: "dict[str, Any]") -> None:
     parent = os.getppid()
-    places: dict[str, tuple[int, int]] = {}
+    places = {name: place_of(os.path.join(request["folder"], name), *has) for name, has in request["have"].items()}
     while os.getppid() == parent:
         for name in request["files"]:
             places[name] = say(os.path.join(request["folder"], name), name, places.get(name, (0, 0)))
@@ -26,6 +28,16 @@ def run(request: "dict[str, Any]") -> None:
         if not request["follow"]:
             return
         time.sleep(_POLL_S)
+
+
+def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
+    """Where to go on for a reader that has so many bytes: the file's beginning, if they are not those."""
+    try:
+        with open(path, "rb") as file:
+            same = hashlib.sha256(file.read(size)).hexdigest() == digest
+            return (os.fstat(file.fileno()).st_ino, size) if same else (0, 0)
+    except FileNotFoundError:
+        return 0, 0
 
 
 def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":

@@ -29,7 +29,11 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     for process in {*alive, *family(folder)}:
         tell(process, signal.SIGKILL)
     _, alive = psutil.wait_procs(family(folder), timeout=KILL_S)
-    logs = keep_logs(request)
+    try:
+        logs = keep_logs(request)
+    except OSError:
+        # A home that is full or read-only keeps no logs; the node is cleared all the same.
+        logs = None
     for process in found:
         for path in glob.glob(f"/dev/shm/sem.*{process.pid}-*"):
             os.unlink(path)
@@ -82,7 +86,13 @@ def uses(process: Any, folder: str) -> bool:
 
 
 def is_parent(process: Any, folder: str) -> bool:
-    command = process.cmdline()
+    import psutil
+
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        # Gone since it was found.
+        return False
     return "--block" in command and folder in command
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster.fleet import on_host
+from rlctl.cluster.fleet.hosts import whole
 from rlctl.cluster.fleet.slurm.batch import PROGRAMS
 from rlctl.cluster.fleet.state import ClusterError
 
@@ -40,7 +40,7 @@ class Shared:
         _private(self.path / "plan.json", json.dumps(plan, indent=1))
         _private(self.path / "token", token)
         for name in PROGRAMS:
-            shutil.copy(Path(str(on_host.__file__)).parent / f"{name}.py", self.path / "on_host")
+            _private(self.path / "on_host" / f"{name}.py", whole(name))
 
     def cards(self) -> dict[int, dict[str, Any]]:
         """What the nodes have said so far, by their number in the job."""

@@ -46,6 +46,7 @@ def test_a_good_host_will_do() -> None:
         ({"time": 131.0}, "its clock is 30.0 s fast: start its time service (NTP)"),
         ({"time": 60.0}, "its clock is 40.0 s slow: start its time service (NTP)"),
         ({"disk": 1 << 30}, "disk full: 1.0 GiB free in /tmp, 5 wanted (min_disk_gib)"),
+        ({"root": None}, "no folder for Ray's files: neither TMPDIR nor /tmp can be written to there"),
     ],
 )
 def test_each_lack_is_a_line_with_what_mends_it(changes: dict[str, Any], said: str) -> None:

@@ -6,6 +6,8 @@ from rlctl.cluster.fleet.plan import Place, joined, start_request
 from rlctl.cluster.fleet.state import Node, State
 from rlctl.config.load_cluster import load_cluster
 
+HEADS_OWN = ("--port=6379", "--dashboard-port=8265")
+
 
 def requests(cluster: str, overrides: list[str], addresses: list[str], shm: int = 32 << 30) -> list[dict[str, Any]]:
     config = load_cluster(cluster, overrides)
@@ -31,6 +33,14 @@ def test_a_local_cluster_is_on_loopback_alone() -> None:
     assert "--include-log-monitor=false" in other["arguments"]
 
 
+def test_a_head_misses_a_lost_host_soon_and_jobs_have_time_to_save() -> None:
+    head, other = requests("ssh", ["hosts=[h0, h1]"], ["10.0.0.1", "10.0.0.2"])
+    period, timeout = (int(head["environment"][f"RAY_health_check_{name}_ms"]) for name in ("period", "timeout"))
+    assert 8_000 <= (period + timeout) * int(head["environment"]["RAY_health_check_failure_threshold"]) <= 12_000
+    assert not any("health" in name for name in other["environment"])
+    assert [each["environment"]["RAY_JOB_STOP_WAIT_TIME_S"] for each in (head, other)] == ["600", "600"]
+
+
 def test_hosts_keep_the_dashboard_on_loopback_and_have_all_their_gpus() -> None:
     head, other = requests("ssh", ["hosts=[h0, h1]"], ["10.0.0.1", "10.0.0.2"])
     assert {"--port=6379", "--dashboard-port=8265", "--dashboard-host=127.0.0.1"} <= set(head["arguments"])
@@ -46,10 +56,17 @@ def test_only_who_asks_listens_on_all_interfaces() -> None:
 
 def test_a_firewall_can_be_told_every_port() -> None:
     head, other = requests("ssh", ["hosts=[h0, h1]", "other_ports=[7000, 7100]"], ["10.0.0.1", "10.0.0.2"])
-    assert head["environment"]["AUTOSCALER_METRIC_PORT"] == "7006"
-    ports = [each for each in other["arguments"] if "-port=" in each]
-    assert ports[0] == "--node-manager-port=7000"
-    assert ports[-2:] == ["--min-worker-port=7008", "--max-worker-port=7100"]
+    for request in (head, other):
+        ports = [each for each in request["arguments"] if "-port=" in each and each not in HEADS_OWN]
+        assert ports[0] == "--node-manager-port=7000"
+        assert ports[-2:] == ["--min-worker-port=7005", "--max-worker-port=7100"]
+
+
+def test_metrics_which_ask_for_no_token_are_served_nowhere() -> None:
+    for request in requests("ssh", ["hosts=[h0, h1]"], ["10.0.0.1", "10.0.0.2"]):
+        environment = request["environment"]
+        assert environment["RAY_enable_metrics_collection"] == "0"
+        assert (environment["AUTOSCALER_METRIC_PORT"], environment["DASHBOARD_METRIC_PORT"]) == ("-1", "-1")
 
 
 def test_the_object_store_fits_into_shared_memory() -> None:

@@ -83,6 +83,15 @@ def test_one_command_at_a_time_changes_a_cluster() -> None:
         pass
 
 
+def test_logs_of_nodes_that_are_no_more_go() -> None:
+    store = Store("lab")
+    store.keep_logs_of(["head"])
+    for name in ("head", "node-1"):
+        (store.logs / name).mkdir(parents=True)
+    store.keep_logs_of(["head"])
+    assert os.listdir(store.logs) == ["head"]
+
+
 def test_nothing_is_left_but_logs() -> None:
     store = Store("lab")
     saved(store)

@@ -1,0 +1,87 @@
+"""Stands in for ssh where a real one adds nothing: the host's name says what is wrong with it.
+
+Everything behind it is real: the programs that run on hosts, Ray, processes, files.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+from tests.system.clusters import Clusters, processes_of
+
+SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+host=$2
+shift 2
+export SSH_CONNECTION="127.0.0.1 1 10.9.9.9 22"
+starts() { cat > $PARTS/program.$$; grep -q "def free_port" $PARTS/program.$$; }
+case $host in
+  fast | newer | older | oldray | nopsutil) export PYTHONPATH=$PARTS/$host:$PYTHONPATH ;;
+  full) export TMPDIR=$SMALL ;;
+  readonly) cd /proc && exec unshare -m sh -c "$READONLY $*" ;;
+  nokey) echo "me@nokey: Permission denied (publickey)." >&2; exit 255 ;;
+  down) echo "ssh: connect to host down port 22: Connection timed out" >&2; exit 255 ;;
+  breaks)
+    if starts; then
+      sh -c "$*" < $PARTS/program.$$ > /dev/null
+      echo "Timeout, server breaks not responding." >&2
+      exit 255
+    fi
+    exec sh -c "$*" < $PARTS/program.$$ ;;
+  waits)
+    if starts; then
+      touch $PARTS/waiting
+      until [ -e $PARTS/go ]; do sleep 0.1; done
+    fi
+    exec sh -c "$*" < $PARTS/program.$$ ;;
+esac
+exec sh -c "$*"
+"""
+# Every folder that could be a temporary one, as it is on a host whose disk was remounted after an error.
+READONLY = """for folder in /tmp /var/tmp $TMPDIR; do
+  mount --bind $folder $folder && mount -o remount,ro,bind $folder || exit 9
+done;"""
+CLOCK = "import time\nreal = time.time\ntime.time = lambda: real() + 100\n"
+PYTHON = "import sys\nsys.version_info = ({}, 2, 'final', 0)\n"
+
+
+class StandInClusters(Clusters):
+    """Clusters over a stand-in for ssh, with all files of nodes below `root`."""
+
+    def __init__(self, home: Path) -> None:
+        self.parts = home / "parts"
+        self.parts.mkdir()
+        # Short, since Ray puts Unix sockets below it.
+        self.root = Path(tempfile.mkdtemp(prefix="rlf-", dir="/tmp"))
+        program = self.parts / "bin" / "ssh"
+        program.parent.mkdir()
+        program.write_text(SSH)
+        program.chmod(0o755)
+        for name, text in (("fast", CLOCK), ("newer", PYTHON.format("3, 99")), ("older", PYTHON.format("3, 9"))):
+            (self.parts / name).mkdir()
+            (self.parts / name / "sitecustomize.py").write_text(text)
+        self._installed("oldray", "ray", "2.48.0")
+        self._installed("nopsutil", "psutil", None)
+        path = f"{program.parent}:{os.environ['PATH']}"
+        places = {"PARTS": str(self.parts), "TMPDIR": str(self.root), "READONLY": READONLY}
+        super().__init__(home, PATH=path, **places)
+
+    def left(self) -> list[object]:
+        """Processes, files of nodes and states that are still there."""
+        states = (self.home / "state" / "rlctl" / "clusters").glob("*/*")
+        return [
+            *processes_of([str(self.root)]),
+            *self.root.iterdir(),
+            *(each for each in states if each.name != "logs"),
+        ]
+
+    def clean(self) -> None:
+        super().clean()
+        self.root.rmdir()
+
+    def _installed(self, host: str, package: str, version: str | None) -> None:
+        """What a host has of a package, before what is installed here; None: a broken installation."""
+        folder = self.parts / host / f"{package}-{version or 0}.dist-info"
+        folder.mkdir(parents=True)
+        if version:
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
