@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(READY)
 	$(BIN)/rlctl train grpo $(ARGS)
 
-# Left out here, for time: `make test ARGS='-m long'`, and RLCTL_TEST_KILLS=10 for faults by the dozen.
+# Left out here, for time: `make test ARGS='-m long'`; with RLCTL_TEST_KILLS=10 before it, faults by the dozen.
 test: $(READY) check
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +48,8 @@ def examine(folder: Path) -> list[Check]:
     """Every check of this machine; `folder`: where runs will be written. Takes as long as the imports: seconds."""
     machine = read_machine(folder)
     extra = "gpu" if machine.gpus else "cpu"
-    return [*check_machine(machine), *check_packages(extra), *check_companions(), *check_gpus(machine)]
+    packages = [*check_packages(extra), *check_companions(), *check_bytecode()]
+    return [*check_machine(machine), *packages, *check_gpus(machine)]
 
 
 def check_machine(machine: Machine) -> list[Check]:
@@ -92,6 +93,15 @@ def check_companions() -> list[Check]:
         return [Check("torch companions", "broken", found, f"pip uninstall -y {' '.join(STUBS)}")]
     shown = "stand-ins" if versions and not real else ", ".join(real) or "none, none needed"
     return [Check("torch companions", "ok", shown)]
+
+
+def check_bytecode() -> list[Check]:
+    """Containers often forbid Python to keep bytecode: where none came with the packages, every process compiles."""
+    spec = find_spec("torch") if sys.dont_write_bytecode else None  # else the first run leaves it behind
+    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
+        return []
+    found = "none, and PYTHONDONTWRITEBYTECODE is set: a run takes twice as long to start"
+    return [Check("bytecode", "warning", found, "unset PYTHONDONTWRITEBYTECODE")]
 
 
 def check_gpus(machine: Machine) -> list[Check]:

@@ -7,46 +7,73 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+import psutil
 import pytest
 
 from rlctl.data.cursor import Cursor
 from tests.faults.runs import Run, fates, in_transit, survivors
 
-# `RLCTL_TEST_KILLS=10 make test ARGS=tests/faults` hurts runs longer than `make test` has time for.
-KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "2"))
-# A step takes 0.1 s: the run must not be over before its last kill.
-STEPS, PROMPTS, AGE = max(14, 10 * KILLS), 8, 2
-ROWS = 2300
+# `RLCTL_TEST_KILLS=10 make test ARGS='tests/faults -m long'` hurts runs longer than there is time for.
+KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
+PROMPTS, AGE, ROWS = 8, 2, 2300
+SETTINGS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20")
+CHECKPOINTS = ("checkpoint.every=2", "validation.every=0")
 
 
-def hurt(run: Run, moments: random.Random, engine: bool) -> None:
-    """kill -9 of the engine, which the run survives, or of the driver, after which nothing is left."""
-    pids = run.wait_for_event("processes")
+def after_some_steps(run: Run, moments: random.Random, last: int) -> None:
     done = max((step["step"] for step in run.steps()), default=0)
-    run.wait_for_step(min(STEPS, done + moments.randint(1, 3)))
+    run.wait_for_step(min(last, done + moments.randint(1, 3)))
     time.sleep(moments.uniform(0, 0.5))
-    if engine:
-        os.kill(pids["engine-0"], signal.SIGKILL)
-        run.wait_for_event("engine_restarted", engine=0)
-    else:
-        assert survivors(run.kill()) == []
+
+
+def without_its_engine_it_goes_on(run: Run) -> None:
+    os.kill(run.wait_for_event("processes")["engine-0"], signal.SIGKILL)
+    run.wait_for_event("engine_restarted", engine=0)
+
+
+def interrupted_it_saves(run: Run) -> None:
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.interrupt()
+    assert run.end() == 130
+    assert survivors(family) == []
+    assert (run.path / "checkpoints" / f"step_{len(run.steps())}" / "state.json").exists()
+    assert f"rlctl train grpo --resume {run.path}" in run.text()
 
 
 @pytest.mark.slow
+def test_a_killed_engine_and_a_resume_after_ctrl_c_break_neither(tmp_path: Path) -> None:
+    # A step takes 0.1 s: the run must not be over before Ctrl-C.
+    last, moments = 40, random.Random(11)
+    run = Run(tmp_path, "hurt", *SETTINGS, f"grpo.num_steps={last}", "checkpoint.every=0", "validation.every=0")
+    after_some_steps(run, moments, last)
+    without_its_engine_it_goes_on(run)
+    interrupted_it_saves(run)
+    run = Run(tmp_path, "hurt", resume=True)
+    assert run.end() == 0, run.text()
+    keeps_both(run, last)
+
+
+@pytest.mark.long  # repetitions
+@pytest.mark.slow
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
-    settings = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20")
-    size = (f"grpo.num_steps={STEPS}", "checkpoint.every=2", "validation.every=0")
-    moments = random.Random(11)
-    run = Run(tmp_path, "hurt", *settings, *size)
+    last, moments = 10 * KILLS, random.Random(11)
+    run = Run(tmp_path, "hurt", *SETTINGS, *CHECKPOINTS, f"grpo.num_steps={last}")
     for attempt in range(KILLS):
-        hurt(run, moments, engine=attempt % 2 == 0)
-        if run.process.poll() is not None:
+        after_some_steps(run, moments, last)
+        if attempt % 2 == 0:
+            without_its_engine_it_goes_on(run)
+        else:
+            assert survivors(run.kill()) == []
             run = Run(tmp_path, "hurt", resume=True)
     assert run.end() == 0, run.text()
+    keeps_both(run, last)
 
+
+def keeps_both(run: Run, last: int) -> None:
+    """Nobody is trained too old, and every prompt drawn ends once."""
     steps = run.steps()
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(step["age/max"] <= AGE for step in steps)
     assert max(step["age/max"] for step in steps) > 0
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
@@ -55,6 +82,6 @@ def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
     assert 1 <= fmean(error[0]) < 1.01 and fmean(error[0]) < fmean(error[1])
     ended = fates(run.path)
     assert all(len(numbers) == 1 for numbers in ended.values())
-    drawn = Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)
+    drawn = Cursor(ROWS, 0, True).draw(last * PROMPTS)
     assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}
     assert in_transit("hurt") == []

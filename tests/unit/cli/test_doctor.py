@@ -1,12 +1,14 @@
 import json
+import py_compile
 import sys
 from importlib.metadata import version
+from importlib.util import spec_from_file_location
 from pathlib import Path
 
 import pytest
 
 from rlctl.environment import doctor
-from rlctl.environment.doctor import Check, check_gpus, check_machine, check_packages, import_errors
+from rlctl.environment.doctor import Check, check_bytecode, check_gpus, check_machine, check_packages, import_errors
 from rlctl.environment.machine import Gpu, Machine, read_machine
 from tests.unit.cli.conftest import Rlctl
 
@@ -86,3 +88,15 @@ def test_the_command_fails_if_something_needed_is_broken(rlctl: Rlctl, monkeypat
     assert json.loads(rlctl("doctor", "--json").out)[2] == {
         "name": "vllm", "state": "broken", "found": "not installed", "fix": "pip install 'rlctl[cpu]'"
     }  # fmt: skip
+
+
+def test_bytecode_that_is_neither_there_nor_kept_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("")
+    found = spec_from_file_location("torch", tmp_path / "torch.py")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: found)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert check_bytecode() == []
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert [(check.state, check.fix) for check in check_bytecode()] == [("warning", "unset PYTHONDONTWRITEBYTECODE")]
+    py_compile.compile(str(tmp_path / "torch.py"))
+    assert check_bytecode() == []
