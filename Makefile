@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
+# Containers often set it: then every process of a run compiles torch, vLLM and transformers anew, 40 s of CPU a run.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test check setup clean
 
 train: $(READY)

@@ -1,10 +1,20 @@
 """One Ray for all tests that need processes, and properties that may take their time on a busy machine."""
 
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# As in the Makefile: where containers set it, each of the many processes started here would compile vLLM anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# A shell without job control has what it starts in the background ignore Ctrl-C, and so would what is started here.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("rlctl", deadline=None)
 settings.load_profile("rlctl")

@@ -3,6 +3,7 @@
 Tokens are on, nothing of the dashboard listens, and Ray's own chatter goes to the run's log folder.
 """
 
+import functools
 import logging
 import os
 import secrets
@@ -95,8 +96,14 @@ def _token(folder: Path) -> Path:
     path = folder / "token"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(_secret())
     return path
+
+
+@functools.cache
+def _secret() -> str:
+    # Ray reads it once a process: a second Ray of this process must have the same.
+    return secrets.token_hex(32)
 
 
 def log_to_file(logger: logging.Logger, path: Path) -> None:

@@ -83,6 +83,10 @@ class Placement:
         """Indices of the nodes that processes stand on."""
         return sorted({seat.node for seat in (*self.trainers, *self.engines)})
 
+    def standing_on(self, node: int) -> tuple[int, int]:
+        """How many ranks and how many engines stand there."""
+        return sum(seat.node == node for seat in self.trainers), sum(seat.node == node for seat in self.engines)
+
     def gpus_on(self, node: int) -> int:
         """GPUs that are to be reserved there."""
         seats = (*self.trainers, *self.engines)
@@ -90,7 +94,7 @@ class Placement:
 
     def cpus_on(self, node: int) -> float:
         """CPUs that are to be reserved there."""
-        return self.cpus_per_process * sum(seat.node == node for seat in (*self.trainers, *self.engines))
+        return self.cpus_per_process * sum(self.standing_on(node))
 
 
 def place(rooms: Sequence[Room], pools: Pools, device: str = "") -> Placement:

@@ -55,8 +55,8 @@ def start_trainers(
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
     for rank, seat in enumerate(placement.trainers):
-        beside = [each.node for each in placement.trainers].count(seat.node)
-        threads = trainer_threads(config, site.cores(seat), beside)
+        ranks_there, engines_there = placement.standing_on(seat.node)
+        threads = trainer_threads(config, site.cores(seat), ranks_there, engines_there)
         spec = TrainerSpec(
             config=replace(config.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
             model_path=files.folder,

@@ -198,8 +198,12 @@ def _keep_traceback(session: Session, error: BaseException) -> None:
 def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
     record = JobRecord.read(run_dir.path)
     there = f" --cluster {record.cluster}" if record else ""
-    resume = f"rlctl train {config.kind} --resume {shlex.quote(str(run_dir.path))}{there}"
+    known = record.called if record and record.called else str(run_dir.path)
+    resume = f"rlctl train {config.kind} --resume {shlex.quote(known)}{there}"
     if status != "done":
-        return [resume, f"grep -n Error {shlex.quote(str(run_dir.logs))}/*"] if status == "failed" else [resume]
+        look = (
+            f"rlctl runs logs {shlex.quote(known)}" if record else f"grep -n Error {shlex.quote(str(run_dir.logs))}/*"
+        )
+        return [resume, look] if status == "failed" else [resume]
     steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
-    return [f"rlctl runs dash {shlex.quote(str(run_dir.path))}", f"{resume} {config.kind}.num_steps={2 * steps}"]
+    return [f"rlctl runs dash {shlex.quote(known)}", f"{resume} {config.kind}.num_steps={2 * steps}"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import psutil
 
-DEADLINE_S = 240.0
+# What a start takes on a slow and busy machine, several times over; a run that hangs is found by its own deadlines.
+DEADLINE_S = 600.0
 # Small steps, but every part of the program: two engines would start slower and show no more.
 SETTINGS = {
     "grpo": ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=4"),
@@ -38,6 +39,11 @@ class Run:
 
     def events(self) -> list[dict[str, Any]]:
         return read(self.path / "events.jsonl")
+
+    def start(self) -> int:
+        """The step this attempt goes on from."""
+        step: int = self.wait_for_event("run_started")["start_step"]
+        return step
 
     def steps(self) -> list[dict[str, Any]]:
         return [record for record in read(self.path / "metrics.jsonl") if record["kind"] == "step"]

@@ -33,7 +33,7 @@ def hurt(run: Run, moments: random.Random, engine: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 + 60 * KILLS)
+@pytest.mark.timeout(900 + 120 * KILLS)
 def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
     settings = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20")
     size = (f"grpo.num_steps={STEPS}", "checkpoint.every=2", "validation.every=0")

@@ -13,9 +13,8 @@ from tests.faults.runs import Run, survivors
 COMPILED = ("ray_compiled_graph.enabled=require", "checkpoint.every=0", "validation.every=0")
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination: the faults through a graph
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
     pids = run.wait_for_event("processes")
@@ -35,9 +34,8 @@ def test_a_killed_worker_and_a_killed_driver(tmp_path: Path) -> None:
     assert survivors(run.kill()) == []
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination: Ctrl-C through a graph
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_an_interrupt_saves_and_ends_without_noise(tmp_path: Path) -> None:
     run = Run(tmp_path, "graph", "sft.num_steps=100000", *COMPILED, kind="sft")
     run.wait_for_step(3)

@@ -22,8 +22,8 @@ from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.engines import SEAT, FolderSource, MakeSource, greedy, refit_options, spec_for
 from tests.tiny_models import make_model
 
-DEADLINE = 280.0
-TIMEOUT = 4.0
+DEADLINE = 600.0
+TIMEOUT = 8.0
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
 
 
@@ -74,7 +74,6 @@ def same(one: Columns, other: Columns) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(stage: Stage) -> None:
     before = stage.sample(1)
     an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage, before)

@@ -1,18 +1,21 @@
-"""A run that is killed and resumed, however often, ends as if nothing had happened."""
+"""A run that is interrupted, killed and resumed goes on as if nothing had happened; every end leaves nothing behind."""
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.faults.runs import Run, fates, in_transit, survivors
 
-STEPS = 10
+# No end of their own: where they are compared is where the hurt one happens to be. Every checkpoint is kept.
+SETTINGS = ("grpo.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
 # As in test_async.py.
-KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "1"))
+KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
 # What depends on the clock or the machine, not on the run.
 LOOSE = ("time", "throughput/", "idle/", "memory/", "device/", "refit/")
 
@@ -21,32 +24,93 @@ def lasting(record: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if not name.startswith(LOOSE)}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300 + 60 * KILLS)
-def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    settings = (f"grpo.num_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep_last=10")
-    whole = Run(tmp_path, "whole", *settings)
-    assert whole.end() == 0, whole.text()
-
-    moments = random.Random(7)
-    run = Run(tmp_path, "killed", *settings)
-    for attempt in range(KILLS):
-        done = max((step["step"] for step in run.steps()), default=0)
-        if attempt == 1:  # once, of several while it is only starting up
-            run.wait_for_event("startup", what="trainer")
-        else:
-            run.wait_for_step(min(STEPS, done + moments.randint(1, 3)))
-        time.sleep(moments.uniform(0, 0.4))
-        family = run.kill()
-        assert survivors(family) == []
-        run = Run(tmp_path, "killed", resume=True)
-    assert run.end() == 0, run.text()
-
-    ours, theirs = ([lasting(record) for record in each.steps()] for each in (run, whole))
-    assert [record["step"] for record in ours] == list(range(1, STEPS + 1))
+def same(run: Run, whole: Run, last: int) -> None:
+    """Up to step `last`: metrics, what became of every prompt, and the weights bit by bit."""
+    ours, theirs = ([lasting(step) for step in each.steps() if step["step"] <= last] for each in (run, whole))
+    assert [step["step"] for step in ours] == list(range(1, last + 1))
     assert ours == theirs
-    assert fates(run.path) == fates(whole.path)
-    assert all(len(steps) == 1 for steps in fates(run.path).values())
-    name = f"checkpoints/step_{STEPS}/hf/model.safetensors"
+    ended, expected = fates(run.path), fates(whole.path)
+    assert all(len(steps) == 1 for steps in ended.values())
+    until = [{name: steps for name, steps in each.items() if steps[0] <= last} for each in (ended, expected)]
+    assert until[0] == until[1]
+    name = f"checkpoints/step_{last}/hf/model.safetensors"
     assert (run.path / name).read_bytes() == (whole.path / name).read_bytes()
+
+
+def interrupted_once_it_saves(run: Run) -> None:
+    run.wait_for_step(3)
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    run.interrupt()
+    assert run.end() == 130
+    assert survivors(family) == []
+    assert (run.path / "checkpoints" / f"step_{len(run.steps())}" / "state.json").exists()
+    assert f"rlctl train grpo --resume {run.path}" in run.text()
+
+
+def killed(run: Run, moments: random.Random) -> None:
+    run.wait_for_step(run.start() + moments.randint(2, 4))
+    time.sleep(moments.uniform(0, 0.4))
+    assert survivors(run.kill()) == []
+
+
+def without_its_trainer_it_ends_with_one_line(run: Run) -> None:
+    os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGKILL)
+    assert run.end() == 1
+    assert "trainer-0 died during" in run.text()
+    assert f"rlctl train grpo --resume {run.path}" in run.text()
+
+
+def interrupted_twice_it_stops_at_once(run: Run) -> None:
+    """Though the step cannot end: the trainer stands still."""
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
+    run.interrupt()
+    run.wait_for_event("warning")
+    run.interrupt()
+    assert run.end() == 130
+    assert survivors(family) == []
+
+
+@pytest.mark.slow
+def test_interrupted_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    run = Run(tmp_path, "hurt", *SETTINGS)
+    run.wait_for_event("run_started")
+    second = Run(tmp_path, "hurt", resume=True)
+    assert second.end() == 2
+    assert f"is still running (process {run.process.pid})" in second.text()
+    interrupted_once_it_saves(run)
+    run = Run(tmp_path, "hurt", resume=True)
+    killed(run, random.Random(7))
+    run = Run(tmp_path, "hurt", resume=True)
+    last = run.wait_for_event("checkpoint")["step"]
+    without_its_trainer_it_ends_with_one_line(run)
+
+    whole = Run(tmp_path, "whole", *SETTINGS)
+    whole.wait_for_event("checkpoint", step=last)
+    same(run, whole, last)
+    interrupted_twice_it_stops_at_once(whole)
+    assert in_transit("hurt") == in_transit("whole") == []
+
+
+@pytest.mark.long  # repetitions
+@pytest.mark.slow
+@pytest.mark.timeout(900 + 120 * KILLS)
+def test_killed_again_and_again_equals_uninterrupted(tmp_path: Path) -> None:
+    moments = random.Random(7)
+    run = Run(tmp_path, "killed", *SETTINGS)
+    for attempt in range(KILLS):
+        if attempt == 1:  # once while it is only starting up
+            run.wait_for_event("startup", what="trainer")
+            assert survivors(run.kill()) == []
+        else:
+            killed(run, moments)
+        run = Run(tmp_path, "killed", resume=True)
+    last = run.wait_for_event("checkpoint")["step"]
+    run.interrupt()
+    assert run.end() == 130
+    whole = Run(tmp_path, "whole", *SETTINGS)
+    whole.wait_for_event("checkpoint", step=last)
+    whole.interrupt()
+    assert whole.end() == 130
+    same(run, whole, last)
     assert in_transit("killed") == []

@@ -13,14 +13,13 @@ from rlctl.config.shipped import RECIPES
 SMALL = ("--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "16", "--batch", "4", "--steps", "2")
 
 
-@pytest.mark.long
+@pytest.mark.long  # a bench
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_step_and_where_its_time_goes(tmp_path: Path) -> None:
     plot = tmp_path / "sft.svg"
     command = [sys.executable, "-m", "rlctl.cli.main", "bench", "sft", *SMALL, "--json", "--plot", str(plot)]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=380, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     eager, graph = found["rows"]

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,17 @@ from rlctl.cluster.fleet.state import Node, State
 from tests.system.clusters import Clusters, gone
 from tests.system.slurm_lab import SlurmLab, why_not
 
+PROGRAM = """
+import os
+os.environ.update({environment})
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+ray.init(address="{address}", log_to_driver=False)
+names = {{node["NodeID"]: node["NodeName"] for node in ray.nodes()}}
+where = ray.remote(num_cpus=1)(lambda: ray.get_runtime_context().get_node_id())
+sent = [where.options(scheduling_strategy=On(node, soft=False)).remote() for node in names]
+print(*sorted(names[found] for found in ray.get(sent)))
+"""
 SMALL = ["num_cpus=1", "object_store_mib=100", "min_disk_gib=1"]
 pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,6 +53,16 @@ def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
     assert lab.jobs() == []
 
 
+def works_on(state: State) -> list[str]:
+    """The nodes that run what a Ray program sends them, being itself on the head."""
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{state.head.folder}/token"}
+    program = PROGRAM.format(environment=environment, address=state.address)
+    command = state.host_of(state.head).command()
+    done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def folders_of(state: dict[str, list[dict[str, str]]]) -> list[str]:
     return [node["folder"] for node in state["nodes"]]
 
@@ -58,7 +80,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     assert "ok      n2: Python" in err
     state = clusters.state("slurm")
     token = (clusters.folder("slurm") / "token").read_text()
-    job = clusters.folder("slurm") / "job"
+    job = Path(state["shared"])
     assert token not in out + err + json.dumps(state) + (job / "job.sh").read_text() + (job / "plan.json").read_text()
     assert [path.stat().st_mode & 0o077 for path in (job, job / "token", job / "plan.json", job / "job.sh")] == [0] * 4
     assert lab.jobs() == [state["job"]]
@@ -82,6 +104,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     known = State(**{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes)
     facts = known.host_of(nodes[1]).run("look", {key: state["nodes"][1][key] for key in LOOK}, 60)
     assert facts["alive"]
+    assert works_on(known) == ["n1", "n2"]
 
     # A node that is not the head may go; then the job is ended by somebody else.
     psutil.Process(state["nodes"][1]["pid"]).kill()
@@ -102,7 +125,7 @@ def test_down_leaves_nothing_and_up_clears_what_a_job_left(clusters: Clusters, l
     shared = f"shared_folder={tmp_path}/scratch"
     clusters.run("up", "slurm", shared, "setup=['echo prepared']", *SMALL, within_s=500)
     first = clusters.state("slurm")
-    assert Path(first["shared"]) == tmp_path / "scratch" / "rlctl-slurm"
+    assert Path(first["shared"]).parent == tmp_path / "scratch"
     head = psutil.Process(first["nodes"][0]["pid"])
     head.kill()
     wait_for(lambda: not lab.jobs())

@@ -30,7 +30,7 @@ from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 
-DEADLINE, PROMPTS, SAMPLES = 200.0, 4, 2
+DEADLINE, PROMPTS, SAMPLES = 600.0, 4, 2
 
 
 @dataclass

@@ -16,9 +16,8 @@ def score(prompt, completion, answer, row):
 """
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(REWARD)
     settings = (
@@ -54,9 +53,8 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
     assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= logs
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) -> None:
     two = Run(tmp_path, "two", "grpo.num_steps=2", "trainer.num_ranks=2", "generation.num_engines=2")
     assert two.end() == 0, two.text()
@@ -65,9 +63,8 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) 
     assert [step["step"] for step in one.steps()] == [1, 2, 3]
 
 
-@pytest.mark.long
+@pytest.mark.long  # one run; its parts: tests/unit/rewards/test_scorer.py
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(prompt, completion, answer, row):\n    return 'good'\n")
     run = Run(tmp_path, "bad", "rewards=[{name: 'mine:score'}]", "grpo.num_steps=1")
@@ -77,9 +74,8 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
     assert errors[0].startswith("mine:score: ")
 
 
-@pytest.mark.long
+@pytest.mark.long  # repetitions
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path, ranks: int) -> None:
     size = ("sft.num_steps=50", "sft.batch_size=16", f"trainer.num_ranks={ranks}", "validation.every=0")
@@ -93,7 +89,6 @@ def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path: Path) -> None:
     short = (
         "sft.num_steps=6",

@@ -20,7 +20,7 @@ from tests.system.drifting import DriftingSource, drifted
 from tests.system.engines import MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 
-DEADLINE = 280.0
+DEADLINE = 600.0
 GROUPS, SAMPLES, LENGTH, UPDATES = 125, 8, 40, 20
 
 
@@ -94,7 +94,6 @@ def sample_across_updates(engine: Worker, refit: Refit, requests: list[SampleReq
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     recompute: bool, ray_here: Path, tmp_path: Path

@@ -31,9 +31,9 @@ finally:
 """
 
 
-@pytest.mark.long
+@pytest.mark.long  # rare
 @pytest.mark.slow
 def test_a_slow_start_is_tried_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "logs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert done.stdout.splitlines() == ["up 2 [False, True] True", "down [False, False] False"], done.stderr

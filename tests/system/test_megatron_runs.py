@@ -10,7 +10,6 @@ pytest.importorskip("megatron.core")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_path: Path) -> None:
     settings = (
         *("trainer.backend=megatron", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2"),
@@ -31,9 +30,8 @@ def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_
     assert len(fates(run.path)) == 24
 
 
-@pytest.mark.long
+@pytest.mark.long  # combination
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_sft_through_three_stages_and_a_compiled_graph_is_what_one_rank_does(tmp_path: Path) -> None:
     short = ("sft.num_steps=6", "validation.every=3", "checkpoint.every=0")
     stages = ("trainer.num_ranks=3", "trainer.megatron.pipeline_model_parallel_size=3")

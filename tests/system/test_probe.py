@@ -18,7 +18,7 @@ from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 
-DEADLINE = 200.0
+DEADLINE = 600.0
 PROMPTS = [Prompt(f"r{i}", [5 + i, 9, 12], "", None) for i in range(4)]
 
 

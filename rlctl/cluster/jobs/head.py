@@ -30,7 +30,8 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     """Submit a run. The reply: run (its directory), job; or problems, a line each, and nothing was started.
 
     request: cluster, config (YAML), resume (a run directory or null), work, files (a zip in base64, or null),
-    storage (where relative run directories stand; null: in `work`), secrets, flags (of driver.py); those of `_http`.
+    storage (where relative run directories stand; null: in `work`), called (the folder of runs where it was submitted, where
+    that is another), secrets, flags (of driver.py); those of `_http`.
     """
     from rlctl.telemetry.events import EventLog
     from rlctl.telemetry.run_dir import RunDirError
@@ -49,7 +50,8 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     job = f"{run.name}-{_attempts(run) + 1}"
     try:
         _write_secrets(run / SECRETS, request["secrets"])
-        JobRecord(request["cluster"], job, str(work)).write(run)
+        called = f"{request['called']}/{run.name}" if request["called"] else None
+        JobRecord(request["cluster"], job, str(work), called=called).write(run)
         EventLog(run / "events.jsonl").emit("submitted", job=job, cluster=request["cluster"])
         _submit(request, job, run)
     except BaseException as error:
@@ -203,5 +205,6 @@ def _mark_ended(run: Path, job: dict[str, Any]) -> None:
         reason = f"its driver is gone: {said[-1] if said else job['status']}"
         record = JobRecord.read(run)
         there = f" --cluster {record.cluster}" if record else ""
-        again = [f"rlctl train {_kind(run)} --resume {shlex.quote(str(run))}{there}"]
+        known = record.called if record and record.called else str(run)
+        again = [f"rlctl train {_kind(run)} --resume {shlex.quote(known)}{there}"]
         EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=again)

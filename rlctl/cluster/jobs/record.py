@@ -10,12 +10,14 @@ class JobRecord:
     """cluster: its name here. job: Ray's submission id. work: the driver's working directory, on the head.
 
     remote: path of the run directory on the head where this one is a copy of it; None where it is the run's own.
+    called: path by which whoever submitted the run knows it; None: its own.
     """
 
     cluster: str
     job: str
     work: str
     remote: str | None = None
+    called: str | None = None
 
     @classmethod
     def read(cls, run: Path) -> "JobRecord | None":

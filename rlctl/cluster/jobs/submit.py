@@ -98,6 +98,7 @@ def submit(target: Target, order: Order) -> Path:
         "work": work,
         "files": files,
         "storage": state.storage or None,
+        "called": _called(config, resume) if target.away else None,
         "secrets": _values(order.secrets),
         "flags": order.flags,
     }
@@ -134,6 +135,10 @@ def _copy(record: JobRecord, root: Path, resume: Path | None) -> Path:
 def _there(resume: Path) -> str:
     record = JobRecord.read(resume)
     return record.remote if record and record.remote else str(resume.resolve())
+
+
+def _called(config: dict[str, Any], resume: Path | None) -> str:
+    return str(config["run"]["dir"]) if resume is None else str(resume.parent)
 
 
 def _values(names: list[str]) -> dict[str, str]:

@@ -180,8 +180,7 @@ def test_activation_checkpointing_changes_nothing(models: dict[Kind, Path], tmp_
     assert_close(results[0], results[1], atol=0)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.long  # compiles for minutes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_and_loss_train_alike(models: dict[Kind, Path], tmp_path: Path, checkpointing: bool) -> None:

@@ -31,7 +31,7 @@ from tests.tiny_models import KINDS, Kind, make_model
 pytest.importorskip("megatron.core")
 DATA = sequences(9, seed=4)
 LOSS = WeightedLoss()
-STEPS = 5
+STEPS = 3
 UNTIED: Kind = "llama"
 
 
@@ -195,7 +195,7 @@ def three_ranks(rank: int, folder: Path) -> None:
         torch.save(seen, folder / f"rank-{rank}.pt")
 
 
-@pytest.mark.long
+@pytest.mark.long  # variant: three ranks
 def test_three_ranks_save_experts_that_one_goes_on_with(tmp_path: Path) -> None:
     make_model(tmp_path / "model", "qwen3_moe")
     mp.spawn(three_ranks, (tmp_path,), nprocs=3)

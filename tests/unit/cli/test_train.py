@@ -4,6 +4,7 @@ import pytest
 
 from rlctl.cli import train
 from rlctl.cluster import launch
+from rlctl.cluster.ground import Ground
 from rlctl.config.load import load
 from rlctl.config.schema import RunConfig
 from rlctl.environment import machine
@@ -17,7 +18,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     """What the command hands over, instead of the minutes of a run."""
     calls: Started = []
 
-    def run(config: RunConfig, resolved: str, resume: Path | None = None, probe_only: bool = False) -> int:
+    def run(
+        config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None, probe_only: bool = False
+    ) -> int:
         calls.append((config, resume, probe_only))
         return 130
 
@@ -124,5 +127,5 @@ def test_too_few_devices_are_bad_input(rlctl: Rlctl, started: Started, monkeypat
     monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
     done = rlctl("train", "grpo", "grpo.recipe.yaml", "placement.colocated=false")
     assert (done.code, started) == (2, [])
-    assert "2 GPUs needed, apart for 1 trainer ranks and 1 engines x 1" in done.err
+    assert "2 GPUs needed, apart for 1 trainer rank and 1 engines x 1" in done.err
     assert rlctl("train", "grpo", "grpo.recipe.yaml").code == 130

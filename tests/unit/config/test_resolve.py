@@ -4,6 +4,7 @@ import pytest
 
 from rlctl.config.load import load
 from rlctl.config.resolve import trainer_threads
+from rlctl.config.schema import GrpoConfig
 
 
 @pytest.mark.parametrize(
@@ -20,8 +21,10 @@ from rlctl.config.resolve import trainer_threads
 def test_a_rank_gets_its_share_of_the_cores_that_engines_beside_it_leave(
     settings: tuple[str, ...], cores: int, threads: int
 ) -> None:
-    assert trainer_threads(load("grpo", None, list(settings)).config, cores) == threads
+    config = load("grpo", None, list(settings)).config
+    assert isinstance(config, GrpoConfig)
+    assert trainer_threads(config, cores, config.trainer.num_ranks, config.generation.num_engines) == threads
 
 
 def test_sft_has_no_engines_beside_it() -> None:
-    assert trainer_threads(load("sft", None, []).config, 4) == 4
+    assert trainer_threads(load("sft", None, []).config, 4, ranks=1, engines=0) == 4

@@ -86,7 +86,13 @@ def uses(process: Any, folder: str) -> bool:
 
 
 def is_parent(process: Any, folder: str) -> bool:
-    command = process.cmdline()
+    import psutil
+
+    try:
+        command = process.cmdline()
+    except psutil.Error:
+        # Gone since it was found.
+        return False
     return "--block" in command and folder in command
 
 

@@ -47,7 +47,7 @@ def main(folder: str) -> int:
         for number in ENDINGS:
             signal.signal(number, signal.SIG_IGN)
         if "folder" in card.facts:
-            card.write(ended=program("stop")({"folder": card.facts["folder"], **place}))
+            clear_up({"folder": card.facts["folder"], **place}, card)
 
 
 def live(folder: str, plan: "dict[str, Any]", index: int, card: Card, place: "dict[str, Any]") -> int:
@@ -84,6 +84,17 @@ def started(request: "dict[str, Any]", plan: "dict[str, Any]", card: Card, place
             break
         program("stop")({"folder": card.facts["folder"], **place})
     return waited
+
+
+def clear_up(request: "dict[str, Any]", card: Card) -> None:
+    """End the node; nobody else would. What fails once, as processes go meanwhile, is done again."""
+    for again in (True, False):
+        try:
+            card.write(ended=program("stop")(request))
+            return
+        except Exception:
+            if not again:
+                raise
 
 
 def joined(folder: str, deadline_s: float) -> str:

@@ -3,7 +3,7 @@
 The job brings itself up: its tasks (`on_host/task.py`) start the Ray nodes and say so in files of a folder that this
 machine and the nodes share.
 
-    SHARED/              0700: the cluster's own folder/job, or shared_folder/rlctl-NAME
+    SHARED/              0700: job-TAG in the cluster's own folder, or shared_folder/rlctl-NAME-TAG
         job.sh           what was submitted
         plan.json token on_host/     what the tasks read
         nodes/INDEX.json             what they say
@@ -39,17 +39,15 @@ class Slurm:
         token, digest = store.new_token()
         python = config.python or sys.executable
         state = State(store.name, config.kind, "starting", python, digest, config.listen_on_all, time.time())
-        state.setup, state.shared = config.setup, str(_shared(config, store))
-        state.job_name = f"{_job_name(store)}-{folder_name().rpartition('-')[2]}"
+        state.setup = config.setup
+        state.job_name, state.shared = _names(config, store)
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
         # What they are called is known once Slurm has chosen them.
         state.nodes = [Node(title, "", "", title == "head", "") for title in titles]
-        shared = Shared(state.shared)
-        shared.make()
-        return Prepared(state, JobStarter(config, store, state, shared, token, say).start)
+        return Prepared(state, JobStarter(config, store, state, Shared(state.shared), token, say).start)
 
     def dry_run(self, config: SlurmCluster, store: Store) -> str:
-        return batch_script(config, _job_name(store), str(_shared(config, store)), config.python or sys.executable)
+        return batch_script(config, *_names(config, store), config.python or sys.executable)
 
     def look(self, store: Store, state: State) -> Seen:
         store.check_token(state)
@@ -136,11 +134,10 @@ def _lives(job: str) -> bool:
     return found.runs or found.waits
 
 
-def _shared(config: SlurmCluster, store: Store) -> Path:
+def _names(config: SlurmCluster, store: Store) -> tuple[str, str]:
+    """Of a new job, and of its shared folder: nobody's yet."""
+    tag = folder_name().rpartition("-")[2]
+    name = f"rlctl-{store.name}-{tag}"
     if config.shared_folder is None:
-        return store.folder / "job"
-    return Path(config.shared_folder).expanduser().absolute() / f"rlctl-{store.name}"
-
-
-def _job_name(store: Store) -> str:
-    return f"rlctl-{store.name}"
+        return name, str(store.folder / f"job-{tag}")
+    return name, str(Path(config.shared_folder).expanduser().absolute() / name)

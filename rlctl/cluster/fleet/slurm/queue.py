@@ -112,11 +112,6 @@ def cancel(jobs: list[str]) -> None:
     _answer("scancel", *jobs)
 
 
-def host_names(abbreviated: str) -> list[str]:
-    """n1 and n2 of n[1-2]."""
-    return _answer("scontrol", "show", "hostnames", abbreviated).split()
-
-
 def _recorded(job: str) -> Job:
     """From the accounts, where the site keeps them."""
     try:

@@ -29,6 +29,7 @@ class JobStarter:
         """Returns warnings. Raises ClusterError if not every node came up."""
         config, state = self._config, self._state
         script = batch_script(config, state.job_name, state.shared, state.python)
+        self._shared.make()
         self._shared.fill(script, job_plan(config, state, TOO_SLOW), self._token)
         self._say("doing", "submitting")
         state.job = queue.submit(str(self._shared.script))

@@ -69,8 +69,8 @@ def test_tasks_are_told_the_same_ray_arguments_as_hosts_over_ssh() -> None:
 
 def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert f"{tmp_path}/state/rlctl/clusters/slurm/job/token" in shown(config_of())
-    assert "/scratch/rlctl-lab/on_host/task.py" in shown(config_of("shared_folder=/scratch", "name=lab"))
+    assert f" {tmp_path}/state/rlctl/clusters/slurm/job-" in shown(config_of())
+    assert " /scratch/rlctl-lab-" in shown(config_of("shared_folder=/scratch", "name=lab"))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ClusterError, match="local submits nothing"):
         shown(load_cluster("local", []))

@@ -1,0 +1,33 @@
+"""A run that loses its trainer begins again by itself, as often as it may, and ends as if nothing had happened."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Run
+
+STEPS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_lost_trainer_is_started_again_and_one_loss_too_many_ends_the_run(tmp_path: Path) -> None:
+    settings = (f"sft.num_steps={STEPS}", "checkpoint.every=2", "run.max_restarts=1", "run.restart_backoff_s=0.1")
+    run = Run(tmp_path, "restarted", *settings, "validation.every=0", kind="sft")
+    run.wait_for_step(4)
+    first = run.wait_for_event("processes")
+    os.kill(first["trainer-0"], signal.SIGKILL)
+    again = run.wait_for_event("restart")
+    assert (again["count"], again["pause_s"]) == ("1 of 1", 0.1)
+    assert "trainer-0 died during" in again["reason"]
+    begun = run.wait_for_event("run_started", attempt=2)
+    assert begun["start_step"] in (2, 4, 6)
+    run.wait_for_event("phase", step=STEPS - 10)
+    assert [record["step"] for record in run.steps()][: STEPS - 11] == list(range(1, STEPS - 10))
+    second = [event for event in run.events() if event["kind"] == "processes"][-1]
+    os.kill(second["trainer-0"], signal.SIGKILL)
+    assert run.end() == 1
+    assert run.events()[-1]["status"] == "failed"
+    assert "trainer-0 died during" in run.text()
