@@ -61,6 +61,7 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert "Failed to connect to Ray cluster" in err
 
     # Another person's cluster cannot have a port of this one.
+    (tmp_path / "other").mkdir()
     other = Clusters(tmp_path / "other")
     port = state["address"].rpartition(":")[2]
     assert f"port {port} is taken: stop what listens there" in other.run("up", f"port={port}", code=1)[1]
