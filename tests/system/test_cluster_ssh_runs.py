@@ -111,7 +111,7 @@ def test_runs_survive_the_loss_of_an_engines_host_and_of_a_trainers(
 
     hosts.plug(2, "up")
     hosts.wait()
-    assert "lab is up: 3 nodes" in clusters.run("up", str(file), within_s=600)[0]
+    assert "lab has host2 again: 3 nodes" in clusters.run("up", str(file), within_s=600)[0]
     settings = ("placement.trainer=spread", "checkpoint.every=2", "run.max_restarts=1", "run.restart_backoff_s=1")
     restarting = Watched(clusters, "restarting", *settings)
     wait_for(lambda: restarting.path.is_dir(), "submission")

@@ -57,5 +57,5 @@ def test_too_much_is_an_error_that_names_the_largest(tmp_path: Path, monkeypatch
     fill(tmp_path, "small")
     (tmp_path / "weights.bin").write_bytes(bytes(3 << 20))
     monkeypatch.setattr(ship, "MOST_BYTES", 2 << 20)
-    with pytest.raises(ClusterError, match="has 3 MiB to ship, at most 2: weights.bin 3 MiB, small 0 MiB"):
+    with pytest.raises(ClusterError, match=r"has 3 MiB to ship, at most 2: weights\.bin 3 MiB, small 0 MiB"):
         ship.pack(tmp_path, [])
