@@ -105,6 +105,8 @@ def place(rooms: Sequence[Room], pools: Pools, device: str = "") -> Placement:
     device = device or ("cuda" if any(room.gpus for room in rooms) else "cpu")
     free = [list(range(_slots(room, pools, device))) for room in rooms]
     shared = pools.colocated and device == "cuda"
+    if shared and pools.engines:
+        free = _one_node(free, pools, rooms)
     others = [list(slots) for slots in free] if shared else free
     trainers = _take(free, pools.ranks, 1, pools.trainer)
     size = pools.tensor_parallel_size if device == "cuda" else 1
@@ -136,6 +138,19 @@ def _slots(room: Room, pools: Pools, device: str) -> int:
     if device == "cuda":
         return room.gpus
     return _ENDLESS if room.cpus is None else int(room.cpus / pools.cpus_per_process + 1e-6)
+
+
+def _one_node(free: list[list[int]], pools: Pools, rooms: Sequence[Room]) -> list[list[int]]:
+    """What is free on the first node that holds trainer and engines, and nothing elsewhere: what brings weights from a
+    GPU to an engine on the same one does not leave the node. Raises PlacementError if there is none."""
+    needed = max(pools.ranks, pools.engines * pools.tensor_parallel_size)
+    fits = next((node for node, slots in enumerate(free) if len(slots) >= needed), None)
+    if fits is not None:
+        return [slots if node == fits else [] for node, slots in enumerate(free)]
+    if sum(map(len, free)) < needed:
+        return free
+    what = f"{needed} GPUs of one node needed, where engines share the trainer's (placement.colocated)"
+    raise PlacementError(f"{what}; {_free(rooms, [room.gpus for room in rooms], 'GPU')}")
 
 
 def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[Seat] | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from rlctl.cluster.ground import Site
 from rlctl.cluster.model_files import ModelFiles
-from rlctl.cluster.placement import Placement
+from rlctl.cluster.placement import Placement, PlacementError
 from rlctl.cluster.session import Session
 from rlctl.config.resolve import shares_devices, trainer_threads
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
@@ -117,6 +117,11 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
     """How a run on these devices refits: every `auto` that needs no device to be asked is resolved."""
     refit, cpu = config.refit, placement.device == "cpu"
     engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
+    if len(placement.used) > 1 and refit.transport not in ("auto", "broadcast"):
+        nodes = ", ".join(placement.nodes[node] for node in placement.used)
+        raise PlacementError(
+            f"refit.transport={refit.transport} stays on a node, the run is on {nodes}: broadcast, or auto"
+        )
     checks: Checks = ("all" if cpu else "sampled") if refit.checksum == "auto" else refit.checksum
     return Options(
         kind=usual_transport(placement, engines) if refit.transport == "auto" else refit.transport,

@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from rlctl.cluster.fleet.state import Node, State
+from tests.faults.runs import read
 from tests.system.clusters import Clusters, gone
 from tests.system.slurm_lab import SlurmLab, why_not
+from tests.system.test_cluster_runs import SMALL as TINY
 
 PROGRAM = """
 import os
@@ -119,6 +121,22 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     assert "slurm is down" in clusters.run("down")[0]
     assert is_clear(clusters)
     assert "n1 start.log | " in clusters.run("logs", "--node", "n1")[0]
+
+
+def test_a_run_lives_on_its_nodes(clusters: Clusters, lab: SlurmLab) -> None:
+    clusters.run("up", "slurm", "nodes=2", *SMALL, within_s=500)
+    state = clusters.state("slurm")
+    settings = ("grpo.num_steps=2", "placement.trainer=spread", *TINY)
+    out, err = clusters.run("grpo", "--cluster", "slurm", *settings, group="train", within_s=500)
+    run = clusters.home / "runs" / "grpo--qwen3-tiny--1"
+    assert "grpo--qwen3-tiny--1 done" in out, err
+    opened = [event for event in read(run / "events.jsonl") if event["kind"] == "refit_opened"]
+    # The rank stands on one node, the engine on the other: a node has one CPU here.
+    assert [event["transport"] for event in opened] == ["broadcast"]
+    assert json.loads(clusters.run("status", "--json")[0])["runs"] == []
+    clusters.run("down")
+    assert gone(folders_of(state), within_s=60)
+    assert lab.jobs() == []
 
 
 def test_down_leaves_nothing_and_up_clears_what_a_job_left(clusters: Clusters, lab: SlurmLab, tmp_path: Path) -> None:

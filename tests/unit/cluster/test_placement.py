@@ -25,9 +25,12 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
     try:
         placement = place(rooms, Pools(ranks, engines, size, shared, trainer, generator), "cuda")
     except ValueError as error:
+        if f"{needed} GPUs of one node needed" in str(error):
+            assert shared and max(gpus) < needed <= sum(gpus)
+            return
         assert str(error).startswith(f"{needed} GPUs needed, ")
         # Enough in all is too few only where engines take several of one node.
-        assert sum(gpus) < needed or size > 1
+        assert sum(gpus) < needed or (size > 1 and not shared)
         return
     trained = [(seat.node, device) for seat in placement.trainers for device in seat.devices]
     sampled = [(seat.node, device) for seat in placement.engines for device in seat.devices]
@@ -98,6 +101,14 @@ def test_pack_fills_a_node_that_holds_them_all_and_spread_takes_turns() -> None:
     assert [seat.node for seat in spread.engines] == [0, 1, 2]
     larger = place([Room("a", 2), Room("b", 8)], Pools(ranks=6, engines=2, colocated=False))
     assert {seat.node for seat in larger.trainers} == {1}
+
+
+def test_colocated_engines_stay_on_one_node_with_the_trainer() -> None:
+    assert place(NODES, Pools(ranks=4, engines=2, tensor_parallel_size=2)).used == [0]
+    assert place([Room("a", 2), Room("b", 4)], Pools(ranks=2, engines=2, tensor_parallel_size=2)).used == [1]
+    with pytest.raises(ValueError, match=r"^6 GPUs of one node needed, .* 12 GPUs free: a 4, b 4, c 4$"):
+        place(NODES, Pools(ranks=6, engines=2))
+    assert place(NODES, Pools(ranks=6)).used == [0, 1]
 
 
 def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
