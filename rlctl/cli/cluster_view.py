@@ -98,7 +98,7 @@ def render(state: State, seen: Seen) -> "RenderableType":
 
 
 def runs_table(runs: list[dict[str, Any]]) -> "Table":
-    """What works on a cluster: a row a run."""
+    """What works on a cluster: a row a run, with the devices that each of its pools has."""
     from rich.table import Table
     from rich.text import Text
 
@@ -106,12 +106,14 @@ def runs_table(runs: list[dict[str, Any]]) -> "Table":
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")
-    for title in ("status", "step", "tok/s/device"):
+    for title in ("status", "step", "tok/s/device", "train", "generate"):
         table.add_column(title, justify="right", no_wrap=True)
     for run in runs:
         step = f"{run['step']}/{run['num_steps']}" if run.get("num_steps") else "–"
         status = run.get("status", "starting")
-        table.add_row(Text(run["name"]), "starting" if status == "new" else status, step, number(run.get("throughput")))
+        devices = [str(run.get("devices", {}).get(pool, "–")) for pool in ("trainer", "generator")]
+        rate = number(run.get("throughput"))
+        table.add_row(Text(run["name"]), "starting" if status == "new" else status, step, rate, *devices)
     return table
 
 

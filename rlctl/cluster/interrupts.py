@@ -1,4 +1,4 @@
-"""Ctrl-C: the first asks the run to end after its step, the second ends it at once."""
+"""Ctrl-C, or SIGTERM: the first asks the run to end after its step, the second ends it at once."""
 
 import os
 import signal
@@ -7,10 +7,14 @@ from typing import Any
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `asked` once; a second one ends the process with exit code 130."""
+    """While entered, SIGINT and SIGTERM set `asked` once; a second one ends the process with exit code 130.
+
+    by: which it was, in words.
+    """
 
     def __init__(self, notify: Any) -> None:
         self.asked = False
+        self.by = ""
         self._notify = notify
         self._before: dict[int, Any] = {}
 
@@ -26,5 +30,5 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             os._exit(130)
-        self.asked = True
+        self.asked, self.by = True, "Ctrl-C" if number == signal.SIGINT else "asked to stop"
         self._notify()

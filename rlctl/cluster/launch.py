@@ -19,6 +19,7 @@ from rlctl.telemetry.process import identity
 
 if TYPE_CHECKING:
     from rlctl.grpo.loop import Devices, Parts
+    from rlctl.workers.group import WorkerGroup
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def _assembled(
         folder = site.folder(f"rlctl-{session.run_dir.name}-", shared_memory()) if len(placement.used) == 1 else ""
         refit = Refit(group, refit_options(config, placement, spec.dtype, folder))
         pool.open_refit(refit)
-    stack.callback(group.call, "close")
+    stack.push(closing(group))
     score = GroupScorer(scorer, _decoder(prompts.tokenizer))
     trainer = TrainerClient(group, config.trainer)
     devices = _devices(placement, trainer.info(), files)
@@ -116,6 +117,16 @@ def _assembled(
         pool.refit(refit, session.start)
     if not probe_only:
         _train(stack, session, config, parts)
+
+
+def closing(group: "WorkerGroup") -> Callable[[Any, Any, Any], None]:
+    """The ranks' end after work that went well; after a failure they may not answer, and are killed."""
+
+    def close(kind: Any, error: Any, traceback: Any) -> None:
+        if kind is None:
+            group.call("close")
+
+    return close
 
 
 def _devices(placement: Placement, facts: dict[str, Any], files: ModelFiles) -> "Devices":

@@ -96,7 +96,7 @@ def run_session(
     keeper = _keeper(config, run_dir, events, metrics)
 
     def notify() -> None:
-        events.emit("warning", what="Ctrl-C: finishing this step and saving; again: stop now")
+        events.emit("warning", what=f"{interrupts.by}: finishing this step and saving; again: stop now")
 
     with show_run(run_dir, shown.dashboard, config.run.log_every), Interrupts(notify) as interrupts:
         session = Session(config, run_dir, events, keeper, interrupts, checkpoint, ground)
@@ -144,12 +144,12 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
         _keep_traceback(session, error)
         return _failed(session, _explain(error), 1)
     except KeyboardInterrupt:
-        return 130, "interrupted", "Ctrl-C"
+        return 130, "interrupted", session.interrupts.by or "Ctrl-C"
     except Exception as error:
         _keep_traceback(session, error)
         return _failed(session, f"{type(error).__name__}: {_explain(error)}; see {session.logs / 'driver.log'}", 1)
     if session.interrupts.asked:
-        return 130, "interrupted", "Ctrl-C"
+        return 130, "interrupted", session.interrupts.by or "Ctrl-C"
     return 0, "done", ""
 
 

@@ -78,17 +78,25 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def runs(request: dict[str, Any]) -> dict[str, Any]:
-    """The runs that work on the cluster now: name, path, kind, step, num_steps, rate (tokens/s/device), status."""
-    from rlctl.telemetry.catalogue import entry
-
+    """The runs that work on the cluster now: path, job, devices (that train, and that generate), and what
+    `rlctl runs list` knows of each."""
     found = []
     for job in _http(request, "/api/jobs/"):
         path = (job.get("metadata") or {}).get("rlctl_run")
         if path is None or job["status"] in _ENDED:
             continue
-        known = entry(Path(path)).as_dict() if (Path(path) / "events.jsonl").is_file() else {"name": Path(path).name}
-        found.append({"path": path, "job": job["submission_id"], **known})
+        known = _known(Path(path))
+        # Its driver may take a moment to go after the last word.
+        if known.get("status") in ("new", "running", "died"):
+            found.append({"path": path, "job": job["submission_id"], **known})
     return {"runs": found}
+
+
+def _known(run: Path) -> dict[str, Any]:
+    from rlctl.telemetry.catalogue import entry
+    from rlctl.telemetry.state import read_state
+
+    return {**entry(run).as_dict(), "devices": read_state(run).start.get("devices", {})}
 
 
 def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
