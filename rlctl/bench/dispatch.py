@@ -54,7 +54,8 @@ class Spread:
 @dataclass(frozen=True)
 class DispatchRow:
     """One size of group and payload. compiled and submit, the part of it before the driver waits: None without a
-    graph, whose reason `why` says. idle: cores that the busiest worker burns while nobody calls it.
+    graph, whose reason `why` says. plain: through a graph over bare actors, which have no thread of their own, copy
+    nothing, and spin while they wait: the floor. idle: cores that the busiest worker burns while nobody calls it.
     """
 
     workers: int
@@ -62,6 +63,7 @@ class DispatchRow:
     ordinary: Spread
     compiled: Spread | None
     submit: Spread | None
+    plain: Spread | None
     idle: float
     why: str
 
@@ -77,10 +79,46 @@ class DispatchRow:
 
 def run_dispatch_bench(bench: DispatchBench, logs: str, say: Callable[[str], None]) -> list[DispatchRow]:
     """Needs a running Ray."""
-    return [row for count in bench.workers for row in _rows(bench, count, logs, say)]
+    # First of all: once a graph of ours stands, this process reads channels as ours does.
+    plain = {count: _plain(bench, count, say) for count in bench.workers}
+    return [row for count in bench.workers for row in _rows(bench, count, plain[count], logs, say)]
 
 
-def _rows(bench: DispatchBench, count: int, logs: str, say: Callable[[str], None]) -> list[DispatchRow]:
+def _plain(bench: DispatchBench, count: int, say: Callable[[str], None]) -> list[Spread | None]:
+    """Round trips through Ray's graph as its documentation has it, by payload; None where Ray has none."""
+    import ray
+    from ray.dag import InputNode, MultiOutputNode
+
+    say(f"{count} bare actor{'s' * (count > 1)}")
+    actors = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(count)]
+    try:
+        with InputNode() as payload:
+            leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
+        graph = leaves.experimental_compile(_submit_timeout=60, _buffer_size_bytes=_BUFFER_BYTES)
+    except Exception:
+        return [None] * len(bench.payloads)
+    try:
+        return [_timed_plain(graph, size, bench.calls) for size in bench.payloads]
+    finally:
+        graph.teardown(kill_actors=True)
+
+
+def _timed_plain(graph: Any, size: int, calls: int) -> Spread:
+    import ray
+
+    payload, taken, end = np.zeros(size, np.uint8), [], time.perf_counter() + _ROW_S
+    for _ in range(calls):
+        began = time.perf_counter()
+        ray.get(graph.execute(payload), timeout=_DEADLINE_S)
+        taken.append(time.perf_counter() - began)
+        if time.perf_counter() > end:
+            break
+    return Spread.of(taken[len(taken) // 10 :])
+
+
+def _rows(
+    bench: DispatchBench, count: int, plain: list[Spread | None], logs: str, say: Callable[[str], None]
+) -> list[DispatchRow]:
     say(f"{count} worker{'s' * (count > 1)}")
     group = WorkerGroup([WorkerSpec(f"echo-{rank}", Echo, log=f"{logs}/echo-{rank}.log") for rank in range(count)], 60)
     try:
@@ -93,10 +131,10 @@ def _rows(bench: DispatchBench, count: int, logs: str, say: Callable[[str], None
             why = str(error)
         idle = _idle(group)
         rows = []
-        for size, spread in zip(bench.payloads, ordinary):
+        for size, spread, floor in zip(bench.payloads, ordinary, plain):
             compiled = None if why else _timed(group, size, bench.calls)
             submit = None if why else _submitted(group, size, bench.calls)
-            rows.append(DispatchRow(count, size, spread, compiled, submit, idle, why))
+            rows.append(DispatchRow(count, size, spread, compiled, submit, floor, idle, why))
         return rows
     finally:
         group.kill()

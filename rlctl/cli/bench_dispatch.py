@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
 _LEGEND = (
     "round trip of a call that only takes its payload, median and 99th percentile; submit: the part of it before "
-    "the driver waits; idle: cores that a worker burns while its graph lives and nobody calls it"
+    "the driver waits; plain: the same through a graph over bare actors, the floor; "
+    "idle: cores that a worker burns while its graph lives and nobody calls it"
 )
 
 EPILOG = examples(
@@ -83,7 +84,7 @@ def _measure(workers: tuple[int, ...], payloads: tuple[int, ...], calls: int, as
 def show(rows: list["DispatchRow"], out: "Console") -> None:
     """The table, and why there is no graph where there is none."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("workers", "payload", "ordinary", "p99", "compiled", "p99", "ratio", "submit", "idle"):
+    for name in ("workers", "payload", "ordinary", "p99", "compiled", "p99", "ratio", "submit", "plain", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
@@ -93,6 +94,7 @@ def show(rows: list["DispatchRow"], out: "Console") -> None:
             *_both(row.compiled),
             "" if row.ratio is None else f"{row.ratio:.1f}x",
             _both(row.submit)[0],
+            _both(row.plain)[0],
             f"{row.idle:.2f}",
         )
     out.print(table)
