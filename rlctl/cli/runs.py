@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -82,8 +82,11 @@ def dash(
         from rlctl.cluster.jobs.following import followed
 
         try:
-            with followed(folder), LiveDashboard(RunDir(folder), console) as live:
-                live.wait()
+            with followed(folder) as following, LiveDashboard(RunDir(folder), console) as live:
+                live.wait(following.is_lost)
+            if following.lost:
+                typer.echo(f"error: {following.lost}", err=True)
+                raise typer.Exit(1)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
     else:
@@ -93,9 +96,6 @@ def dash(
 @app.command(epilog="Example: rlctl runs stop grpo--tiny--1")
 def stop(run: Run = "", root: Root = None) -> None:
     """End a running run after its step, with a checkpoint; a second time, at once."""
-    import os
-    import signal
-
     from rlctl.cluster.jobs.following import stop_job
     from rlctl.cluster.jobs.record import JobRecord
     from rlctl.telemetry.state import read_state
@@ -106,12 +106,14 @@ def stop(run: Run = "", root: Root = None) -> None:
     if state.status not in ("new", "running"):
         typer.echo(f"{folder.name} does not run: {state.status}")
         return
+    again = any("finishing this step" in str(event.get("what")) for event in state.events)
     with explained():
         if record is not None:
-            stop_job(record)
+            stop_job(folder, record, now=again)
         else:
-            os.kill(int(state.start["pid"]), signal.SIGINT)
-    typer.echo(f"{folder.name} ends after its step, and is saved; watch: rlctl runs dash {folder}")
+            _interrupt(folder, state.start)
+    what = "ends now" if again else f"ends after its step, and is saved; watch: rlctl runs dash {folder}"
+    typer.echo(f"{folder.name} {what}")
 
 
 @app.command(epilog="Example: rlctl runs logs grpo--tiny--1 --follow")
@@ -127,6 +129,19 @@ def logs(
 
     with explained():
         raise typer.Exit(show_run_logs(_find(run, root), process, follow, lines))
+
+
+def _interrupt(folder: Path, start: "dict[str, Any]") -> None:
+    """Ctrl-C for a driver of this machine."""
+    import os
+    import signal
+    import socket
+
+    if start.get("host") != socket.gethostname():
+        where = start.get("host") or "no machine that is known"
+        typer.echo(f"error: {folder.name} is driven on {where}: stop it there, or press Ctrl-C", err=True)
+        raise typer.Exit(2)
+    os.kill(int(start["pid"]), signal.SIGINT)
 
 
 def _bring_up_to_date(folder: Path) -> None:

@@ -95,17 +95,22 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     """Shows a run that a job drives until it ends or Ctrl-C, which leaves it running; returns its exit code."""
     from rich.console import Console
 
-    from rlctl.cluster.jobs.following import followed
+    from rlctl.cluster.jobs.following import bring_up_to_date, followed
     from rlctl.telemetry.dashboard import LiveDashboard
     from rlctl.telemetry.lines import LineView
     from rlctl.telemetry.run_dir import RunDir
     from rlctl.telemetry.state import read_state
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
-    with suppress(KeyboardInterrupt), followed(run):
+    # What is here may be the end of an earlier attempt.
+    bring_up_to_date(run)
+    with suppress(KeyboardInterrupt), followed(run) as following:
         view = LiveDashboard(RunDir(run), Console()) if screen else LineView(RunDir(run), every, _begun(run))
         with view:
-            view.wait()
+            view.wait(following.is_lost)
+        if following.lost:
+            typer.echo(f"error: {following.lost}; the run may go on: rlctl runs dash {run.name}", err=True)
+            return FAILED
     status = read_state(run).status
     if status not in _CODES:
         typer.echo(f"{run.name} runs on; {_later(run)}", err=True)

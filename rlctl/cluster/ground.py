@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
+from rlctl.cluster.jobs.record import JobRecord
 from rlctl.cluster.placement import Placement, PlacementError, Pools, Seat, count_gpus, place, this_machine
+from rlctl.telemetry.run_dir import RunDir, RunDirError
+from rlctl.telemetry.state import read_state
 from rlctl.workers.reaper import Reaper
 
 if TYPE_CHECKING:
@@ -21,6 +25,10 @@ Announce = Callable[[Placement], None]
 
 class Ground(Protocol):
     """Where a run is to live."""
+
+    def refuse(self, run: RunDir) -> None:
+        """Raises RunDirError for a run that must not be gone on with from here."""
+        ...
 
     def site(self, session: "Session", pools: Pools, announce: Announce) -> AbstractContextManager["Site"]:
         """Seats for the time of the block; `announce` is told them before anything slow begins."""
@@ -73,6 +81,17 @@ class Site:
 class ThisMachine:
     """A private Ray, which is gone when the driver is."""
 
+    def refuse(self, run: RunDir) -> None:
+        """See `Ground.refuse`: one of a cluster may have a driver there, which is not seen from here."""
+        record = JobRecord.read(run.path)
+        if record is None:
+            return
+        there = f"add --cluster {record.cluster}"
+        if record.remote:
+            raise RunDirError(f"{run.path} is a copy of a run that lives on {record.cluster}: {there}")
+        if read_state(run.path).status in ("new", "running"):
+            raise RunDirError(f"{run.path} is driven by job {record.job}: stop it with `rlctl runs stop`, or {there}")
+
     @contextmanager
     def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
         """See `Ground.site`. Raises PlacementError with the arithmetic when there are too few devices."""
@@ -90,10 +109,17 @@ def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None],
     return lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
 
 
-def must_share(nodes: "Sequence[Node]", paths: dict[str, Path]) -> None:
-    """Raises PlacementError unless every node sees every path; paths: by the config's key."""
-    for node in nodes:
-        if absent := node.lacks([str(path) for path in paths.values()]):
-            key = next(key for key, path in paths.items() if str(path) == absent[0])
-            what = "put it on a file system that all nodes share, under the same path"
-            raise PlacementError(f"{key}: {absent[0]} is not seen from node {node.name}: {what}")
+def must_share(nodes: "Sequence[Node]", run: Path, model: Path | None) -> None:
+    """Raises PlacementError unless every node sees the run directory and the model's folder (None: a hub's) as this
+    process does: checkpoints and logs are written by the ranks themselves."""
+    probe, text = run / f".shared-{token_hex(4)}", token_hex(16)
+    probe.write_text(text, encoding="utf-8")
+    try:
+        for node in nodes:
+            mend = "put it on a file system that all nodes share, under the same path"
+            if node.reads(str(probe)) != text:
+                raise PlacementError(f"run.dir: {run} is not seen from node {node.name}: {mend}")
+            if model is not None and node.reads(str(model / "config.json")) is None:
+                raise PlacementError(f"model.path: {model} is not seen from node {node.name}: {mend}")
+    finally:
+        probe.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -31,4 +32,5 @@ class Interrupts:
         if self.asked:
             os._exit(130)
         self.asked, self.by = True, "Ctrl-C" if number == signal.SIGINT else "asked to stop"
-        self._notify()
+        # Not here: the main thread may stand in the middle of what this waits for.
+        threading.Thread(target=self._notify, name="interrupted").start()

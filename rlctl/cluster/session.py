@@ -5,6 +5,7 @@ no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted wi
 """
 
 import contextlib
+import os
 import shlex
 import socket
 import sys
@@ -36,6 +37,8 @@ from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTi
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
 _BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError)
 _LONGEST_PAUSE_S = 60.0
+# Who submits a job lets go of the run's lock when Ray has said yes, which the driver may be ahead of.
+_HANDED_OVER_S = 30.0
 
 
 @dataclass
@@ -85,10 +88,19 @@ def run_session(
 ) -> int:
     """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
-        run_dir, checkpoint = _open(config, resolved, resume)
+        run_dir, claim, checkpoint = _open(config, resolved, resume, ground)
     except (RunDirError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    try:
+        return _driven(config, run_dir, checkpoint, body, ground)
+    finally:
+        os.close(claim)
+
+
+def _driven(
+    config: RunConfig, run_dir: RunDir, checkpoint: Checkpoint | None, body: Callable[[Session], None], ground: Ground
+) -> int:
     events = EventLog(run_dir.events)
     shown = config.telemetry
     trackers = open_trackers(run_dir, events, asdict(config), shown.tensorboard, shown.wandb_project)
@@ -110,21 +122,27 @@ def _keeper(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: Metri
     return Keeper(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
 
 
-def _open(config: RunConfig, resolved: str, resume: Path | None) -> tuple[RunDir, Checkpoint | None]:
+def _open(
+    config: RunConfig, resolved: str, resume: Path | None, ground: Ground
+) -> tuple[RunDir, int, Checkpoint | None]:
+    """The run's directory, made ready for an attempt; the lock that makes it this process's; where it resumes."""
     if resume is None:
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
+        claim = run_dir.claim()
         run_dir.config.write_text(resolved)
         checkpoint = None
     else:
         run_dir = RunDir.open(resume)
+        ground.refuse(run_dir)
         _refuse_if_alive(run_dir)
+        claim = run_dir.claim(_HANDED_OVER_S)
         kept = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         checkpoint = kept.latest()
         run_dir.truncate_metrics(checkpoint.step if checkpoint else 0)
         run_dir.config.write_text(resolved)
     run_dir.start_attempt()
-    return run_dir, checkpoint
+    return run_dir, claim, checkpoint
 
 
 def _refuse_if_alive(run_dir: RunDir) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlctl.cluster.ground import Announce, Site, must_share
 from rlctl.cluster.placement import Placement, PlacementError, Pools, Room, place
 from rlctl.cluster.ray_session import ray_session
+from rlctl.telemetry.run_dir import RunDir
 
 if TYPE_CHECKING:
     from rlctl.cluster.session import Session
@@ -24,6 +25,9 @@ class StandingCluster:
     def __init__(self, wait: bool) -> None:
         self._wait = wait
 
+    def refuse(self, run: RunDir) -> None:
+        """See `Ground.refuse`: who submitted the job has looked."""
+
     @contextmanager
     def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
         """See `Ground.site`. Raises PlacementError with the arithmetic when there is too little room, and it does not
@@ -34,8 +38,9 @@ class StandingCluster:
             stack.callback(reservation.release)
             announce(placement)
             nodes = dict(zip(placement.used, reservation.nodes))
-            if len(nodes) > 1:
-                must_share(reservation.nodes, _paths(session))
+            model = Path(session.config.model.path)
+            others = [node for node in reservation.nodes if not node.is_the_drivers]
+            must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
             # Weights in transit stand where the processes are, which need not be where the driver is.
             folder = reservation.nodes[0].folder
             yield Site(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
@@ -74,9 +79,3 @@ def _placed(found: "list[NodeRoom]", pools: Pools) -> Placement:
     device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
     free = [Room(each.name, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0)) for each in found]
     return place(free, pools, device)
-
-
-def _paths(session: "Session") -> dict[str, Path]:
-    """What every node must see."""
-    model, run = Path(session.config.model.path), session.run_dir.path.resolve()
-    return {"run.dir": run, **({"model.path": model} if model.is_dir() else {})}

@@ -25,6 +25,9 @@ def build_llm(spec: EngineSpec) -> Any:
         }
     else:
         extra = {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
+        if spec.tensor_parallel_size > 1:
+            # In a placement group vLLM would choose Ray, and wants one of its own making.
+            extra["distributed_executor_backend"] = "mp"
     return llm_engine.from_engine_args(
         engine_args(
             model=spec.model_path,

@@ -186,6 +186,8 @@ class GeneratorPool:
         An engine whose node is gone is left out from now on. Raises NoEngineLeft if that was the last.
         """
         begin = time.monotonic()
+        # An engine beside a lost one may be gone with it, and nobody have noticed.
+        lost = sorted({*lost, *(n for n, worker in enumerate(self.slots) if worker and worker.lost_its_node)})
         for index in lost:
             if worker := self.slots[index]:
                 worker.kill()
@@ -200,7 +202,14 @@ class GeneratorPool:
             raise NoEngineLeft("the nodes of all engines are gone")
         ends, standing = self.ends(), self._standing
         place = {index: ends[position] for position, index in enumerate(standing)}
-        refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
+        behind = [index for index in behind if index in place]
+        try:
+            refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
+        except EnginesLost as error:
+            for position, reason in error.reasons.items():
+                self._count_loss(standing[position], reason)
+            self._replace([standing[position] for position in error.reasons], refit, version, behind)
+            return
         for index in fresh:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
 

@@ -6,6 +6,7 @@ look alike.
 
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 from rich.console import Console
@@ -117,9 +118,9 @@ class LiveDashboard:
         self._reader.poll()
         say_goodbye(self._reader.state, self._console, self._failure)
 
-    def wait(self) -> None:
-        """Blocks until the run has ended or died: for a viewer that is not the run itself."""
-        while self._reader.state.status in ("new", "running") and self._thread.is_alive():
+    def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Blocks until the run has ended or died, or is given up: for a viewer that is not the run itself."""
+        while self._reader.state.status in ("new", "running") and self._thread.is_alive() and not given_up():
             time.sleep(1 / POLLS_PER_SECOND)
 
     def _show(self) -> None:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
 
@@ -118,10 +118,10 @@ class LineView:
         self._try_print()
         say_goodbye(read_state(self._run.path), Console(file=self._out, width=200), self._failure)
 
-    def wait(self) -> None:
-        """Blocks until the run has ended or died: for a viewer that is not the run itself."""
+    def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Blocks until the run has ended or died, or is given up: for a viewer that is not the run itself."""
         reader = RunReader(self._run.path)
-        while reader.state.status in ("new", "running") and self._failure is None:
+        while reader.state.status in ("new", "running") and self._failure is None and not given_up():
             time.sleep(POLL_S)
             reader.poll()
 

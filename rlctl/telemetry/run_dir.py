@@ -4,11 +4,15 @@
 and each resume get logs of their own, and `logs/latest` points to the newest.
 """
 
+import fcntl
 import json
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+_CLAIM_POLL_S = 0.1
 
 
 class RunDirError(ValueError):
@@ -80,6 +84,23 @@ class RunDir:
         """Number of the newest attempt; 0 before the first."""
         folders = (self.path / "logs").glob("attempt_*")
         return max((int(folder.name.removeprefix("attempt_")) for folder in folders), default=0)
+
+    def claim(self, wait_s: float = 0.0) -> int:
+        """A lock on the run that only one process has, until it closes the descriptor or ends.
+
+        Raises RunDirError if another still has it after `wait_s` seconds.
+        """
+        descriptor, end = os.open(self.path / ".driver", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    os.close(descriptor)
+                    what = f"{self.path} is being driven already: watch it with `rlctl runs dash`"
+                    raise RunDirError(what) from None
+            time.sleep(_CLAIM_POLL_S)
 
     def start_attempt(self) -> int:
         """A new `logs/attempt_N`, which `logs/latest` points to from now on; returns N."""

@@ -70,8 +70,13 @@ class TrainerClient:
         return answers
 
     def save(self, folder: Path, export: Path | None, dtype: str | None) -> None:
-        """Training state into `folder`; a Hugging Face folder of `dtype` (None: the compute dtype) into `export`."""
+        """Training state into `folder`; a Hugging Face folder of `dtype` (None: the compute dtype) into `export`.
+
+        Raises RuntimeError if nothing of it is seen from here.
+        """
         self.group.call("save", str(folder), str(export) if export else None, dtype)
+        if not any(folder.iterdir()):
+            raise RuntimeError(f"the ranks wrote no state into {folder}: do their nodes see another run.dir?")
 
     def info(self) -> dict[str, Any]:
         """Rank 0's facts about the model."""

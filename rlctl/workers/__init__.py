@@ -10,6 +10,8 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     # Workers choose their devices by the run's placement, not by Ray's.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # A thread that still waits for an answer after the end starts no new Ray for it.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
     # Memory of other programs on the machine is not ours to answer for.
     "RAY_memory_monitor_refresh_ms": "0",
 }

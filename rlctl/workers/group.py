@@ -22,6 +22,7 @@ from rlctl.workers.ports import LOOPBACK
 
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
 DEADLINE_KNOB = "run.deadline_s"
+_ASK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,16 @@ class Worker:
     def meeting_point(self) -> tuple[str, int]:
         """An address and a free port of its node, where processes of all nodes can meet it."""
         address = self.spec.node.address if self.spec.node else LOOPBACK
-        return address, int(ray.get(self.handle.free_port.remote(address), timeout=60))
+        return address, int(self._ask("free_port", address))
 
     def pid(self) -> int:
         """Of its process; answers while a method runs."""
-        number: int = ray.get(self.handle.pid.remote(), timeout=60)
-        return number
+        return int(self._ask("pid"))
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the host itself answers, at once. Raises WorkerDied, WorkerTimeout."""
+        asked = Pending(method, [self], [getattr(self.handle, method).remote(*arguments)])
+        return asked.wait(_ASK_S)[0]
 
     def kill(self) -> None:
         """End the process at once."""
@@ -99,7 +104,7 @@ class Pending:
         """
         self._until_ready(deadline_s, knob)
         answers = ray.get(self.refs)
-        pairs = [answer if isinstance(answer, tuple) else (answer, None) for answer in answers]
+        pairs = [_pair(answer) for answer in answers]
         return results(self.call, pairs)
 
     def _until_ready(self, deadline_s: float, knob: str) -> None:
@@ -133,6 +138,13 @@ class Pending:
             except GetTimeoutError:
                 continue
         return names
+
+
+def _pair(answer: Any) -> tuple[Failure | None, Any]:
+    """(failure, result) of what a host answered, which of its own short methods is the one or the other alone."""
+    if isinstance(answer, tuple):
+        return answer
+    return (answer, None) if isinstance(answer, Failure) else (None, answer)
 
 
 def results(call: str, answers: Sequence[tuple[Failure | None, Any]]) -> list[Any]:

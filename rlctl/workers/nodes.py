@@ -11,17 +11,19 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlctl.workers.errors import WorkerDied, WorkerTimeout
 from rlctl.workers.ports import free_port
 
 _ID_LABEL = "ray.io/node-id"
-_POLL_S = 5.0
+_POLL_S, _ASK_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -64,18 +66,29 @@ class Node:
 
     def free_port(self) -> int:
         """A port of its address that nobody listens on at this moment."""
-        number: int = ray.get(self.helper.free_port.remote(self.address), timeout=60)
-        return number
+        return int(self._ask("free_port", self.address))
 
     def folder(self, prefix: str, root: str | None) -> str:
         """A new folder there, gone when the reservation is."""
-        path: str = ray.get(self.helper.folder.remote(prefix, root), timeout=60)
-        return path
+        return str(self._ask("folder", prefix, root))
 
-    def lacks(self, paths: Sequence[str]) -> list[str]:
-        """Those of `paths` that are not seen from there."""
-        absent: list[str] = ray.get(self.helper.lacks.remote(list(paths)), timeout=60)
-        return absent
+    def reads(self, path: str) -> str | None:
+        """What a small file says as it is seen from there; None if it is not seen."""
+        return cast("str | None", self._ask("reads", path))
+
+    @property
+    def is_the_drivers(self) -> bool:
+        """Whether this process is on it."""
+        return bool(ray.get_runtime_context().get_node_id() == self.id)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        """What the helper says. Raises WorkerDied, WorkerTimeout."""
+        try:
+            return ray.get(getattr(self.helper, method).remote(*arguments), timeout=_ASK_S)
+        except RayActorError as error:
+            raise WorkerDied(method, [f"the helper on {self.name}"], "its process or node is gone") from error
+        except GetTimeoutError as error:
+            raise WorkerTimeout(method, [f"the helper on {self.name}"], _ASK_S, "nothing") from error
 
     def lives(self) -> bool:
         """Whether Ray still counts it in."""
@@ -119,6 +132,9 @@ class Reservation:
                 raise NoRoom(f"what the run needs could not be reserved within {deadline_s:g} s (Ray says {why})")
             helpers = [self._helper(index, share) for index, share in enumerate(shares)]
             facts = ray.get([helper.facts.remote(each.node.address) for helper, each in helpers], timeout=deadline_s)
+        except (RayActorError, GetTimeoutError) as error:
+            remove_placement_group(self._group)
+            raise NoRoom(f"a node was lost while it was reserved: {error}") from error
         except BaseException:
             remove_placement_group(self._group)
             raise
@@ -159,9 +175,12 @@ class Helper:
         """See `Node.free_port`."""
         return free_port(address)
 
-    def lacks(self, paths: list[str]) -> list[str]:
-        """See `Node.lacks`."""
-        return [path for path in paths if not Path(path).exists()]
+    def reads(self, path: str) -> str | None:
+        """See `Node.reads`."""
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except OSError:
+            return None
 
     def folder(self, prefix: str, root: str | None) -> str:
         """See `Node.folder`."""

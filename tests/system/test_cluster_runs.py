@@ -114,7 +114,7 @@ def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> 
     wait_for(lambda: len(steps(run)) > saved, "step after the resume")
     assert steps(run) == list(range(1, len(steps(run)) + 1))
     _, err = clusters.run("grpo", "--resume", "runs/mine", "--cluster", "local", group="train", code=2)
-    assert "is still running (job mine-2): watch it with `rlctl runs dash`" in err
+    assert "is still running (job mine-2-" in err
     (driver,) = [each for each in psutil.process_iter() if each.cmdline()[1:4] == ["-m", "rlctl.cli.job", str(run)]]
     driver.kill()
     wait_for(lambda: "its driver is gone" in clusters.run("show", "mine", group="runs")[0], "word of its end", 60)

@@ -64,7 +64,7 @@ def look(store: Store, state: State) -> Seen:
     try:
         seen = launcher_of(state.kind).look(store, state)
         # Not to know what runs is no reason not to tell of the rest.
-        seen.runs = [run for _, told in asking.answers() if isinstance(told, dict) for run in told["runs"]]
+        seen.runs = [run for _, told in asking.answers() if isinstance(told, dict) for run in told.get("runs", [])]
     finally:
         asking.cancel()
     return seen

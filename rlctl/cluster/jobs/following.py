@@ -11,17 +11,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlctl.cluster.fleet.state import ClusterError, State, Store
 from rlctl.cluster.jobs.record import JobRecord
 from rlctl.cluster.jobs.submit import ask
+from rlctl.telemetry.events import EventLog
 
-_FILES = ("config.yaml", "events.jsonl", "metrics.jsonl", "rollouts.jsonl")
+# Events last: who reads of a run's end has all that was before it.
+_FILES = ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl")
 _JOB_POLL_S = 5.0
 _AGAIN_S = 2.0
 _SYNC_S = 30.0
+# A connection may be away for so long.
+_SILENT_S = 120.0
 
 
 def cluster_of(record: JobRecord) -> State | None:
@@ -31,22 +36,33 @@ def cluster_of(record: JobRecord) -> State | None:
     return None
 
 
+@dataclass
+class Followed:
+    """lost: why nothing more is to be heard of the run, in a line; empty while there is."""
+
+    lost: str = ""
+
+    def is_lost(self) -> bool:
+        """For who waits."""
+        return bool(self.lost)
+
+
 @contextmanager
-def followed(run: Path) -> Iterator[None]:
+def followed(run: Path) -> Iterator[Followed]:
     """While the block runs, `run` is kept like the directory on the head, and a driver's sudden end is marked in it."""
-    record = JobRecord.read(run)
+    record, following = JobRecord.read(run), Followed()
     state = cluster_of(record) if record else None
     if record is None or state is None:
-        yield
+        yield following
         return
     stop = threading.Event()
-    threads = [threading.Thread(target=_watch_job, args=(run, record, state, stop), daemon=True)]
+    threads = [threading.Thread(target=_watch_job, args=(run, record, state, stop, following), daemon=True)]
     if record.remote:
         threads.append(threading.Thread(target=_mirror, args=(run, record, state, stop), daemon=True))
     for thread in threads:
         thread.start()
     try:
-        yield
+        yield following
     finally:
         stop.set()
         for thread in threads:
@@ -56,11 +72,17 @@ def followed(run: Path) -> Iterator[None]:
 def bring_up_to_date(run: Path) -> None:
     """What is known of a run on its cluster now; nothing if that cannot be reached."""
     record = JobRecord.read(run)
-    state = cluster_of(record) if record else None
-    if record is None or state is None:
+    if record is None:
         return
-    with suppress(ClusterError, OSError):
+    state = cluster_of(record)
+    if state is None:
+        if record.remote:
+            reason = f"cluster {record.cluster} is not up; what is known of it is from before"
+            EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=[])
+        return
+    with suppress(ClusterError):
         _ask_status(run, record, state)
+    with suppress(OSError):
         if record.remote:
             with _alone(run) as alone:
                 if alone:
@@ -68,18 +90,26 @@ def bring_up_to_date(run: Path) -> None:
                     _copy_until(_program(run, record, state, follow=False), run, threading.Event(), end)
 
 
-def stop_job(record: JobRecord) -> bool:
-    """Whether it ran. Raises ClusterError."""
+def stop_job(run: Path, record: JobRecord, now: bool) -> bool:
+    """Whether it ran. now: without finishing its step. Raises ClusterError."""
     state = cluster_of(record)
     if state is None:
         raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
-    return bool(ask(state, "stop", {"job": record.job})["stopped"])
+    request = {"job": record.job, "run": record.remote or str(run.resolve()), "now": now}
+    return bool(ask(state, "stop", request)["stopped"])
 
 
-def _watch_job(run: Path, record: JobRecord, state: State, stop: threading.Event) -> None:
+def _watch_job(run: Path, record: JobRecord, state: State, stop: threading.Event, following: Followed) -> None:
+    heard = time.monotonic()
     while not stop.wait(_JOB_POLL_S):
-        with suppress(ClusterError):
+        try:
             _ask_status(run, record, state)
+            heard = time.monotonic()
+        except ClusterError as error:
+            silent = time.monotonic() - heard
+            if silent > _SILENT_S or cluster_of(record) is None:
+                following.lost = f"{record.cluster} does not answer for {silent:.0f} s: {error}"
+                return
 
 
 def _ask_status(run: Path, record: JobRecord, state: State) -> dict[str, Any]:
@@ -123,7 +153,8 @@ def _copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Eve
     assert process.stdout
     with process.stdout as lines:
         for line in lines:
-            if line.startswith("{"):
+            # A connection that breaks may end in the middle of one.
+            if line.startswith("{") and line.endswith("\n"):
                 _write(run, json.loads(line))
     process.wait()
 

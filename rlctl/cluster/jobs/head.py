@@ -10,6 +10,7 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from rlctl.cluster.jobs.record import JobRecord
@@ -34,47 +36,85 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     or null), secrets, flags (of rlctl.cli.job); those of `_http`.
     """
     from rlctl.telemetry.events import EventLog
-    from rlctl.telemetry.run_dir import RunDirError
+    from rlctl.telemetry.run_dir import RunDir, RunDirError
 
     work = Path(request["work"]).expanduser()
     if request["files"] is not None:
         _unpack(request["files"], work)
-        if problems := _problems(request["config"], work):
-            shutil.rmtree(work, ignore_errors=True)
-            return {"problems": problems}
     try:
+        if request["files"] is not None and (problems := _problems(request["config"], work)):
+            return _refused(request, work, problems)
         os.chdir(work)
         run, fresh = _run_dir(request)
+        claim = RunDir(run).claim()
     except RunDirError as error:
-        return {"problems": [str(error)]}
-    job = f"{run.name}-{_attempts(run) + 1}"
+        return _refused(request, work, [str(error)])
     try:
-        _write_secrets(run / SECRETS, request["secrets"])
-        called = f"{request['called']}/{run.name}" if request["called"] else None
-        JobRecord(request["cluster"], job, str(work), called=called).write(run)
-        EventLog(run / "events.jsonl").emit("submitted", job=job, cluster=request["cluster"])
-        _submit(request, job, run)
+        return _handed_over(request, run, work)
     except BaseException as error:
         (run / SECRETS).unlink(missing_ok=True)
         if fresh:
             shutil.rmtree(run, ignore_errors=True)
         else:
             EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=f"not submitted: {error}", next=[])
+        _refused(request, work, [])
         raise
-    return {"run": str(run), "job": job}
+    finally:
+        # The driver's from here on.
+        os.close(claim)
+
+
+def _handed_over(request: dict[str, Any], run: Path, work: Path) -> dict[str, Any]:
+    from rlctl.telemetry.events import EventLog
+
+    attempt = _attempts(run) + 1
+    job = f"{run.name}-{attempt}-{token_hex(3)}"
+    _write_config(run, request["config"])
+    _write_secrets(run / SECRETS, request["secrets"])
+    called = f"{request['called']}/{run.name}" if request["called"] else None
+    JobRecord(request["cluster"], job, str(work), attempt, called=called).write(run)
+    EventLog(run / "events.jsonl").emit("submitted", job=job, cluster=request["cluster"])
+    _submit(request, job, run)
+    return {"run": str(run), "job": job, "attempt": attempt}
+
+
+def _refused(request: dict[str, Any], work: Path, problems: list[str]) -> dict[str, Any]:
+    """Nothing stays of what came along."""
+    if request["files"] is not None:
+        os.chdir("/")
+        shutil.rmtree(work, ignore_errors=True)
+    return {"problems": problems}
 
 
 def status(request: dict[str, Any]) -> dict[str, Any]:
     """How the job is, in Ray's words. A run whose driver is gone without a word is marked as ended."""
-    found = _http(request, f"/api/jobs/{request['job']}")
+    try:
+        found = _http(request, f"/api/jobs/{request['job']}")
+    except FileNotFoundError:
+        found = {"status": "FAILED", "message": "its cluster was started anew"}
     if found["status"] in _ENDED:
-        _mark_ended(Path(request["run"]), found)
+        _mark_ended(Path(request["run"]), request["job"], found)
     return {"status": found["status"], "message": (found.get("message") or "").strip()}
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    """Ask a job to end: its driver finishes the step and saves, then goes. The reply: stopped, whether it ran."""
+    """Ask a job to end: its driver finishes the step and saves, then goes; with `now`, at once. The reply: stopped,
+    whether it ran."""
+    if request["now"] and (driver := _driver(Path(request["run"]))):
+        driver.kill()
     return {"stopped": bool(_http(request, f"/api/jobs/{request['job']}/stop", method="POST")["stopped"])}
+
+
+def _driver(run: Path) -> Any:
+    """The process that drives a run on this machine; None if there is none."""
+    import psutil
+
+    from rlctl.telemetry.process import lives
+    from rlctl.telemetry.state import read_state
+
+    start = read_state(run).start
+    here = start.get("host") == socket.gethostname() and lives(start["pid"], start["create_time"], None)
+    return psutil.Process(start["pid"]) if here else None
 
 
 def runs(request: dict[str, Any]) -> dict[str, Any]:
@@ -100,7 +140,10 @@ def _known(run: Path) -> dict[str, Any]:
 
 
 def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
-    """The run's directory with its config, and whether it was made now. Raises RunDirError."""
+    """The run's directory, and whether it was made now; its place and name are put into the config.
+
+    Raises RunDirError.
+    """
     import yaml
 
     from rlctl.telemetry.run_dir import RunDir, automatic_name
@@ -109,34 +152,50 @@ def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
     if request["resume"] is not None:
         run = RunDir.open(Path(request["resume"])).path.resolve()
         _refuse_if_driven(request, run)
-    else:
-        root = Path(request["storage"] or ".").expanduser().resolve() / config["run"]["dir"]
-        name = config["run"]["name"] or automatic_name(config["kind"], config["model"]["path"], root)
-        config["run"] |= {"dir": str(root), "name": name}
-        run = RunDir.create(name, root).path
+        return run, False
+    root = Path(request["storage"] or ".").expanduser().resolve() / config["run"]["dir"]
+    name = config["run"]["name"] or automatic_name(config["kind"], config["model"]["path"], root)
+    config["run"] |= {"dir": str(root), "name": name}
+    request["config"] = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    return RunDir.create(name, root).path, True
+
+
+def _write_config(run: Path, config: str) -> None:
     temporary = run / ".config.yaml.tmp"
-    temporary.write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    temporary.write_text(config, encoding="utf-8")
     temporary.replace(run / "config.yaml")
-    return run, request["resume"] is None
 
 
 def _refuse_if_driven(request: dict[str, Any], run: Path) -> None:
     from rlctl.telemetry.run_dir import RunDirError
+    from rlctl.telemetry.state import read_state
 
     record = JobRecord.read(run)
     if record is None:
         return
+    if record.cluster != request["cluster"]:
+        if read_state(run).status in ("new", "running"):
+            raise RunDirError(f"{run} is a run of {record.cluster}: stop it there first, with `rlctl runs stop`")
+        return
     try:
-        if _http(request, f"/api/jobs/{record.job}")["status"] not in _ENDED:
-            raise RunDirError(f"{run} is still running (job {record.job}): watch it with `rlctl runs dash`")
+        driven = _http(request, f"/api/jobs/{record.job}")["status"] not in _ENDED
     except FileNotFoundError:
         return
+    if driven:
+        raise RunDirError(f"{run} is still running (job {record.job}): watch it with `rlctl runs dash`")
 
 
 def _submit(request: dict[str, Any], job: str, run: Path) -> None:
     command = [sys.executable, "-m", "rlctl.cli.job", str(run), *request["flags"]]
     told = {"submission_id": job, "entrypoint": shlex.join(command), "metadata": {"rlctl_run": str(run)}}
-    _http(request, "/api/jobs/", told, method="POST")
+    try:
+        _http(request, "/api/jobs/", told, method="POST")
+    except OSError as error:
+        # A head that is busy may take a job and say so too late.
+        try:
+            _http(request, f"/api/jobs/{job}")
+        except OSError:
+            raise error from None
 
 
 def _http(request: dict[str, Any], path: str, told: Any = None, method: str = "GET") -> Any:
@@ -191,8 +250,7 @@ def _attempts(run: Path) -> int:
     from rlctl.telemetry.run_dir import RunDir
 
     record = JobRecord.read(run)
-    last = int(record.job.rpartition("-")[2]) if record else 0
-    return max(last, RunDir(run).attempt)
+    return max(record.attempt if record else 0, RunDir(run).attempt)
 
 
 def _kind(run: Path) -> str:
@@ -201,18 +259,20 @@ def _kind(run: Path) -> str:
     return str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["kind"])
 
 
-def _mark_ended(run: Path, job: dict[str, Any]) -> None:
-    """The end that a driver which was killed could not write."""
+def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
+    """The end that a driver which was killed could not write. Another job may have the run by now."""
     from rlctl.telemetry.events import EventLog
     from rlctl.telemetry.jsonl import read_records
 
+    record = JobRecord.read(run)
+    if record is None or record.job != job:
+        return
+    (run / SECRETS).unlink(missing_ok=True)
     kinds = [event["kind"] for event in read_records(run / "events.jsonl")]
     started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=-1)
-    if run.is_dir() and "run_ended" not in kinds[max(0, started) :]:
-        said = (job.get("message") or "").strip().splitlines()
-        reason = f"its driver is gone: {said[-1] if said else job['status']}"
-        record = JobRecord.read(run)
-        there = f" --cluster {record.cluster}" if record else ""
-        known = record.called if record and record.called else str(run)
-        again = [f"rlctl train {_kind(run)} --resume {shlex.quote(known)}{there}"]
+    if "run_ended" not in kinds[max(0, started) :]:
+        said = (found.get("message") or "").strip().splitlines()
+        reason = f"its driver is gone: {said[-1] if said else found['status']}"
+        known = record.called or str(run)
+        again = [f"rlctl train {_kind(run)} --resume {shlex.quote(known)} --cluster {record.cluster}"]
         EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=again)

@@ -8,6 +8,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class JobRecord:
     """cluster: its name here. job: Ray's submission id. work: the driver's working directory, on the head.
+    attempt: how often the run was submitted.
 
     remote: path of the run directory on the head where this one is a copy of it; None where it is the run's own.
     called: path by which whoever submitted the run knows it; None: its own.
@@ -16,6 +17,7 @@ class JobRecord:
     cluster: str
     job: str
     work: str
+    attempt: int = 1
     remote: str | None = None
     called: str | None = None
 

@@ -105,7 +105,7 @@ def submit(target: Target, order: Order) -> Path:
     reply = ask(state, "accept", request)
     if "problems" in reply:
         raise ConfigError([Problem(f"on {state.head.name}", "", line) for line in reply["problems"]])
-    record = JobRecord(state.name, reply["job"], work, reply["run"])
+    record = JobRecord(state.name, reply["job"], work, reply["attempt"], reply["run"])
     return _copy(record, Path(config["run"]["dir"]), resume) if target.away else Path(reply["run"])
 
 
@@ -124,10 +124,13 @@ def ask(state: State, operation: str, request: dict[str, Any], deadline_s: float
 def _copy(record: JobRecord, root: Path, resume: Path | None) -> Path:
     """A directory here that is to be a copy of the run's."""
     assert record.remote is not None
-    if resume is None:
-        run = RunDir.create(Path(record.remote).name, root).path
-    else:
-        run = resume
+    run = resume
+    name = Path(record.remote).name
+    # Names that are free there may be in use here.
+    for candidate in (name, f"{name}--{record.cluster}", f"{name}--{record.job}"):
+        if run is None and not (root / candidate).exists():
+            run = RunDir.create(candidate, root).path
+    assert run is not None, "a job's name is nobody else's"
     record.write(run)
     return run
 

@@ -31,11 +31,12 @@ def run(request: "dict[str, Any]") -> None:
 
 
 def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
-    """Where to go on for a reader that has so many bytes: the file's beginning, if they are not those."""
+    """Where to go on for a reader that has so many bytes: the file's beginning, as if it were replaced, if they are
+    not those."""
     try:
         with open(path, "rb") as file:
             same = hashlib.sha256(file.read(size)).hexdigest() == digest
-            return (os.fstat(file.fileno()).st_ino, size) if same else (0, 0)
+            return (os.fstat(file.fileno()).st_ino, size) if same else (-1, 0)
     except FileNotFoundError:
         return 0, 0
 
@@ -49,6 +50,8 @@ def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
             anew = found.st_ino != inode or found.st_size < offset
             file.seek(0 if anew else offset)
             offset = file.tell()
+            if anew and not found.st_size and inode:
+                sys.stdout.write(json.dumps({"file": name, "data": "", "anew": True}) + "\n")
             while data := file.read(_CHUNK):
                 line = {"file": name, "data": base64.b64encode(data).decode(), "anew": anew}
                 sys.stdout.write(json.dumps(line) + "\n")

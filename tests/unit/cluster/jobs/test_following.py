@@ -81,8 +81,27 @@ def test_one_process_at_a_time_brings_a_runs_files(tmp_path: Path) -> None:
 
 def test_a_job_is_remembered_in_the_run_directory(tmp_path: Path) -> None:
     assert JobRecord.read(tmp_path) is None
-    record = JobRecord("lab", "mine-1", "/work", remote="/there/mine")
+    record = JobRecord("lab", "mine-1", "/work", 2, remote="/there/mine")
     record.write(tmp_path)
     assert JobRecord.read(tmp_path) == record
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
     assert json.loads((tmp_path / "job.json").read_text())["cluster"] == "lab"
+
+
+def test_a_file_that_was_emptied_is_empty_here_before_it_grows_again(tmp_path: Path) -> None:
+    there, here = folders(tmp_path)
+    (there / "metrics.jsonl").write_text("old\n")
+    copy(there, here)
+    emptied = there / "new"
+    emptied.touch()
+    stop = threading.Event()
+    process = program(there, here, follow=True)
+    thread = threading.Thread(target=following._copy_until, args=(process, here, stop, None), daemon=True)
+    thread.start()
+    emptied.replace(there / "metrics.jsonl")
+    end = time.monotonic() + 60
+    while (here / "metrics.jsonl").read_text() != "":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    stop.set()
+    thread.join(timeout=60)

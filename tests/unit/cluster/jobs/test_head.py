@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from rlctl.cluster.ground import ThisMachine
 from rlctl.cluster.jobs import head
 from rlctl.cluster.jobs.record import JobRecord
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.run_dir import RunDir, RunDirError
 from rlctl.telemetry.state import read_state
 
 
@@ -26,12 +28,15 @@ def run_of(folder: Path, *kinds: str) -> Path:
 @pytest.mark.parametrize("kinds", [("submitted",), ("submitted", "run_started"), ("run_ended", "submitted")])
 def test_a_driver_that_is_gone_without_a_word_is_marked(tmp_path: Path, kinds: tuple[str, ...]) -> None:
     run = run_of(tmp_path, *kinds)
-    head._mark_ended(run, {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
+    before = read_state(run).status
+    head._mark_ended(run, "mine-0", {"status": "FAILED"})
+    assert read_state(run).status == before
+    head._mark_ended(run, "mine-1", {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
     state = read_state(run)
     assert (state.status, state.end["reason"]) == ("failed", "its driver is gone: killed by signal 9")
     assert state.end["next"] == ["rlctl train sft --resume runs/mine --cluster lab"]
     events = (run / "events.jsonl").read_text()
-    head._mark_ended(run, {"status": "FAILED"})
+    head._mark_ended(run, "mine-1", {"status": "FAILED"})
     assert (run / "events.jsonl").read_text() == events
 
 
@@ -73,3 +78,23 @@ def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypat
     assert os.listdir(tmp_path / "runs") == []
     (tmp_path / "runs" / "mine").mkdir()
     assert "run.name=mine is in use" in head.accept(request)["problems"][0]
+
+
+def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
+    run = RunDir(run_of(tmp_path))
+    claim = run.claim()
+    with pytest.raises(RunDirError, match="is being driven already"):
+        run.claim()
+    os.close(claim)
+    os.close(run.claim())
+
+
+def test_a_run_of_a_cluster_is_not_gone_on_with_beside_its_driver(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "submitted")
+    with pytest.raises(RunDirError, match=r"is driven by job mine-1: stop it .*, or add --cluster lab$"):
+        ThisMachine().refuse(RunDir(run))
+    EventLog(run / "events.jsonl").emit("run_ended", status="interrupted")
+    ThisMachine().refuse(RunDir(run))
+    JobRecord("lab", "mine-1", "/work", remote="/there/mine").write(run)
+    with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
+        ThisMachine().refuse(RunDir(run))
