@@ -78,9 +78,10 @@ def _uses(process: psutil.Process, folders: list[Path]) -> bool:
 
 def main() -> None:
     """Read folders until the driver's end of the pipe closes; then clean up what is still there."""
-    # Nobody's child: Ray ends a worker's children with it.
+    # Ray ends a worker's children with it, but not theirs.
     if os.fork():
-        os._exit(0)
+        os.wait()
+        return
     folders = [Path(line.strip()) for line in sys.stdin]
     left = [folder for folder in folders if folder.exists()]
     if left:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.runs import read
+from tests.faults.runs import in_transit, read
 from tests.system.clusters import Clusters, gone
 
 SMALL = ("grpo.num_prompts_per_step=8", "grpo.num_generations_per_prompt=4", "validation.every=0", "run.probe=false")
@@ -113,11 +113,15 @@ def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> 
     clusters.run("grpo", "--resume", "runs/mine", "--cluster", "local", "--detach", group="train")
     wait_for(lambda: len(steps(run)) > saved, "step after the resume")
     assert steps(run) == list(range(1, len(steps(run)) + 1))
-    _, err = clusters.run("grpo", "--resume", "runs/mine", "--cluster", "local", group="train", code=2)
+    _, err = clusters.run("grpo", "--resume", "runs/mine", "--cluster", "local", "--wait", group="train", code=2)
     assert "is still running (job mine-2-" in err
-    (driver,) = [each for each in psutil.process_iter() if each.cmdline()[1:4] == ["-m", "rlctl.cli.job", str(run)]]
+    _, err = clusters.run("grpo", "--resume", "runs/mine", group="train", code=2)
+    assert "is driven by job mine-2-" in err
+    command = ["-m", "rlctl.cli.job", str(run)]
+    (driver,) = [each for each in psutil.process_iter(["cmdline"]) if (each.info["cmdline"] or [])[1:4] == command]
     driver.kill()
     wait_for(lambda: "its driver is gone" in clusters.run("show", "mine", group="runs")[0], "word of its end", 60)
-    assert "trainer-0.log | " in clusters.run("logs", "mine", "--process", "trainer-0", group="runs")[0]
+    assert "mine engine-0.log | " in clusters.run("logs", "mine", "--process", "engine-0", group="runs")[0]
     wait_for(lambda: json.loads(clusters.run("status", "--json")[0])["nodes"][0]["free"]["CPU"] == 2, "room", 60)
+    wait_for(lambda: in_transit("mine") == [], "empty shared memory", 30)
     clusters.run("down")
