@@ -38,12 +38,10 @@ class There:
         cls, cluster: str | None, wait: bool, detach: bool, secrets: list[str] | None, probe: bool = False
     ) -> "There | None":
         """What the options say; None: this machine. Ends the command where the cluster takes no runs."""
-        if cluster is None:
-            given = {"--wait": wait, "--detach": detach, "--env": bool(secrets)}
+        if cluster is None or cluster == HERE:
+            given = {"--wait": wait and cluster is None, "--detach": detach, "--env": bool(secrets)}
             if wrong := [name for name, is_given in given.items() if is_given]:
                 raise ConfigError([Problem(name, "", "goes with --cluster NAME") for name in wrong])
-            return None
-        if cluster == HERE:
             return None
         from rlctl.cluster.jobs.submit import find_target
 
