@@ -8,7 +8,11 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 SSHD = """
 HostKey {folder}/host_key
@@ -101,6 +105,23 @@ class SshHosts:
         for space in self._spaces:
             subprocess.run(["ip", "netns", "delete", space], capture_output=True)
         subprocess.run(["ip", "link", "delete", self._bridge], capture_output=True)
+
+
+@contextmanager
+def standing_hosts(folder: Path, count: int) -> Iterator[SshHosts]:
+    """Hosts that answer, for the time of the block; skips the test where there can be none."""
+    if why := why_not():
+        pytest.skip(why)
+    hosts = SshHosts(folder, count)
+    try:
+        try:
+            hosts.start()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        hosts.wait()
+        yield hosts
+    finally:
+        hosts.stop()
 
 
 def why_not() -> str:

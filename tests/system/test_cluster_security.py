@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.system.clusters import Clusters
-from tests.system.ssh_hosts import SshHosts, why_not
+from tests.system.ssh_hosts import SshHosts, standing_hosts
 
 STRANGER = Path(__file__).parent / "stranger.py"
 # A worker that stays, so that its ports are there to be found.
@@ -49,18 +49,8 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
-    if why := why_not():
-        pytest.skip(why)
-    hosts = SshHosts(tmp_path_factory.mktemp("hosts"), 2)
-    try:
-        try:
-            hosts.start()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        hosts.wait()
+    with standing_hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
         yield hosts
-    finally:
-        hosts.stop()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.clusters import Clusters, gone, processes_of
-from tests.system.ssh_hosts import SshHosts, why_not
+from tests.system.ssh_hosts import SshHosts, standing_hosts
 
 PROGRAM = """
 import sys, time, ray
@@ -27,18 +27,8 @@ pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[SshHosts]:
-    if why := why_not():
-        pytest.skip(why)
-    hosts = SshHosts(tmp_path, 3)
-    try:
-        try:
-            hosts.start()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        hosts.wait()
+    with standing_hosts(tmp_path, 3) as hosts:
         yield hosts
-    finally:
-        hosts.stop()
 
 
 @pytest.fixture

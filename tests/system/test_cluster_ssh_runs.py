@@ -1,6 +1,5 @@
 """Runs over several hosts, each with a network of its own, one of which is cut off while they train."""
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from tests.faults.runs import read
 from tests.system.clusters import Clusters, gone
-from tests.system.ssh_hosts import SshHosts, why_not
+from tests.system.ssh_hosts import SshHosts, standing_hosts
 from tests.system.test_cluster_runs import SMALL, steps, wait_for
 
 # Long: three hosts come up, and runs of four processes start three times.
@@ -33,18 +32,8 @@ def brevity(prompt, completion, answer, row):
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[SshHosts]:
-    if why := why_not():
-        pytest.skip(why)
-    hosts = SshHosts(tmp_path, 3)
-    try:
-        try:
-            hosts.start()
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        hosts.wait()
+    with standing_hosts(tmp_path, 3) as hosts:
         yield hosts
-    finally:
-        hosts.stop()
 
 
 @pytest.fixture
