@@ -147,7 +147,8 @@ def test_rows_of_bench_dispatch_are_shown_with_and_without_a_graph() -> None:
         DispatchRow(4, 8 << 20, ordinary, None, None, None, 0.0, "Ray 3.0 is none of the releases"),
     ]
     out = io.StringIO()
-    show(rows, Console(file=out, width=100))
+    show(rows, Console(file=out, width=80))
+    assert "…" not in out.getvalue()
     text = " ".join(out.getvalue().split())
     assert "4 1 KB 2.60 ms 8.80 ms 400 us 1.90 ms 6.5x 40 us 300 us 0.06" in text
     assert "4 8 MB 2.60 ms 8.80 ms 0.00" in text
