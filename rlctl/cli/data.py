@@ -120,11 +120,10 @@ def _tokenizer(config: RunConfig) -> Any:
 
 
 def _longest(config: SftConfig) -> int:
-    from rlctl.config.architecture import config_file, read_architecture
+    from rlctl.config.architecture import architecture_of
     from rlctl.config.plan import longest_sequence
 
-    file = config_file(config.model.path)
-    longest = longest_sequence(config, read_architecture(file) if file else None)
+    longest = longest_sequence(config, architecture_of(config.model.path))
     if longest is None:
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
         raise ConfigError([Problem("model.max_length", "", what)])

@@ -8,10 +8,11 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report
-from rlctl.cli.train_there import There, train_there
+from rlctl.cli.train_there import Where, train_there
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
 if TYPE_CHECKING:
+    from rlctl.cluster.ground import Ground
     from rlctl.config.load import Composed
     from rlctl.config.plan import Plan
 
@@ -61,12 +62,8 @@ def grpo(
     env: Env = None,
 ) -> None:
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
-    there = There.asked(cluster, wait, detach, env, probe)
-    composed = load_run("grpo", arguments, resume, away=there is not None and there.away)
-    if there is not None:
-        raise typer.Exit(train_there(there, composed, resume, dry_run))
-    ground = There.ground(cluster, wait)
-    _start(composed, dry_run, elsewhere=cluster is not None)
+    where = Where(cluster, wait, detach, env or [], probe)
+    composed, ground = _started("grpo", arguments, resume, dry_run, where)
     from rlctl.cluster.launch import run_grpo
 
     raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe_only=probe))
@@ -93,15 +90,23 @@ def sft(
     """Supervised fine-tuning on chats or on prompts with answers."""
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
-    there = There.asked(cluster, wait, detach, env)
-    composed = load_run("sft", arguments, resume, away=there is not None and there.away)
-    if there is not None:
-        raise typer.Exit(train_there(there, composed, resume, dry_run))
-    ground = There.ground(cluster, wait)
-    _start(composed, dry_run, elsewhere=cluster is not None)
+    composed, ground = _started("sft", arguments, resume, dry_run, Where(cluster, wait, detach, env or []))
     from rlctl.cluster.launch_sft import run_sft
 
     raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume))
+
+
+def _started(
+    kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where
+) -> "tuple[Composed, Ground]":
+    """The run that this process is to drive, and what it stands on; others, and dry runs, end the command here."""
+    target = where.target()
+    composed = load_run(kind, arguments, resume, away=target is not None and target.away)
+    if target is not None:
+        raise typer.Exit(train_there(where, target, composed, resume, dry_run))
+    ground = where.ground()
+    _check_here(composed, dry_run, elsewhere=where.cluster is not None)
+    return composed, ground
 
 
 def load_run(kind: str, arguments: list[str] | None, resume: Path | None, away: bool) -> "Composed":
@@ -120,7 +125,7 @@ def load_run(kind: str, arguments: list[str] | None, resume: Path | None, away: 
     return load(kind, str(resume / "config.yaml"), overrides, resume=True, away=away)
 
 
-def _start(composed: "Composed", dry_run: bool, elsewhere: bool) -> None:
+def _check_here(composed: "Composed", dry_run: bool, elsewhere: bool) -> None:
     """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
     plan = _plan(composed)
     if dry_run:
@@ -157,16 +162,14 @@ def refuse(composed: "Composed", why: str | None) -> None:
 
 
 def _plan(composed: "Composed") -> "Plan":
-    from rlctl.config.architecture import config_file, read_architecture
+    from rlctl.config.architecture import architecture_of
     from rlctl.config.plan import make_plan
     from rlctl.environment.machine import read_machine
 
     config = composed.config
     machine = read_machine(Path(config.run.dir).absolute())
-    file = config_file(config.model.path)
-    sizes = read_architecture(file) if file else None
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
-    return make_plan(config, sizes, len(machine.gpus), memory)
+    return make_plan(config, architecture_of(config.model.path), len(machine.gpus), memory)
 
 
 def _write(composed: "Composed") -> Path:

@@ -24,69 +24,59 @@ _CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPT
 
 
 @dataclass(frozen=True)
-class There:
-    """A cluster to run on, and how. secrets: names of environment variables."""
+class Where:
+    """What the options say of where a run is to be, and how. secrets: names of environment variables."""
 
-    target: "Target"
+    cluster: str | None
     wait: bool
     detach: bool
     secrets: list[str]
-    probe: bool
+    probe: bool = False
 
-    @classmethod
-    def asked(
-        cls, cluster: str | None, wait: bool, detach: bool, secrets: list[str] | None, probe: bool = False
-    ) -> "There | None":
-        """What the options say; None: this machine. Ends the command where the cluster takes no runs."""
-        if cluster is None or cluster == HERE:
-            given = {"--wait": wait and cluster is None, "--detach": detach, "--env": bool(secrets)}
+    def target(self) -> "Target | None":
+        """The cluster that gets the run; None: this process drives it. Ends the command where it takes no runs."""
+        if self.cluster is None or self.cluster == HERE:
+            given = {"--wait": self.wait and self.cluster is None, "--detach": self.detach, "--env": bool(self.secrets)}
             if wrong := [name for name, is_given in given.items() if is_given]:
                 raise ConfigError([Problem(name, "", "goes with --cluster NAME") for name in wrong])
             return None
         from rlctl.cluster.jobs.submit import find_target
 
         with explained():
-            return cls(find_target(cluster), wait, detach, secrets or [], probe)
+            return find_target(self.cluster)
 
-    @staticmethod
-    def ground(cluster: str | None, wait: bool) -> "Ground":
-        """Where a run stands that this process drives."""
+    def ground(self) -> "Ground":
+        """What a run stands on that this process drives."""
         from rlctl.cluster.ground import ThisMachine
         from rlctl.cluster.standing import StandingCluster
 
-        if cluster is None:
+        if self.cluster is None:
             return ThisMachine()
         if "RAY_ADDRESS" not in os.environ:
             raise ConfigError([Problem("--cluster here", "", "this is no job of a cluster: RAY_ADDRESS is not set")])
-        return StandingCluster(wait)
-
-    @property
-    def away(self) -> bool:
-        return self.target.away
+        return StandingCluster(self.wait)
 
 
-def train_there(there: There, composed: "Composed", resume: Path | None, dry_run: bool) -> int:
+def train_there(where: Where, target: "Target", composed: "Composed", resume: Path | None, dry_run: bool) -> int:
     """Returns the exit code: the run's own, if it is watched to its end."""
     from rlctl.cli.train import refuse, show_plan
     from rlctl.cluster.jobs.submit import Order, submit
-    from rlctl.config.architecture import config_file, read_architecture
+    from rlctl.config.architecture import architecture_of
     from rlctl.config.plan import make_plan
     from rlctl.config.shipped import RECIPES
 
-    target, config = there.target, composed.config
-    file = config_file(config.model.path)
-    sizes = read_architecture(file) if file else None
-    plan = make_plan(config, sizes, target.gpus, target.device_memory, target.rooms())
+    config = composed.config
+    plan = make_plan(config, architecture_of(config.model.path), target.gpus, target.device_memory, target.rooms())
     if dry_run:
         show_plan(composed, plan, f" --cluster {target.state.name}")
-    short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not there.wait else None
+    short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None
     refuse(composed, short or plan.too_large)
     note(composed.notes)
-    flags = ["--wait"] * there.wait + ["--probe"] * there.probe
+    flags = ["--wait"] * where.wait + ["--probe"] * where.probe
     with explained():
-        run = submit(target, Order(composed.values(), resume, there.secrets, flags, RECIPES))
+        run = submit(target, Order(composed.values(), resume, where.secrets, flags, RECIPES))
     typer.echo(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
-    return OK if there.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
+    return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 
 
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
@@ -100,9 +90,9 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     from rlctl.telemetry.state import read_state
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
-    # What is here may be the end of an earlier attempt.
-    bring_up_to_date(run)
     with suppress(KeyboardInterrupt), followed(run) as following:
+        # What is here may be the end of an earlier attempt.
+        bring_up_to_date(run)
         view = LiveDashboard(RunDir(run), Console()) if screen else LineView(RunDir(run), every, _begun(run))
         with view:
             view.wait(following.is_lost)

@@ -4,7 +4,7 @@ A pool's seats fill one node before the next (pack) or go round the nodes (sprea
 nodes. Devices are counted from 0 among those that a node has free: which they are is known once they are reserved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,11 @@ class Room:
     name: str
     gpus: int
     cpus: float | None = None
+
+    @classmethod
+    def of(cls, name: str, free: Mapping[str, float]) -> "Room":
+        """A node's, from what Ray says it has free."""
+        return cls(name, int(free.get("GPU", 0)), free.get("CPU", 0.0))
 
 
 @dataclass(frozen=True)
@@ -93,8 +98,8 @@ class Placement:
         return len({index for seat in seats if seat.node == node for index in seat.devices})
 
     def cpus_on(self, node: int) -> float:
-        """CPUs that are to be reserved there."""
-        return self.cpus_per_process * sum(self.standing_on(node))
+        """CPUs that are to be reserved there; none where GPUs are."""
+        return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.standing_on(node))
 
 
 def place(rooms: Sequence[Room], pools: Pools, device: str = "") -> Placement:

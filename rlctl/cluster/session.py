@@ -24,6 +24,7 @@ from rlctl.data.datasets import DataError
 from rlctl.refit.messages import RefitError
 from rlctl.rewards.base import RewardError
 from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.files import write_whole
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.process import lives
 from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name
@@ -130,7 +131,7 @@ def _open(
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
         claim = run_dir.claim()
-        run_dir.config.write_text(resolved)
+        write_whole(run_dir.config, resolved)
         checkpoint = None
     else:
         run_dir = RunDir.open(resume)
@@ -140,7 +141,7 @@ def _open(
         kept = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         checkpoint = kept.latest()
         run_dir.truncate_metrics(checkpoint.step if checkpoint else 0)
-        run_dir.config.write_text(resolved)
+        write_whole(run_dir.config, resolved)
     run_dir.start_attempt()
     return run_dir, claim, checkpoint
 

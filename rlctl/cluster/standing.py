@@ -54,7 +54,7 @@ class StandingCluster:
             found = rooms()
             try:
                 placement = _placed(found, pools)
-                shares = [Share(found[n], placement.gpus_on(n), _cpus(placement, n)) for n in placement.used]
+                shares = [Share(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
                 return placement, Reservation(shares, _RESERVE_S)
             except (PlacementError, NoRoom) as error:
                 why = str(error)
@@ -70,12 +70,7 @@ class StandingCluster:
             time.sleep(_POLL_S)
 
 
-def _cpus(placement: Placement, node: int) -> float:
-    return 0.0 if placement.device == "cuda" else placement.cpus_on(node)
-
-
 def _placed(found: "list[NodeRoom]", pools: Pools) -> Placement:
     """Seats on what is free; a cluster with GPUs is not trained on by its CPUs."""
     device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
-    free = [Room(each.name, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0)) for each in found]
-    return place(free, pools, device)
+    return place([Room.of(each.name, each.free) for each in found], pools, device)

@@ -96,6 +96,12 @@ def config_file(model: str) -> Path | None:
     return folder / "config.json" if (folder / "config.json").is_file() else None
 
 
+def architecture_of(model: str) -> Architecture | None:
+    """Of a model folder or hub name; None when its config.json is not here. Raises ValueError as below."""
+    file = config_file(model)
+    return read_architecture(file) if file else None
+
+
 def read_architecture(file: Path) -> Architecture:
     """Raises ValueError with one line: not JSON, another kind of model, a size missing."""
     try:

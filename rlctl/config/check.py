@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlctl.config import resolve
-from rlctl.config.architecture import Architecture, config_file, read_architecture
+from rlctl.config.architecture import Architecture, architecture_of, config_file, read_architecture
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
@@ -58,9 +58,8 @@ class View:
     @cached_property
     def architecture(self) -> Architecture | None:
         """The model's sizes, or None when its config.json is not here or wrong (`_model` says so)."""
-        file = config_file(self.config.model.path)
         try:
-            return read_architecture(file) if file else None
+            return architecture_of(self.config.model.path)
         except ValueError:
             return None
 

@@ -36,7 +36,7 @@ class Entry:
 def catalogue(root: Path) -> list[Entry]:
     """Newest first; folders that hold no events are no runs."""
     folders = [path.parent for path in root.glob("*/events.jsonl")]
-    return sorted((entry(folder) for folder in folders), key=lambda entry: entry.age_s)
+    return sorted((entry(folder, read_state(folder)) for folder in folders), key=lambda entry: entry.age_s)
 
 
 def newest(root: Path) -> Path | None:
@@ -96,9 +96,8 @@ def metrics_table(state: RunState) -> Table:
     return grid
 
 
-def entry(folder: Path) -> Entry:
-    """A run, as its files stand now."""
-    state = read_state(folder)
+def entry(folder: Path, state: RunState) -> Entry:
+    """A run in this folder, as its `read_state` has it."""
     accuracy = state.latest("validation/accuracy")
     rate = state.mean("throughput/effective")
     started = float(state.start.get("time", folder.stat().st_mtime))

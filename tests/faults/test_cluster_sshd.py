@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.system.clusters import Clusters
+from tests.system.ssh_hosts import SSHD
 
-SERVER = """
+FEW = """
 ListenAddress 127.0.0.1
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/key.pub
-PidFile none
-StrictModes no
-UsePAM no
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-PermitRootLogin yes
 MaxStartups 2:100:2
 LoginGraceTime 60
 """
@@ -44,7 +37,7 @@ class Here:
         for name in ("host_key", "key", "other"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)]
             subprocess.run(command, check=True)
-        (folder / "sshd_config").write_text(SERVER.format(folder=folder))
+        (folder / "sshd_config").write_text(SSHD.format(folder=folder) + FEW)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -19,6 +19,7 @@ from rlctl.cluster.fleet.state import ClusterError, State, Store
 from rlctl.cluster.jobs.record import JobRecord
 from rlctl.cluster.jobs.submit import ask
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.files import write_whole
 
 # Events last: who reads of a run's end has all that was before it.
 _FILES = ("config.yaml", "metrics.jsonl", "rollouts.jsonl", "events.jsonl")
@@ -168,9 +169,7 @@ def _end_with(process: "subprocess.Popen[str]", stop: threading.Event, end: floa
 def _write(run: Path, piece: dict[str, Any]) -> None:
     path, data = run / piece["file"], base64.b64decode(piece["data"])
     if piece["anew"]:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        write_whole(path, data)
         return
     with path.open("ab") as file:
         file.write(data)

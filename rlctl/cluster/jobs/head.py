@@ -66,10 +66,11 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
 
 def _handed_over(request: dict[str, Any], run: Path, work: Path) -> dict[str, Any]:
     from rlctl.telemetry.events import EventLog
+    from rlctl.telemetry.files import write_whole
 
     attempt = _attempts(run) + 1
     job = f"{run.name}-{attempt}-{token_hex(3)}"
-    _write_config(run, request["config"])
+    write_whole(run / "config.yaml", request["config"])
     _write_secrets(run / SECRETS, request["secrets"])
     called = f"{request['called']}/{run.name}" if request["called"] else None
     JobRecord(request["cluster"], job, str(work), attempt, called=called).write(run)
@@ -136,7 +137,8 @@ def _known(run: Path) -> dict[str, Any]:
     from rlctl.telemetry.catalogue import entry
     from rlctl.telemetry.state import read_state
 
-    return {**entry(run).as_dict(), "devices": read_state(run).start.get("devices", {})}
+    state = read_state(run)
+    return {**entry(run, state).as_dict(), "devices": state.start.get("devices", {})}
 
 
 def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
@@ -158,12 +160,6 @@ def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
     config["run"] |= {"dir": str(root), "name": name}
     request["config"] = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     return RunDir.create(name, root).path, True
-
-
-def _write_config(run: Path, config: str) -> None:
-    temporary = run / ".config.yaml.tmp"
-    temporary.write_text(config, encoding="utf-8")
-    temporary.replace(run / "config.yaml")
 
 
 def _refuse_if_driven(request: dict[str, Any], run: Path) -> None:

@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rlctl.telemetry.files import write_whole
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -31,6 +33,4 @@ class JobRecord:
 
     def write(self, run: Path) -> None:
         """Whole or not at all."""
-        temporary = run / ".job.json.tmp"
-        temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        temporary.replace(run / "job.json")
+        write_whole(run / "job.json", json.dumps(asdict(self)))

@@ -36,11 +36,7 @@ class Target:
 
     def rooms(self) -> list[Room]:
         """What its nodes have free."""
-        return [
-            Room(each.node.name, int(each.free.get("GPU", 0)), each.free.get("CPU", 0.0))
-            for each in self.seen.nodes
-            if each.in_ray
-        ]
+        return [Room.of(each.node.name, each.free) for each in self.seen.nodes if each.in_ray]
 
     @property
     def gpus(self) -> int:
@@ -124,13 +120,10 @@ def ask(state: State, operation: str, request: dict[str, Any], deadline_s: float
 def _copy(record: JobRecord, root: Path, resume: Path | None) -> Path:
     """A directory here that is to be a copy of the run's."""
     assert record.remote is not None
-    run = resume
     name = Path(record.remote).name
-    # Names that are free there may be in use here.
-    for candidate in (name, f"{name}--{record.cluster}", f"{name}--{record.job}"):
-        if run is None and not (root / candidate).exists():
-            run = RunDir.create(candidate, root).path
-    assert run is not None, "a job's name is nobody else's"
+    # Names that are free there may be in use here; a job's is nobody else's.
+    names = (name, f"{name}--{record.cluster}", f"{name}--{record.job}")
+    run = resume or RunDir.create(next(each for each in names if not (root / each).exists()), root).path
     record.write(run)
     return run
 

@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.cluster.fleet.commands import answer
 from rlctl.cluster.fleet.state import ClusterError
 
 _ANSWER_S = 60.0
@@ -44,25 +45,13 @@ class Kubectl:
         """What it prints. Raises ClusterError."""
         if not shutil.which("kubectl"):
             raise ClusterError("kubectl is not found: install it, or print the manifest alone with --dry-run")
-        process = subprocess.Popen(
-            self.command(f"--request-timeout={deadline_s:g}s", *arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
         try:
-            out, err = process.communicate(stdin, timeout=deadline_s + 10)
+            done = answer(self.command(f"--request-timeout={deadline_s:g}s", *arguments), deadline_s + 10, stdin)
         except subprocess.TimeoutExpired:
             raise ClusterError(f"kubectl: no answer within {deadline_s:g} s: see `kubectl cluster-info`") from None
-        finally:
-            process.kill()
-            process.wait()
-        if process.returncode:
-            raise ClusterError(f"kubectl: {explained(err)}")
-        return out
+        if done.returncode:
+            raise ClusterError(f"kubectl: {explained(done.stderr)}")
+        return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """An object or a list of them; empty where there is none."""

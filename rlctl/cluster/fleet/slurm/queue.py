@@ -4,6 +4,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from rlctl.cluster.fleet.commands import answer
 from rlctl.cluster.fleet.hosts import visible
 from rlctl.cluster.fleet.links import SLURM_HIDES
 from rlctl.cluster.fleet.state import ClusterError
@@ -73,7 +74,19 @@ def must_be_here() -> None:
 
 def submit(script: str) -> str:
     """The id of the new job. Raises ClusterError; after a Ctrl-C `find` still has it."""
-    process = _start("sbatch", "--parsable", script)
+    try:
+        process = subprocess.Popen(
+            ["sbatch", "--parsable", script],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+            env=visible(*SLURM_HIDES),
+        )
+    except OSError:
+        raise ClusterError(_not_found("sbatch")) from None
     try:
         out, err = process.communicate(timeout=_SUBMIT_S)
     except subprocess.TimeoutExpired:
@@ -123,33 +136,19 @@ def _recorded(job: str) -> Job:
 
 
 def _answer(*command: str) -> str:
-    process = _start(*command)
     try:
-        out, err = process.communicate(timeout=_ANSWER_S)
+        done = answer(command, _ANSWER_S, environment=visible(*SLURM_HIDES))
     except subprocess.TimeoutExpired:
         raise ClusterError(f"{command[0]} did not answer within {_ANSWER_S:g} s: see `scontrol ping`") from None
-    finally:
-        process.kill()
-        process.wait()
-    if process.returncode:
-        raise ClusterError(_explained(err, command[0]))
-    return out
-
-
-def _start(*command: str) -> "subprocess.Popen[str]":
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-            env=visible(*SLURM_HIDES),
-        )
     except OSError:
-        raise ClusterError(f"{command[0]} is not found: run rlctl where Slurm is installed") from None
+        raise ClusterError(_not_found(command[0])) from None
+    if done.returncode:
+        raise ClusterError(_explained(done.stderr, command[0]))
+    return done.stdout
+
+
+def _not_found(command: str) -> str:
+    return f"{command} is not found: run rlctl where Slurm is installed"
 
 
 def _explained(errors: str, command: str = "sbatch") -> str:
