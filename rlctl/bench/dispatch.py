@@ -51,11 +51,16 @@ class Spread:
         return cls(median(seconds), float(np.percentile(seconds, 99)), len(seconds))
 
 
+# Round trip and submission through a bare graph.
+Floor = tuple[Spread | None, Spread | None]
+
+
 @dataclass(frozen=True)
 class DispatchRow:
     """One size of group and payload. compiled and submit, the part of it before the driver waits: None without a
     graph, whose reason `why` says. plain: through a graph over bare actors, which have no thread of their own, copy
-    nothing, and spin while they wait: the floor. idle: cores that the busiest worker burns while nobody calls it.
+    nothing, and spin while they wait; plain_submit: the same part of a call whose payload is bytes, which Ray hands on
+    as they are: the floors. idle: cores that the busiest worker burns while nobody calls it.
     """
 
     workers: int
@@ -64,6 +69,7 @@ class DispatchRow:
     compiled: Spread | None
     submit: Spread | None
     plain: Spread | None
+    plain_submit: Spread | None
     idle: float
     why: str
 
@@ -84,8 +90,8 @@ def run_dispatch_bench(bench: DispatchBench, logs: str, say: Callable[[str], Non
     return [row for count in bench.workers for row in _rows(bench, count, plain[count], logs, say)]
 
 
-def _plain(bench: DispatchBench, count: int, say: Callable[[str], None]) -> list[Spread | None]:
-    """Round trips through Ray's graph as its documentation has it, by payload; None where Ray has none."""
+def _plain(bench: DispatchBench, count: int, say: Callable[[str], None]) -> list[Floor]:
+    """Through Ray's graph as its documentation has it, by payload; None where Ray has none."""
     import ray
     from ray.dag import InputNode, MultiOutputNode
 
@@ -95,29 +101,37 @@ def _plain(bench: DispatchBench, count: int, say: Callable[[str], None]) -> list
         with InputNode() as payload:
             leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
         graph = leaves.experimental_compile(_submit_timeout=60, _buffer_size_bytes=_BUFFER_BYTES)
+        # The first call waits for what the actors import.
+        ray.get(graph.execute(b""), timeout=_DEADLINE_S)
     except Exception:
-        return [None] * len(bench.payloads)
+        return [(None, None)] * len(bench.payloads)
     try:
         return [_timed_plain(graph, size, bench.calls) for size in bench.payloads]
     finally:
         graph.teardown(kill_actors=True)
 
 
-def _timed_plain(graph: Any, size: int, calls: int) -> Spread:
+def _timed_plain(graph: Any, size: int, calls: int) -> Floor:
     import ray
 
-    payload, taken, end = np.zeros(size, np.uint8), [], time.perf_counter() + _ROW_S
-    for _ in range(calls):
-        began = time.perf_counter()
-        ray.get(graph.execute(payload), timeout=_DEADLINE_S)
-        taken.append(time.perf_counter() - began)
-        if time.perf_counter() > end:
-            break
-    return Spread.of(taken[len(taken) // 10 :])
+    def timed(payload: Any) -> tuple[Spread, Spread]:
+        taken, submitted, end = [], [], time.perf_counter() + _ROW_S
+        for _ in range(calls):
+            began = time.perf_counter()
+            answers = graph.execute(payload)
+            submitted.append(time.perf_counter() - began)
+            ray.get(answers, timeout=_DEADLINE_S)
+            taken.append(time.perf_counter() - began)
+            if time.perf_counter() > end:
+                break
+        warm = len(taken) // 10
+        return Spread.of(taken[warm:]), Spread.of(submitted[warm:])
+
+    return timed(np.zeros(size, np.uint8))[0], timed(bytes(size))[1]
 
 
 def _rows(
-    bench: DispatchBench, count: int, plain: list[Spread | None], logs: str, say: Callable[[str], None]
+    bench: DispatchBench, count: int, plain: list[Floor], logs: str, say: Callable[[str], None]
 ) -> list[DispatchRow]:
     say(f"{count} worker{'s' * (count > 1)}")
     group = WorkerGroup([WorkerSpec(f"echo-{rank}", Echo, log=f"{logs}/echo-{rank}.log") for rank in range(count)], 60)
@@ -134,7 +148,7 @@ def _rows(
         for size, spread, floor in zip(bench.payloads, ordinary, plain):
             compiled = None if why else _timed(group, size, bench.calls)
             submit = None if why else _submitted(group, size, bench.calls)
-            rows.append(DispatchRow(count, size, spread, compiled, submit, floor, idle, why))
+            rows.append(DispatchRow(count, size, spread, compiled, submit, *floor, idle, why))
         return rows
     finally:
         group.kill()

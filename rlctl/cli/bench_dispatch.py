@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
 _LEGEND = (
     "round trip of a call that only takes its payload, median and 99th percentile; submit: the part of it before "
-    "the driver waits; plain: the same through a graph over bare actors, the floor; "
+    "the driver waits; bare: both through a graph over bare actors, of bytes that Ray only hands on for submit: the "
+    "floor; "
     "idle: cores that a worker burns while its graph lives and nobody calls it"
 )
 
@@ -85,17 +86,18 @@ def show(rows: list["DispatchRow"], out: "Console") -> None:
     """The table, and why there is no graph where there is none."""
     # Ten columns fit into 80 characters with one between them.
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for name in ("workers", "payload", "ordinary", "p99", "compiled", "p99", "ratio", "submit", "plain", "idle"):
+    for name in ("workers", "payload", "ordinary", "compiled", "p99", "ratio", "bare", "submit", "bare", "idle"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             str(row.workers),
             _size(row.payload),
-            *_both(row.ordinary),
+            _both(row.ordinary)[0],
             *_both(row.compiled),
             "" if row.ratio is None else f"{row.ratio:.1f}x",
-            _both(row.submit)[0],
             _both(row.plain)[0],
+            _both(row.submit)[0],
+            _both(row.plain_submit)[0],
             f"{row.idle:.2f}",
         )
     out.print(table)

@@ -11,7 +11,7 @@ Measured on two H200s, Qwen3-8B in bfloat16: 383 GB/s, against 369 for a raw NCC
 import os
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,23 @@ class IpcSender:
         self._lane.follow()
         packing: list[Span] = []
         with self._lane as lane:
+            begun = lane.mark()
             for number, chunk in enumerate(self._chunks):
-                if self._ring.used(chunk):
-                    self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
+                if not self._ring.used(chunk):
+                    packing.append((begun, begun))
+                    continue
+                self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
                 start, slot = lane.mark(), number % self._spec.num_buffers
                 self._pack.run(number, chunk, slot)
                 packing.append((start, lane.mark()))
-                taken = {n: self._pack.sent(self._segment[n], n, slot) for n in chunk.numbers if n in checked}
-                self._sums.here(self._as_delivered(taken))
+                self._sum(chunk, slot, checked)
                 self._announce(packing)
             while self._announce(packing):
                 deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
+            # Of what lies still: last, so that nobody waits for it.
+            for chunk in self._chunks:
+                if not self._ring.used(chunk):
+                    self._sum(chunk, 0, checked)
             self._announce_sums()
         self._wait_taken(len(self._chunks) + 1, packing, deadline)
         self._sent += len(self._chunks) + 1
@@ -123,6 +129,11 @@ class IpcSender:
         while words[_READY] < self._sent + len(packing) and packing[int(words[_READY]) - self._sent][1].reached():
             words[_READY] += 1
         return self._sent + len(packing) - int(words[_READY])
+
+    def _sum(self, chunk: Chunk, slot: int, checked: Collection[int]) -> None:
+        """Checksums of a chunk, a part of which may pass through buffer `slot`; on the current stream."""
+        taken = {n: self._pack.sent(self._segment[n], n, slot) for n in chunk.numbers if n in checked}
+        self._sums.here(self._as_delivered(taken))
 
     def _as_delivered(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
         """Receivers that share the device convert by themselves."""

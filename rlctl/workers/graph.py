@@ -99,7 +99,7 @@ class Graph:
         """End the graph; at once if its actors were killed before, else after the call under way."""
         graph, self._graph, self._broken = self._graph, None, True
         if graph is not None:
-            with _quiet(), contextlib.suppress(RayActorError, RayChannelError):
+            with contextlib.suppress(RayActorError, RayChannelError):
                 graph.teardown()
 
 
@@ -201,6 +201,7 @@ def _compiled(actors: Sequence[Any], buffer_bytes: int) -> Any:
     from ray.dag import InputNode, MultiOutputNode
 
     read_patiently()
+    logging.getLogger("ray.dag.compiled_dag_node").addFilter(_is_news)
     with InputNode() as message:
         leaves = [actor.graph_call.bind(message, rank) for rank, actor in enumerate(actors)]
         return MultiOutputNode(leaves).experimental_compile(
@@ -208,12 +209,7 @@ def _compiled(actors: Sequence[Any], buffer_bytes: int) -> Any:
         )
 
 
-@contextlib.contextmanager
-def _quiet() -> Any:
-    """Teardown of actors that are gone logs a traceback for each."""
-    logger = logging.getLogger("ray.dag.compiled_dag_node")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+def _is_news(record: logging.LogRecord) -> bool:
+    """Ray tears a graph down from a thread of its own as soon as an actor is gone, with a traceback for each: who died
+    is told as `WorkerDied`, and an end that was asked for is none."""
+    return not (record.exc_info and isinstance(record.exc_info[1], RayActorError | RayChannelError))
