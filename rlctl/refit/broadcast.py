@@ -140,7 +140,7 @@ class BroadcastSender:
                 self._pack.run(number, chunk, slot)
                 packed.append((begin, lane.mark()))
                 taken = {n: self._pack.sent(segment, n, slot) for segment, n in _numbered(chunk) if n in checked}
-                self._sums.here(taken)
+                self._sums.here(taken, taken.__getitem__)
             with self._wire as lane:
                 lane.after(packed[-1][1])
                 begin = lane.mark()
@@ -266,7 +266,8 @@ class BroadcastReceiver:
                 copies.run()
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
                 lying = {n: place for n in taken if (place := sink.target(n)) is not None}
-                self._sums.here({n: ring.view(segment, n, slot) for n, segment in taken.items() if n not in lying})
+                passing = {n: ring.view(segment, n, slot) for n, segment in taken.items() if n not in lying}
+                self._sums.here(passing, passing.__getitem__)
                 loaded.append((begin, lane.mark()))
             self._sums.beside(lying, loaded[-1][1])
         return arrived, loaded

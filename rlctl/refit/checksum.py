@@ -1,5 +1,6 @@
 """Checksums of tensors' bytes that CPU and GPU compute alike: one pass, integer arithmetic, places count."""
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -10,26 +11,29 @@ _FACTOR = 1_000_003
 
 
 @torch.no_grad()
-def checksums(tensors: list[Tensor]) -> Tensor:
-    """int64 [n] of several tensors of one device, on it; equal on every device for equal bytes.
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """int64 [n] of several tensors of one device, on it; equal on every device for equal bytes. Each is let go before
+    the next is asked for.
 
     Words of 8 bytes are summed in rows of 4 KiB; the rows' sums, their high bits folded in, count by the row's odd
     factor, modulo 2^64. A flipped bit always changes it, and so do rows that changed places. Bytes beyond the last
     whole row count one by one.
     """
-    if not tensors:
+    sums: list[Tensor] = []
+    rests: dict[int, Tensor] = {}
+    for number, raw in enumerate(map(_bytes, tensors)):
+        whole = raw.numel() // (8 * _ROW) * (8 * _ROW)
+        sums.append(raw[:whole].view(torch.int64).view(-1, _ROW).sum(1))
+        if whole < raw.numel():
+            rests[number] = _rest(raw[whole:])
+    if not sums:
         return torch.zeros(0, dtype=torch.int64)
-    device = tensors[0].device
-    raws = [_bytes(tensor) for tensor in tensors]
-    counts = tuple(raw.numel() // (8 * _ROW) for raw in raws)
-    rows = torch.cat([raw[: n * 8 * _ROW].view(torch.int64).view(n, _ROW).sum(1) for raw, n in zip(raws, counts)])
-    factors, owners = _weights(counts, device)
-    totals = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    rows, device = torch.cat(sums), sums[0].device
+    factors, owners = _weights(tuple(map(len, sums)), device)
+    totals = torch.zeros(len(sums), dtype=torch.int64, device=device)
     totals.index_add_(0, owners, (rows ^ (rows >> 32 & 0xFFFFFFFF)) * factors)
-    rests = [raw[n * 8 * _ROW :] for raw, n in zip(raws, counts)]
-    for number, rest in enumerate(rests):
-        if rest.numel():
-            totals[number] += _rest(rest)
+    for number, rest in rests.items():
+        totals[number] += rest
     return totals
 
 

@@ -23,6 +23,8 @@ _SETTLE_S = 10.0
 # The first chunk's packing and the last one's loading hide behind nothing: a rank's share travels in this many, unless
 # they become so small that starting them takes longer than sending them.
 _CHUNKS = 24
+# Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
+_CHUNKS_COLOCATED = 4
 _LEAST_BUFFER_BYTES = 128 << 20
 
 
@@ -172,7 +174,8 @@ def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
     most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
     sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout) // len(holdings)
-    return min(most, max(sent // _CHUNKS, _LEAST_BUFFER_BYTES))
+    chunks = _CHUNKS_COLOCATED if options.colocated else _CHUNKS
+    return min(most, max(sent // chunks, _LEAST_BUFFER_BYTES))
 
 
 def _blames_others(failure: Exception) -> bool:

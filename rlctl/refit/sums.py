@@ -1,5 +1,7 @@
 """Checksums of what one end sends or gets, taken while other chunks are under way."""
 
+from collections.abc import Callable, Collection
+
 import torch
 from torch import Tensor
 
@@ -18,17 +20,17 @@ class Sums:
         """A new refit begins."""
         self._taken = []
 
-    def here(self, tensors: dict[int, Tensor]) -> None:
-        """Of items, by number, in memory that is soon used again: on the current stream, before it goes on."""
-        if tensors:
-            self._taken.append(([*tensors], checksums([*tensors.values()])))
+    def here(self, numbers: Collection[int], tensor: Callable[[int], Tensor]) -> None:
+        """Of items in memory that is soon used again: on the current stream, before it goes on. tensor: of a number."""
+        if numbers:
+            self._taken.append(([*numbers], checksums(map(tensor, numbers))))
 
     def beside(self, tensors: dict[int, Tensor], arrived: Mark) -> None:
         """Of items that stay where they lie once `arrived` is reached."""
         if tensors:
             with self._lane as lane:
                 lane.after(arrived)
-                self._taken.append(([*tensors], checksums([*tensors.values()])))
+                self.here(tensors, tensors.__getitem__)
 
     def all(self) -> Tensor | None:
         """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
