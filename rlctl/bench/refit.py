@@ -15,7 +15,7 @@ from rlctl.bench.models import longest, model_folder
 from rlctl.bench.results import Results, Row, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
-from rlctl.cluster.placement import Placement
+from rlctl.cluster.placement import Placement, Seat, visible_gpus
 from rlctl.cluster.processes import trainer_environment
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
@@ -65,6 +65,10 @@ class RefitBench:
     def cpu(self) -> bool:
         return self.placement.device == "cpu"
 
+    def gpus(self, seat: Seat) -> list[str]:
+        """Of a process, as CUDA_VISIBLE_DEVICES wants them."""
+        return [] if self.cpu else [visible_gpus()[index] for index in seat.devices]
+
 
 def run_bench(bench: RefitBench, folder: Path, say: Callable[[str], None]) -> Results:
     """Needs a running Ray. folder: in the host's memory, for the time of the bench. say: told what begins."""
@@ -100,8 +104,7 @@ def _start_trainers(bench: RefitBench, model: Path) -> WorkerGroup:
     for rank in range(len(places)):
         device = "cpu" if bench.cpu else "cuda:0"
         make = BenchTrainerSpec(str(model), rank, len(places), device, bench.master, init_method)
-        devices = [str(index) for index in places[rank].devices]
-        env = trainer_environment(devices, max(1, (os.cpu_count() or 1) // len(places)))
+        env = trainer_environment(bench.gpus(places[rank]), max(1, (os.cpu_count() or 1) // len(places)))
         specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{bench.logs}/trainer-{rank}.log", threads=2))
     return WorkerGroup(specs, _DEADLINE_S)
 
@@ -128,8 +131,7 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         recompute_kv_cache=False,
         forced_lengths=None,
     )
-    devices = [str(device) for device in bench.placement.engines[index].devices]
-    env = environment(bench.placement.device, devices)
+    env = environment(bench.placement.device, bench.gpus(bench.placement.engines[index]))
     return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
 
 

@@ -11,7 +11,16 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
 from rlctl.cluster.jobs.record import JobRecord
-from rlctl.cluster.placement import Placement, PlacementError, Pools, Seat, count_gpus, place, this_machine
+from rlctl.cluster.placement import (
+    Placement,
+    PlacementError,
+    Pools,
+    Seat,
+    count_gpus,
+    place,
+    this_machine,
+    visible_gpus,
+)
 from rlctl.telemetry.run_dir import RunDir, RunDirError
 from rlctl.telemetry.state import read_state
 from rlctl.workers.reaper import Reaper
@@ -53,7 +62,8 @@ class Site:
     def devices(self, seat: Seat) -> list[str]:
         """Its GPUs, as CUDA_VISIBLE_DEVICES wants them."""
         node = self.node(seat)
-        return [node.gpus[index] if node else str(index) for index in seat.devices]
+        gpus = node.gpus if node else visible_gpus()
+        return [gpus[index] for index in seat.devices]
 
     def environment(self, seat: Seat) -> dict[str, str]:
         """What a process there needs to be met from elsewhere."""

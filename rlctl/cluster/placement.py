@@ -6,6 +6,7 @@ nodes. Devices are counted from 0 among those that a node has free: which they a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from rlctl.config.resolve import colocated
@@ -205,16 +206,25 @@ def _free(rooms: Sequence[Room], amounts: Sequence[float], word: str) -> str:
     return f"the cluster has {sum(amounts):g} {word}s free: {listed}"
 
 
-def count_gpus() -> int:
-    """NVIDIA devices that this process may use; asks the driver's tool, so that torch need not be imported."""
+def visible_gpus() -> list[str]:
+    """NVIDIA devices that this process may use, each as CUDA_VISIBLE_DEVICES names it: a seat's devices count these.
+
+    Asks the driver's tool, so that torch need not be imported.
+    """
     import os
     import shutil
     import subprocess
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+        # CUDA reads up to the first that is none.
+        return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
     if not shutil.which("nvidia-smi"):
-        return 0
+        return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+
+
+def count_gpus() -> int:
+    """How many NVIDIA devices this process may use."""
+    return len(visible_gpus())

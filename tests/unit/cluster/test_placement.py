@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.cluster.placement import Pools, Room, Seat, Strategy, count_gpus, place, this_machine
+from rlctl.cluster.ground import Site
+from rlctl.cluster.placement import Pools, Room, Seat, Strategy, count_gpus, place, this_machine, visible_gpus
 
 few = st.integers(1, 6)
 strategies = st.sampled_from(["pack", "spread"])
@@ -116,10 +117,28 @@ def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
         place([Room("a", 0, 16.0)], Pools(ranks=1), "cuda")
 
 
-@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("2,5", 2), ("GPU-1a, GPU-2b", 2)])
-def test_devices_that_are_hidden_do_not_count(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [
+        ("", []),
+        ("-1", []),
+        ("0", ["0"]),
+        ("2,5", ["2", "5"]),
+        ("GPU-1a, GPU-2b", ["GPU-1a", "GPU-2b"]),
+        ("3,-1,1", ["3"]),
+    ],
+)
+def test_devices_that_are_hidden_are_not_used(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
+    assert (visible_gpus(), count_gpus()) == (names, len(names))
+
+
+def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a")
+    placement = place(this_machine(count_gpus()), Pools(ranks=1, engines=1, tensor_parallel_size=2, colocated=False))
+    site = Site(placement, [None], lambda prefix, root: "")
+    assert site.devices(placement.trainers[0]) == ["6"]
+    assert site.devices(placement.engines[0]) == ["3", "GPU-1a"]
 
 
 def test_devices_are_counted_by_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
