@@ -51,7 +51,7 @@ class SftLoop(Loop):
         with record.phase("train"):
             metrics = self._parts.trainer.train(batch, NllLoss())
         self.done = number
-        tokens, times = sum(len(share.tokens) for share in batch.shares), record.finish()
+        tokens, times = batch.tokens, record.finish()
         speed = {
             "tokens/trained": float(tokens),
             "throughput/effective": throughput.effective(tokens, 0, times, self._parts.devices),
