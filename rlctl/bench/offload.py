@@ -55,10 +55,9 @@ class Copies:
         """Of the link's speed that the mover reaches."""
         return self.mover[0] / self.link[0], self.mover[1] / self.link[1]
 
-    @property
-    def seconds(self) -> float:
-        """Of both ways, if nothing ran beside them."""
-        return self.nbytes / self.mover[0] + self.nbytes / self.mover[1]
+    def seconds(self, moved: tuple[float, float]) -> float:
+        """Of so many bytes to the host and to the device, if nothing ran beside them."""
+        return moved[0] / self.mover[0] + moved[1] / self.mover[1]
 
 
 @dataclass(frozen=True)
@@ -101,15 +100,27 @@ class OffloadResults:
         return self.rows[1].step - self.rows[0].step
 
     @property
+    def moving(self) -> float | None:
+        """Seconds that a step's moves take alone."""
+        return self.copies.seconds(self.rows[1].moved) if self.copies else None
+
+    @property
     def hidden(self) -> float | None:
         """Share of the moves' time that a step does not take longer."""
-        return 1 - self.cost / self.copies.seconds if self.copies else None
+        return 1 - self.cost / self.moving if self.moving else None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, with the derived figures."""
         copies = asdict(self.copies) | {"shares": self.copies.shares} if self.copies else None
         rows = [asdict(row) | {"step": row.step} for row in self.rows]
-        return {**asdict(self), "copies": copies, "rows": rows, "cost": self.cost, "hidden": self.hidden}
+        return {
+            **asdict(self),
+            "copies": copies,
+            "rows": rows,
+            "cost": self.cost,
+            "moving": self.moving,
+            "hidden": self.hidden,
+        }
 
 
 def run_offload_bench(bench: OffloadBench, folder: Path, say: Callable[[str], None]) -> OffloadResults:

@@ -104,7 +104,7 @@ def show(results: "OffloadResults", out: "Console") -> None:
     if results.copies is None:
         out.print(Text("no GPU: optimizer state is in host memory at all times, 0 bytes were moved"))
         return
-    moves = f"the moves alone take {results.copies.seconds:.3f} s"
+    moves = f"the moves alone take {results.moving:.3f} s"
     out.print(Text(f"a step takes {results.cost:+.3f} s longer; {moves}: {results.hidden:.0%} of them hidden"))
     out.print(Text(_LEGEND, style="dim"))
 

@@ -114,9 +114,10 @@ def offloaded(copies: Copies | None) -> OffloadResults:
 
 
 def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
-    found = offloaded(Copies(int(65e9), (52e9, 54e9), (50e9, 52e9), 30.0))
+    found = offloaded(Copies(int(40e9), (52e9, 54e9), (50e9, 52e9), 30.0))
     assert found.cost == pytest.approx(0.3)
-    assert found.copies and found.copies.seconds == pytest.approx(1.3 + 1.25)
+    # What a step moves, not what the mover was measured with.
+    assert found.moving == pytest.approx(1.3 + 1.25)
     out = io.StringIO()
     show_offload(found, Console(file=out, width=80))
     lines = out.getvalue().splitlines()
