@@ -107,7 +107,13 @@ def _backward(
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     # The last chunk of every pack has another size.
-    return torch.compile(function, dynamic=True)
+    fused = torch.compile(function, dynamic=True)
+
+    def work(logits: Tensor, *rest: Any) -> Any:
+        # A size of one is a constant to torch.compile, which would compile for seconds for a single row.
+        return (fused if len(logits) > 1 else function)(logits, *rest)
+
+    return work
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

@@ -9,7 +9,8 @@ from torch import Tensor
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.sequences import Sequence
 
-_NOTHING = Sequence(tokens=np.zeros(1, np.int32), mask=np.zeros(1, np.bool_))
+# Two tokens: torch.compile takes a size of one for a constant, and compiles everything anew for it.
+_NOTHING = Sequence(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Packed:
 
 
 def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
-    """Pack the sequences in their order. An empty micro-batch becomes one masked token, for the collectives' sake.
+    """Pack the sequences in their order. An empty micro-batch becomes two masked tokens, for the collectives' sake.
 
     Raises ValueError for an empty sequence, or if sequences differ in the names of their fields.
     """

@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlctl.training.interface import LossOutput, TokenBatch, Totals
+from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.schedule import learning_rate
 from rlctl.training.sequences import Sequence
 from tests.system.training.scenario import (
+    CONFIG,
     OPTIMIZER,
     TOTAL_UPDATES,
     WeightedLoss,
@@ -196,6 +197,30 @@ def test_compiled_layers_and_loss_train_alike(models: dict[Kind, Path], tmp_path
     for one, other in zip(results[0][1], results[1][1]):
         assert_close(one, other, atol=1e-5)
     assert_close(results[0][2], results[1][2], atol=1e-5)
+
+
+@pytest.mark.long  # compiles for minutes
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
+    models: dict[Kind, Path], tmp_path: Path
+) -> None:
+    """Either cost a step of a run 10 s, whenever it came."""
+    from torch._dynamo.utils import counters
+
+    def graphs(micro_batches: list[MicroBatch]) -> int:
+        before = counters["stats"]["unique_graphs"]
+        one.train(micro_batches, LOSS, totals([sequence for batch in micro_batches for sequence in batch]))
+        return int(counters["stats"]["unique_graphs"] - before)
+
+    pair = [DATA[2], DATA[5]]
+    assert totals(pair).tokens == CONFIG.logprob_chunk_tokens + 1
+    torch._dynamo.reset()
+    with trainer(models["qwen3"], tmp_path, compile=True) as one:
+        # On a CPU, sequences of one length are attended to in a layout of their own.
+        assert graphs([*share(DATA, 64), [DATA[0]]]) > 0
+        assert [graphs(share(DATA, most)) for most in (20, 45)] == [0, 0]
+        assert graphs([*share(DATA, 64), []]) == 0
+        assert graphs([pair]) == 0
 
 
 def test_the_same_run_twice_gives_the_same_bits(models: dict[Kind, Path], tmp_path: Path) -> None:

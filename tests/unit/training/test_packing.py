@@ -27,9 +27,9 @@ def test_a_first_token_is_masked_whatever_its_sequence_says() -> None:
     assert pack([sequence(5, 6), sequence(7)], CPU).mask.tolist() == [False, True, False]
 
 
-def test_an_empty_micro_batch_is_one_masked_token() -> None:
+def test_an_empty_micro_batch_is_two_masked_tokens() -> None:
     packed = pack([], CPU)
-    assert packed.lengths == (1,) and packed.mask.tolist() == [False]
+    assert packed.lengths == (2,) and packed.mask.tolist() == [False, False]
 
 
 def test_an_empty_sequence_is_refused() -> None:
