@@ -68,7 +68,7 @@ class ModeRow:
     """One kind of run, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1.
 
     idle: of the trainer by what it waited for. stood: share of the generator's time in which weights were changed.
-    sequences: that an engine decoded at a time; of asynchronous runs.
+    sequences: that an engine decoded at a time, decode_step: seconds of that; of asynchronous runs.
     """
 
     mode: str
@@ -84,6 +84,7 @@ class ModeRow:
     refit: float
     age: float
     sequences: float
+    decode_step: float
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,7 @@ def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
         refit=mean("refit/seconds"),
         age=mean("age/mean"),
         sequences=mean("generator/sequences"),
+        decode_step=mean("generator/decode_step"),
     )
 
 

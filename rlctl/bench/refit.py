@@ -15,13 +15,14 @@ from rlctl.bench.models import longest, model_folder
 from rlctl.bench.results import Results, Row, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
-from rlctl.cluster.placement import Placement, Seat, visible_gpus
+from rlctl.cluster.placement import Placement, Seat
 from rlctl.cluster.processes import trainer_environment
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Checks, Kind, TransportSpec
 from rlctl.refit.refit import EngineEnd, Options, Refit
+from rlctl.telemetry.devices import visible_gpus
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from rlctl.workers.ports import free_port
 

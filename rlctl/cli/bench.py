@@ -82,9 +82,9 @@ def _checked(
     model: str | None, sizes: dict[str, int], asked: dict[str, Any], colocated: bool, master: str
 ) -> "Callable[[str, dict[str, Any]], RefitBench]":
     """What to measure, less the place of its logs and its counts. Raises ConfigError with every problem at once."""
-    from rlctl.cluster.placement import count_gpus
     from rlctl.config.load import load
     from rlctl.refit.messages import Checks, Kind
+    from rlctl.telemetry.devices import count_gpus
 
     problems: list[Problem] = []
     gpus = count_gpus()

@@ -72,7 +72,7 @@ def _checked(
 ) -> tuple["GrpoBench", Path]:
     from rlctl.bench.grpo import GrpoBench
     from rlctl.bench.models import model_folder
-    from rlctl.cluster.placement import count_gpus
+    from rlctl.telemetry.devices import count_gpus
 
     problems: list[Problem] = []
     check_plot(plot, problems)
@@ -133,7 +133,7 @@ def _show(results: "GrpoResults", out: "Console") -> None:
     table.add_column("run", overflow="fold")
     wide = out.width >= 120
     names = ["step", "tok/s/dev", "x first", "share", "trainer idle", "gen idle", "refit"]
-    for name in [*names, *(["stall", "age", "seqs", "trainer waits for"] if wide else [])]:
+    for name in [*names, *(["stall", "age", "seqs", "ms/tok", "trainer waits for"] if wide else [])]:
         table.add_column(name, justify="right", no_wrap=True)
     for row in results.rows:
         table.add_row(*_cells(results, row, wide))
@@ -144,7 +144,8 @@ def _show(results: "GrpoResults", out: "Console") -> None:
 _LEGEND = (
     "step: seconds; tok/s/dev: prompt and answer tokens over wall time and all devices; share: of the ceiling; idle: "
     "share of the step; refit: share of the generator's time that changing weights took; stall: longest gap between "
-    "two tokens of a running request, ms; age: mean steps; seqs: decoded at a time by an engine"
+    "two tokens of a running request, ms; age: mean steps; seqs: decoded at a time by an engine; "
+    "ms/tok: of a token of each"
 )
 
 
@@ -155,6 +156,7 @@ def _cells(results: "GrpoResults", row: "ModeRow", wide: bool) -> list[str]:
         f"{row.stall * 1e3:.0f}",
         f"{row.age:.2f}",
         f"{row.sequences:.0f}" if row.sequences else "",
+        f"{row.decode_step * 1e3:.1f}" if row.decode_step else "",
         ", ".join(f"{name.removeprefix('idle_')} {share:.0%}" for name, share in waits),
     ]
     return [

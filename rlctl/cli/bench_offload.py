@@ -58,8 +58,8 @@ def _checked(
 ) -> tuple["OffloadBench", Path]:
     from rlctl.bench.models import longest, model_folder
     from rlctl.bench.offload import OffloadBench
-    from rlctl.cluster.placement import count_gpus
     from rlctl.config.load import load
+    from rlctl.telemetry.devices import count_gpus
 
     problems: list[Problem] = []
     gpus = count_gpus()

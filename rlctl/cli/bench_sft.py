@@ -76,7 +76,7 @@ def _checked(
 ) -> tuple["SftBench", Path]:
     from rlctl.bench.models import longest, model_folder
     from rlctl.bench.sft import MODES, SftBench, mode_settings
-    from rlctl.cluster.placement import count_gpus
+    from rlctl.telemetry.devices import count_gpus
 
     gpus = count_gpus()
     ranks, tokens, batch, micro_batch, steps = sizes

@@ -11,16 +11,8 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
 from rlctl.cluster.jobs.record import JobRecord
-from rlctl.cluster.placement import (
-    Placement,
-    PlacementError,
-    Pools,
-    Seat,
-    count_gpus,
-    place,
-    this_machine,
-    visible_gpus,
-)
+from rlctl.cluster.placement import Placement, PlacementError, Pools, Seat, place, this_machine
+from rlctl.telemetry.devices import count_gpus, visible_gpus
 from rlctl.telemetry.run_dir import RunDir, RunDirError
 from rlctl.telemetry.state import read_state
 from rlctl.workers.reaper import Reaper

@@ -6,7 +6,6 @@ nodes. Devices are counted from 0 among those that a node has free: which they a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 from rlctl.config.resolve import colocated
@@ -204,27 +203,3 @@ def _free(rooms: Sequence[Room], amounts: Sequence[float], word: str) -> str:
         return f"this machine has {sum(amounts):g}"
     listed = ", ".join(f"{room.name} {amount:g}" for room, amount in zip(rooms, amounts))
     return f"the cluster has {sum(amounts):g} {word}s free: {listed}"
-
-
-def visible_gpus() -> list[str]:
-    """NVIDIA devices that this process may use, each as CUDA_VISIBLE_DEVICES names it: a seat's devices count these.
-
-    Asks the driver's tool, so that torch need not be imported.
-    """
-    import os
-    import shutil
-    import subprocess
-
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        # CUDA reads up to the first that is none.
-        return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
-
-
-def count_gpus() -> int:
-    """How many NVIDIA devices this process may use."""
-    return len(visible_gpus())

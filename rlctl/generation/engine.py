@@ -187,8 +187,9 @@ class Engine:
             # The thread lives on: whoever asks next gets an answer, not silence.
             return
         self._steps.append(time.perf_counter())
-        self._counters = self._counters.worked(self._steps[-1] - begin, len(self._scheduler.running))
-        if finished := [output for output in outputs if output.finished]:
+        finished = [output for output in outputs if output.finished]
+        self._counters = self._counters.worked(self._steps[-1] - begin, len(self._scheduler.running) + len(finished))
+        if finished:
             self._finish(finished)
 
     def _finish(self, outputs: list[Any]) -> None:
@@ -196,7 +197,6 @@ class Engine:
         for output in outputs:
             sample = output.outputs[0]
             versions = self._boundaries.end(output.request_id, len(sample.token_ids))
-            self._counters = self._counters.sampled(len(sample.token_ids))
             size = self._running.finish(output.request_id, Sample(sample, versions))
         self._ended = self._running.ended()
         self._places += len(outputs)

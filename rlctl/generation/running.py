@@ -20,28 +20,23 @@ class Cancelled(RuntimeError):
 @dataclass(frozen=True)
 class Counters:
     """Since the engine's start. busy: seconds spent in steps. paused: seconds in which weights changed and nothing
-    could be sampled. tokens: of rollouts that ended. sequences: decoded, summed over all steps. steps: taken. at: when
-    this was read, seconds of the engine's own clock.
+    could be sampled. tokens: sampled, one a step for each sequence in it. steps: taken. at: when this was read, seconds
+    of the engine's own clock.
     """
 
     busy: float = 0.0
     paused: float = 0.0
     tokens: int = 0
-    sequences: int = 0
     steps: int = 0
     at: float = field(default=0.0, compare=False)
 
     def worked(self, seconds: float, sequences: int) -> "Counters":
         """After a step."""
-        return replace(self, busy=self.busy + seconds, sequences=self.sequences + sequences, steps=self.steps + 1)
+        return replace(self, busy=self.busy + seconds, tokens=self.tokens + sequences, steps=self.steps + 1)
 
     def stood(self, seconds: float) -> "Counters":
         """After a change of weights."""
         return replace(self, paused=self.paused + seconds)
-
-    def sampled(self, tokens: int) -> "Counters":
-        """After a rollout ended."""
-        return replace(self, tokens=self.tokens + tokens)
 
 
 @dataclass(frozen=True)

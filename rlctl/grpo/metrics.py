@@ -79,7 +79,8 @@ def generator_metrics(lane: Lane) -> dict[str, float]:
         "throughput/generation": tokens / busy * len(pairs) / lane.devices if busy > 0 else 0.0,
         "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),
         "idle/generator_refit": min(1.0, paused / whole),
-        "generator/sequences": sum(a.sequences - b.sequences for b, a in pairs) / max(1, steps),
+        "generator/sequences": tokens / max(1, steps),
+        "generator/decode_step": busy / max(1, steps),
         "tokens/sampled": float(tokens),
     }
 

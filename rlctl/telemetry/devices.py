@@ -1,10 +1,35 @@
-"""How busy the machine is: GPUs through NVML where it is there, else the CPU's cores. Shares, 0 to 1."""
+"""The GPUs that this process may use, and how busy they are, or the CPU's cores where there are none."""
 
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
+from itertools import takewhile
+from typing import Any
+
+
+def visible_gpus() -> list[str]:
+    """NVIDIA devices that this process may use, each as CUDA_VISIBLE_DEVICES names it: a seat's devices count these.
+
+    Asks the driver's tool, so that torch need not be imported.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        # CUDA reads up to the first that is none.
+        return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
+    if not shutil.which("nvidia-smi"):
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+
+
+def count_gpus() -> int:
+    """How many NVIDIA devices this process may use."""
+    return len(visible_gpus())
 
 
 def utilization_meter(device: str) -> Callable[[], float]:
-    """A function that returns the share of use since it was last called (GPU: over NVML's own last second)."""
+    """A function that returns the share of use, 0 to 1, since it was last called (GPU: over NVML's own last second)."""
     return _gpus() if device == "cuda" else _cores()
 
 
@@ -20,7 +45,11 @@ def _gpus() -> Callable[[], float]:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [_handle(pynvml, name) for name in visible_gpus()]
     except Exception:  # no NVML: the number is left out of the metrics, nothing else depends on it
         return lambda: float("nan")
     return lambda: sum(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles) / len(handles) / 100
+
+
+def _handle(nvml: Any, name: str) -> Any:
+    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)

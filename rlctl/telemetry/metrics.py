@@ -49,6 +49,7 @@ MEANING = {
     "throughput/mfu": "model FLOPs utilisation while training, share",
     "idle/trainer": "share of the step in which the trainer did nothing",
     "generator/sequences": "sequences that an engine decoded at a time, mean over its steps",
+    "generator/decode_step": "seconds in which an engine samples one token of each of its sequences, mean",
     "idle/generator": "share of the step in which the generator did nothing",
     "idle/generator_refit": "share of the step in which a refit kept the generator from sampling",
     "memory/trainer_gib": "peak memory of a trainer rank, GiB",

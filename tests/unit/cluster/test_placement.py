@@ -1,15 +1,12 @@
 """Which device each part stands on."""
 
-import os
-import stat
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.cluster.ground import Site
-from rlctl.cluster.placement import Pools, Room, Seat, Strategy, count_gpus, place, this_machine, visible_gpus
+from rlctl.cluster.placement import Pools, Room, Seat, Strategy, place, this_machine
+from rlctl.telemetry.devices import count_gpus
 
 few = st.integers(1, 6)
 strategies = st.sampled_from(["pack", "spread"])
@@ -117,36 +114,9 @@ def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
         place([Room("a", 0, 16.0)], Pools(ranks=1), "cuda")
 
 
-@pytest.mark.parametrize(
-    ("visible", "names"),
-    [
-        ("", []),
-        ("-1", []),
-        ("0", ["0"]),
-        ("2,5", ["2", "5"]),
-        ("GPU-1a, GPU-2b", ["GPU-1a", "GPU-2b"]),
-        ("3,-1,1", ["3"]),
-    ],
-)
-def test_devices_that_are_hidden_are_not_used(monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert (visible_gpus(), count_gpus()) == (names, len(names))
-
-
 def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a")
     placement = place(this_machine(count_gpus()), Pools(ranks=1, engines=1, tensor_parallel_size=2, colocated=False))
     site = Site(placement, [None], lambda prefix, root: "")
     assert site.devices(placement.trainers[0]) == ["6"]
     assert site.devices(placement.engines[0]) == ["3", "GPU-1a"]
-
-
-def test_devices_are_counted_by_the_drivers_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert count_gpus() == 0
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'GPU 0: A (UUID: x)'\necho '  MIG 1g: y'\necho 'GPU 1: B (UUID: z)'\n")
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}/bin{os.pathsep}/usr/bin")
-    assert count_gpus() == 2

@@ -97,14 +97,15 @@ def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> No
 
 
 def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
-    before = [Counters(10.0, 1.0, 100, 80, 20, 50.0), Counters(20.0, 1.0, 200, 160, 40, 9.0), Counters(5.0, 0.0, 50)]
-    after = [Counters(13.0, 1.5, 400, 380, 60, 54.0), Counters(26.0, 1.0, 500, 460, 100, 15.0), Counters(1.0, 0.0, 10)]
+    before = [Counters(10.0, 1.0, 100, 20, 50.0), Counters(20.0, 1.0, 200, 40, 9.0), Counters(5.0, 0.0, 50)]
+    after = [Counters(13.0, 1.5, 400, 60, 54.0), Counters(26.0, 1.0, 500, 100, 15.0), Counters(1.0, 0.0, 10)]
     assert generator_metrics(Lane(before, after, devices=4)) == pytest.approx(
         {
             "throughput/generation": 600 / 9 * 2 / 4,
             "idle/generator": 1 - 9 / 10,
             "idle/generator_refit": 0.5 / 10,
             "generator/sequences": 600 / 100,
+            "generator/decode_step": 9 / 100,
             "tokens/sampled": 600,
         }
     )
