@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlctl.bench.runs import run_training
-from rlctl.bench.workload import make_prompts, make_random_model
+from rlctl.bench.runs import check_training, run_training
+from rlctl.bench.workload import make_prompts, make_random_model, make_tokenizer
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,17 @@ class GrpoResults:
 
 
 def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -> GrpoResults:
-    """Run every mode, one after the other, in `folder`. Raises RuntimeError with the end of a run that failed."""
+    """Run every mode, one after the other, in `folder`.
+
+    Raises ConfigError with everything that is wrong before any weights are made, RuntimeError with the end of a run
+    that failed.
+    """
+    make_tokenizer(bench.shape)
+    make_prompts(folder, 64 * bench.prompts)
+    say("checking what is asked for")
+    check_training("grpo", {mode: _settings(bench, mode, folder) for mode in bench.modes}, bench.shape, folder)
     say(f"random weights in the shape of {bench.model}")
     make_random_model(bench.shape, folder)
-    make_prompts(folder, 64 * bench.prompts)
     records: dict[str, list[dict[str, Any]]] = {}
     for mode in bench.modes:
         say(f"{mode}: {bench.num_steps(mode)} steps, {bench.steps} of them counted")
@@ -128,8 +135,14 @@ def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -
 
 def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
     """Step records of one mode, without the first ones."""
+    steps = run_training("grpo", mode, _settings(bench, mode, folder), folder)
+    counted = bench.counted(mode)
+    return steps[counted.start : counted.stop]
+
+
+def _settings(bench: GrpoBench, mode: str, folder: Path) -> list[str]:
     columns = [f"data.train.{key}" for key in (f"path={folder / 'train.jsonl'}", "prompt_key=prompt")]
-    settings = [
+    return [
         *(f"model.path={folder / 'model'}", f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", *columns),
         # The tiny recipe's rate would tear a large random model away from what sampled.
         *("run.probe=false", "data.max_prompt_length=128", "trainer.optimizer.lr=1.0e-6"),
@@ -137,9 +150,6 @@ def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
         *(f"grpo.num_generations_per_prompt={bench.generations}", f"generation.max_new_tokens={bench.cap}"),
         *(f"generation.forced_lengths=[{bench.mean}, {bench.sigma}]", *bench.overrides(mode), *bench.extra),
     ]
-    steps = run_training("grpo", mode, settings, folder)
-    counted = bench.counted(mode)
-    return steps[counted.start : counted.stop]
 
 
 def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:

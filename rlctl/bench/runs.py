@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rlctl.config.errors import ConfigError, Problem
 
 _INTERRUPT_S = 60.0
 # What would be timed beside the steps, or written for nobody.
@@ -26,12 +29,10 @@ def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) ->
     The run's directory is `run_folder(folder, name)`. Raises RuntimeError with the run's own words if it fails.
     """
     run = run_folder(folder, name)
-    where = (f"run.dir={folder}", f"run.name={run.name}")
-    command = [sys.executable, "-m", "rlctl.cli.main", "train", kind, f"{kind}-tiny", *where, *_BARE, *settings]
     output = folder / f"{run.name}.out"
     with output.open("w") as out:
         # A session of its own: Ctrl-C reaches it once, from here.
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(_command(kind, run, settings), stdout=out, stderr=out, start_new_session=True)
         try:
             code = process.wait()
         except KeyboardInterrupt:
@@ -41,6 +42,28 @@ def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) ->
         raise RuntimeError(f"{name} ended with {code}: {_reason(run / 'events.jsonl', output)}")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == "step"]
+
+
+def check_training(kind: str, settings: Mapping[str, Sequence[str]], shape: Path, folder: Path) -> None:
+    """Raises ConfigError with what would keep `run_training` from starting: to be asked before weights are made, which
+    takes minutes. settings: of each run, by its name. shape: the model's folder, without weights."""
+    weightless = (f"model.path={shape}", "model.random_init=true", "--dry-run")
+    problems = []
+    for name, own in settings.items():
+        command = [*_command(kind, run_folder(folder, name), own), *weightless]
+        asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+        # Which of the command's overrides it was is nobody's but ours.
+        said = [re.sub(r"^error: (override \d+: )?", "", line) for line in asked.stderr.splitlines()]
+        said = [line for line in said if not line.endswith("; nothing was started")]
+        if asked.returncode:
+            problems += [Problem(name, "", line) for line in said]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
+    where = (f"run.dir={run.parent}", f"run.name={run.name}")
+    return [sys.executable, "-m", "rlctl.cli.main", "train", kind, f"{kind}-tiny", *where, *_BARE, *settings]
 
 
 def run_folder(folder: Path, name: str) -> Path:

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.runs import run_folder, run_training
-from rlctl.bench.workload import make_random_model, make_samples
+from rlctl.bench.runs import check_training, run_folder, run_training
+from rlctl.bench.workload import make_random_model, make_samples, make_tokenizer
 from rlctl.training.profile import Cost
 
 _COMPILE, _GRAPH = "trainer.compile=true", "ray_compiled_graph.enabled=require"
@@ -94,10 +94,17 @@ class SftResults:
 
 
 def run_sft_bench(bench: SftBench, folder: Path, say: Callable[[str], None]) -> SftResults:
-    """Run every mode, one after the other, in `folder`. Raises RuntimeError with the end of a run that failed."""
+    """Run every mode, one after the other, in `folder`.
+
+    Raises ConfigError with everything that is wrong before any weights are made, RuntimeError with the end of a run
+    that failed.
+    """
+    make_tokenizer(bench.shape)
+    make_samples(folder, max(_EPOCH, bench.batch), bench.tokens)
+    say("checking what is asked for")
+    check_training("sft", {mode: _settings(bench, mode, folder) for mode in bench.modes}, bench.shape, folder)
     say(f"random weights in the shape of {bench.model}")
     make_random_model(bench.shape, folder)
-    make_samples(folder, max(_EPOCH, bench.batch), bench.tokens)
     rows = []
     for mode in bench.modes:
         say(f"{mode}: {bench.steps + 1} steps, all but the first counted")
@@ -105,16 +112,19 @@ def run_sft_bench(bench: SftBench, folder: Path, say: Callable[[str], None]) -> 
     return SftResults(bench.model, bench.ranks, bench.tokens, bench.batch, rows)
 
 
-def _measured(bench: SftBench, mode: str, folder: Path) -> SftRow:
+def _settings(bench: SftBench, mode: str, folder: Path) -> list[str]:
     counted = 1 + bench.steps
-    settings = [
+    return [
         *(f"model.path={folder / 'model'}", "model.random_init=false", f"data.train.path={folder / 'train.jsonl'}"),
         *(f"sft.num_steps={counted + _PROFILED}", f"sft.batch_size={bench.batch}"),
         *(f"trainer.num_ranks={bench.ranks}", f"trainer.micro_batch_tokens={bench.micro_batch}"),
         f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
         *(*(mode_settings(mode) or ()), *bench.extra),
     ]
-    steps = run_training("sft", mode, settings, folder)[:counted]
+
+
+def _measured(bench: SftBench, mode: str, folder: Path) -> SftRow:
+    steps = run_training("sft", mode, _settings(bench, mode, folder), folder)[: 1 + bench.steps]
     profile = json.loads((run_folder(folder, mode) / "profile" / "trainer-0.json").read_text())
     times = [float(step["time/train"]) for step in steps]
     rates = [float(step["throughput/training"]) for step in steps[1:]]

@@ -20,11 +20,16 @@ def score(prompt, completion, answer, row):
 _PROMPT_WORDS = 64
 
 
-def make_random_model(shape: Path, folder: Path) -> None:
-    """shape: a folder with a config.json. Writes model/. Raises RuntimeError."""
+def make_tokenizer(shape: Path) -> None:
+    """shape: a folder with a config.json, which gets a tokenizer if it has none."""
     if not (shape / "tokenizer.json").exists():
         vocabulary = int(json.loads((shape / "config.json").read_text())["vocab_size"])
         word_tokenizer(vocabulary).save_pretrained(shape)
+
+
+def make_random_model(shape: Path, folder: Path) -> None:
+    """shape: a folder with a config.json. Writes model/. Raises RuntimeError."""
+    make_tokenizer(shape)
     command = [sys.executable, "-m", "rlctl.training.random_init", str(shape), str(folder / "model"), "0"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 from rlctl.cli.output import FAILED, INTERRUPTED, console
-from rlctl.config.errors import Problem, did_you_mean
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,6 +87,9 @@ def finish(measure: Callable[[Say], Results], report: Callable[[Results], int], 
         shutil.rmtree(folder, ignore_errors=True)
         typer.echo("interrupted", err=True)
         return INTERRUPTED
+    except ConfigError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     except (WorkerError, WorkerDied, WorkerTimeout, RuntimeError, OSError) as error:
         typer.echo(f"error: {error}\nlogs: {folder}", err=True)
         return FAILED

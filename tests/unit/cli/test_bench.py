@@ -2,6 +2,7 @@
 
 import io
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,24 @@ def test_the_table_of_bench_sft_says_where_the_time_goes() -> None:
     assert lines[3].split() == ["compiled", "9.000", "1.000", "200", "47.5%", "2.00", "100%"]
     assert lines[5:7] == ["  50.0%  aten::mm", "  25.0%  flash"]
     assert max(map(len, lines)) <= 80
+
+
+def test_mistakes_in_settings_are_told_before_weights_are_made(
+    rlctl: Rlctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = rlctl("bench", "sft", "--modes", "eager,megatron-tp2", "--set", "trainer.optimizer.lrr=1")
+    assert done.code == 2
+    lines = done.err.splitlines()
+    assert lines[-4] == "error: eager: trainer.optimizer.lrr=1: unknown key; did you mean lr?"
+    assert lines[-3] == "error: megatron-tp2: trainer.optimizer.lrr=1: unknown key; did you mean lr?"
+    assert lines[-2].startswith(
+        "error: megatron-tp2: trainer.megatron.tensor_model_parallel_size=2: trainer.num_ranks:"
+    )
+    assert lines[-1] == "3 problems; nothing was started"
+    done = rlctl("bench", "grpo", "--modes", "colocated", "--set", "grpo.loss.clip_low=-1")
+    assert (done.code, "error: sync, colocated: grpo.loss.clip_low=-1: must be" in done.err) == (2, True)
+    assert not list(tmp_path.glob("rlctl-*"))
 
 
 def test_mistakes_of_bench_offload_are_told_at_once(rlctl: Rlctl) -> None:
