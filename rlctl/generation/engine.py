@@ -95,8 +95,10 @@ class Engine:
 
     def refit_open(self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool) -> Choice:
         """Join the refit transport. in_flight: requests go on during a refit. See `intake.choose_loading`."""
-        arguments = (spec, plan, first_rank, mode, in_flight)
-        choice: Choice = self._on_thread(lambda: self._llm.collective_rpc("rl_open", args=arguments)[0])
+        # Together: were one worker to stage and another not, one would sample while its weights change.
+        room = min(self._on_thread(lambda: self._workers("rl_room")))
+        arguments = (spec, plan, first_rank, mode, in_flight, room)
+        choice: Choice = self._on_thread(lambda: self._workers("rl_open", *arguments))[0]
         self._mode = choice.mode
         return choice
 
@@ -181,10 +183,8 @@ class Engine:
         try:
             outputs = self._llm.step()
         except Exception as error:
-            self._poisoned = f"vLLM failed in a step: {error}"
-            for rollout in self._running.drop(self._running.names(), error):
-                self._boundaries.forget(rollout)
             # The thread lives on: whoever asks next gets an answer, not silence.
+            self._poison(f"vLLM failed in a step: {error}", error)
             return
         self._steps.append(time.perf_counter())
         finished = [output for output in outputs if output.finished]
@@ -232,8 +232,8 @@ class Engine:
     def _stage(self, header: Header) -> list[Report]:
         """Receive beside the live weights while requests go on. Raises Untouched."""
         try:
-            self._on_thread(lambda: self._llm.collective_rpc("rl_stage", args=(header,)))
-            while not all(reports := self._on_thread(lambda: self._llm.collective_rpc("rl_staged"))):
+            self._on_thread(lambda: self._workers("rl_stage", header))
+            while not all(reports := self._on_thread(lambda: self._workers("rl_staged"))):
                 time.sleep(_STAGED_POLL_S)
         except Exception as error:
             raise Untouched(str(error)) from error
@@ -244,20 +244,35 @@ class Engine:
         try:
             seconds = load()
         except Exception as error:
-            self._poisoned = f"the refit to version {header.version} failed: {error}"
+            # Weights may be a mixture: what runs must not go on with them.
+            self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
         self._version = header.version
         self._boundaries.change(self._sampling(), header.version)
         self._counters = self._counters.stood(seconds)
         return seconds
 
+    def _poison(self, why: str, error: Exception) -> None:
+        """Nothing is sampled from now on; what runs ends with the error."""
+        self._poisoned = why
+        for rollout in self._running.drop(self._running.names(), error):
+            self._boundaries.forget(rollout)
+
+    def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        """What a method of `RefitWorker` gives on every worker. Raises the first failure, once all have answered: vLLM
+        itself stops reading at the first, and takes what is left for the answers of the next call."""
+        answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
     def _commit(self) -> float:
-        seconds: list[float] = self._llm.collective_rpc("rl_commit")
-        return max(seconds)
+        return float(max(self._workers("rl_commit")))
 
     def _receive(self, header: Header, reports: list[Report]) -> float:
         begin = time.perf_counter()
-        reports += self._llm.collective_rpc("rl_receive", args=(header,))
+        reports += self._workers("rl_receive", header)
         self._commit()
         return time.perf_counter() - begin
 

@@ -143,9 +143,16 @@ class _Reloaded:
 
 
 def choose_loading(
-    runner: Any, plan: Plan, device: torch.device, regions: list[Region] | NotPlain, mode: Mode, in_flight: bool
+    runner: Any,
+    plan: Plan,
+    device: torch.device,
+    regions: list[Region] | NotPlain,
+    mode: Mode,
+    in_flight: bool,
+    room: int,
 ) -> Loading:
-    """runner: vLLM's model runner. regions: of `find_regions`. in_flight: sampling goes on during a refit.
+    """runner: vLLM's model runner. regions: of `find_regions`. in_flight: sampling goes on during a refit. room: bytes
+    that are free on the device of every worker of the engine.
 
     Raises RefitError for `direct` where the engine rearranges its weights, `staged` without the memory for it,
     or parameters that the plan does not fill.
@@ -157,7 +164,6 @@ def choose_loading(
     model = runner.get_model()
     parameters = dict(model.named_parameters())
     verify_complete(regions, parameters, _padded(model))
-    room = torch.cuda.mem_get_info(device)[0]
     needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
     fits = room >= needed + _SPARE_BYTES
     sizes = f"{needed / 2**30:.1f} GiB needed, {room / 2**30:.1f} GiB free"

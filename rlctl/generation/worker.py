@@ -3,7 +3,9 @@
 vLLM mixes this class into its own worker, hence the `rl_` prefix.
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -13,6 +15,21 @@ from rlctl.refit.messages import Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.regions import Region
 from rlctl.refit.transport import Report, open_receiver
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def answered(method: Method) -> Method:
+    """What the method raises is its answer: see `Engine._workers`."""
+
+    @wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            return error
+
+    return cast(Method, answer)
 
 
 class RefitWorker:
@@ -24,32 +41,47 @@ class RefitWorker:
     _rl_intake: Intake | None = None
     _rl_regions: list[Region] | NotPlain | None = None
 
-    def rl_open(self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool) -> Choice:
-        """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
+    @answered
+    def rl_room(self) -> int:
+        """Leave the transport; bytes of device memory that are free then, 0 on a CPU."""
         if self._rl_intake:
-            # Its staging memory must be free before room for the next is looked for.
             self._rl_intake.close()
             self._rl_intake = None
+        if self.device.type != "cuda":
+            return 0
+        # Staging memory that torch keeps for later would not count as free.
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    @answered
+    def rl_open(
+        self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool, room: int
+    ) -> Choice:
+        """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
         if self._rl_regions is None:
             # Once, while the engine still has the weights that it loaded itself.
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
-        loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight)
+        loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
         self._rl_intake = Intake(receiver, loading, self.device)
         return loading.choice
 
+    @answered
     def rl_receive(self, header: Header) -> Report:
         """Receive now. Raises RefitError."""
         return self._rl.receive(header)
 
+    @answered
     def rl_stage(self, header: Header) -> None:
         """Begin to receive beside the live weights."""
         self._rl.stage(header)
 
+    @answered
     def rl_staged(self) -> Report | None:
         """The receiver's report once everything arrived. Raises RefitError."""
         return self._rl.staged()
 
+    @answered
     def rl_commit(self) -> float:
         """Make what was received the live weights; returns the seconds that took."""
         return self._rl.commit()

@@ -54,7 +54,10 @@ def _rest(raw: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _weights(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each row's factor, by its place in its tensor, and that tensor's number. Made without waiting for the device."""
-    factors = torch.cat([torch.arange(n, dtype=torch.int64, device=device) * 2 + 3 for n in counts])
-    owners = torch.cat([torch.full((n,), number, device=device) for number, n in enumerate(counts)])
-    return factors, owners
+    """Each row's factor, by its place in its tensor, and that tensor's number.
+
+    From the host, and waited for: several streams use them, of which the first alone would know when they are there.
+    """
+    factors = torch.cat([torch.arange(n, dtype=torch.int64) * 2 + 3 for n in counts])
+    owners = torch.cat([torch.full((n,), number) for number, n in enumerate(counts)])
+    return factors.to(device), owners.to(device)

@@ -23,6 +23,8 @@ from rlctl.workers.ports import LOOPBACK
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
+# Once a rank has failed, the others have so long to fail too, or to end.
+_OTHERS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ class Pending:
     def wait(self, deadline_s: float, knob: str = DEADLINE_KNOB) -> list[Any]:
         """All results in the workers' order.
 
-        Raises WorkerError if any worker raised, WorkerDied if any process is gone (at once, though others
-        still work), WorkerTimeout after `deadline_s` seconds.
+        Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
+        ranks may wait for the one that failed for ever), WorkerTimeout after `deadline_s` seconds.
         """
         self._until_ready(deadline_s, knob)
         answers = ray.get(self.refs)
@@ -109,23 +111,27 @@ class Pending:
 
     def _until_ready(self, deadline_s: float, knob: str) -> None:
         end = time.monotonic() + deadline_s
-        waiting = list(self.refs)
+        waiting, failures = list(self.refs), list[Failure]()
         while waiting:
             left = end - time.monotonic()
+            if left <= 0 and failures:
+                raise WorkerError(self.call, failures)
             if left <= 0:
                 names = [worker.name for worker, ref in zip(self.workers, self.refs) if ref in waiting]
                 raise WorkerTimeout(self.call, names, deadline_s, knob)
             ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            for ref in ready:
-                self._raise_if_dead(ref)
+            for failure in filter(None, map(self._failure, ready)):
+                failures.append(failure)
+                end = min(end, time.monotonic() + _OTHERS_S)
 
-    def _raise_if_dead(self, ref: Any) -> None:
+    def _failure(self, ref: Any) -> Failure | None:
+        """What an answer that is there says went wrong. Raises WorkerDied."""
         try:
-            ray.get(ref, timeout=60)
+            return _pair(ray.get(ref, timeout=60))[0]
         except RayActorError as error:
             raise WorkerDied(self.call, self.dead(), _reason(error)) from error
         except GetTimeoutError:
-            return
+            return None
 
     def dead(self) -> list[str]:
         """Names of the workers whose process is gone, as far as their answers tell."""

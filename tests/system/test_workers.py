@@ -17,6 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import rlctl.workers.graph
+import rlctl.workers.group
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import GraphBroken, GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -66,6 +67,10 @@ class Probe:
         if self.rank + rank < 0:
             raise SystemExit(3)
         return "fine"
+
+    def fail_or_wait(self, rank: int) -> None:
+        self.fail_on(rank)
+        time.sleep(30)
 
     def die_on(self, rank: int) -> None:
         if self.rank == rank:
@@ -120,6 +125,20 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
     with pytest.raises(WorkerError, match="fail_on on probe-0: SystemExit: 3"):
         group.call("fail_on", -1)
     assert group.call("fail_on", 2) == ["fine", "fine"]
+
+
+def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
+    doomed: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a collective, which the rank that failed never joins."""
+    if doomed.graph:
+        pytest.skip("a graph's answers come together: the deadline ends it")
+    monkeypatch.setattr(rlctl.workers.group, "_OTHERS_S", 1.0)
+    begin = time.monotonic()
+    with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as raised:
+        doomed.call("fail_or_wait", 1)
+    assert [failure.worker for failure in raised.value.failures] == ["probe-1"]
+    assert time.monotonic() - begin < 10
 
 
 def test_arrays_are_the_workers_own_and_may_be_kept_on_both_sides(group: WorkerGroup) -> None:
