@@ -86,6 +86,10 @@ class Engine:
         found = columns([future.result() for _, future in kept])
         return Delivery([name for name, _ in kept], found, self._read(), self._ended)
 
+    def steps(self) -> int:
+        """Made so far; answers while requests run."""
+        return self._counters.steps
+
     def _read(self) -> Counters:
         return replace(self._counters, at=time.monotonic())
 

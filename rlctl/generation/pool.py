@@ -65,7 +65,12 @@ class GeneratorPool:
 
     def open_refit(self, refit: Refit) -> None:
         """Connect every engine to the trainer; says how each takes weights in."""
-        for engine, choice in zip(self.engines, refit.open(self.ends())):
+        try:
+            choices = refit.open(self.ends())
+        except EnginesLost as error:
+            # Nothing is to be saved yet: whoever failed says why.
+            raise next(iter(error.reasons.values())) from error
+        for engine, choice in zip(self.engines, choices):
             self._emit("refit_opened", engine=engine.name, transport=refit.options.kind, **vars(choice))
 
     def refit(self, refit: Refit, version: int, checks: Checks | None = None) -> Report:
@@ -165,12 +170,27 @@ class GeneratorPool:
         return Worker(WorkerSpec(f"engine-{index}", make, seat.environment, log, threads=_THREADS, node=seat.node))
 
     def _gather(self, index: int, part: Pending) -> Columns | None:
+        """What an engine sampled; None if it was lost. However long it takes, as long as the engine makes steps."""
+        steps = -1
+        while True:
+            try:
+                columns: Columns = part.wait(self._deadline_s if steps < 0 else _SLICE_S)[0]
+                return columns
+            except WorkerTimeout as error:
+                before, steps = steps, self._steps(part.workers[0])
+                if 0 <= before == steps or steps < 0:
+                    self._count_loss(index, error)
+                    return None
+            except (WorkerDied, WorkerError) as error:
+                self._count_loss(index, error)
+                return None
+
+    def _steps(self, engine: Worker) -> int:
+        """That an engine has made so far; -1 if it does not say."""
         try:
-            columns: Columns = part.wait(self._deadline_s)[0]
-            return columns
-        except (WorkerDied, WorkerTimeout, WorkerError) as error:
-            self._count_loss(index, error)
-            return None
+            return int(engine.start("steps").wait(_SLICE_S)[0])
+        except (WorkerDied, WorkerTimeout, WorkerError):
+            return -1
 
     def _count_loss(self, index: int, reason: Exception) -> None:
         self._emit("engine_lost", engine=index, reason=str(reason))
@@ -206,9 +226,12 @@ class GeneratorPool:
         try:
             refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
         except EnginesLost as error:
-            for position, reason in error.reasons.items():
-                self._count_loss(standing[position], reason)
-            self._replace([standing[position] for position in error.reasons], refit, version, behind)
+            # One that was left untouched only because another fell out tries again; alone it is at fault itself.
+            broken = [position for position in error.reasons if position not in error.intact] or [*error.reasons]
+            for position in broken:
+                self._count_loss(standing[position], error.reasons[position])
+            behind = sorted({*behind, *(standing[p] for p in error.reasons if p not in broken)})
+            self._replace([standing[position] for position in broken], refit, version, behind)
             return
         for index in fresh:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)

@@ -92,10 +92,11 @@ class RolloutStream:
         return found
 
     def drain(self) -> bool:
-        """Begin no more groups until `go_on`; whether none is being sampled now."""
+        """Begin no more groups until `go_on`; whether none is being sampled now, but by engines that are lost."""
         with self._changed:
             self._held = True
-            return not any(lane.outstanding for lane in self._lanes)
+            self._lose_silent()
+            return not any(lane.outstanding and not lane.lost for lane in self._lanes)
 
     def go_on(self) -> None:
         """Begin groups again."""
@@ -109,10 +110,7 @@ class RolloutStream:
         Raises RuntimeError when `generation.max_restarts` are used up.
         """
         with self._changed:
-            for lane in self._lanes:
-                if lane.outstanding and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
-                    names = [lane.worker.name]
-                    lane.lost = WorkerTimeout("collect", names, self._deadline_s, "run.deadline_s")
+            self._lose_silent()
             lost = {i: lane.lost for i, lane in enumerate(self._lanes) if lane.lost and self._is_current(i)}
         if lost:
             self._pool.replace({index: error for index, error in lost.items() if error}, refit)
@@ -139,11 +137,21 @@ class RolloutStream:
         with self._changed:
             return [lane.counters for lane in self._lanes]
 
+    def last_step(self) -> float:
+        """When any engine last did something, by `time.monotonic`."""
+        with self._changed:
+            return max(lane.last for lane in self._lanes)
+
     def close(self) -> None:
         """Deliver nothing from now on."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def _lose_silent(self) -> None:
+        for lane in self._lanes:
+            if lane.outstanding and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
+                lane.lost = WorkerTimeout("collect", [lane.worker.name], self._deadline_s, "run.deadline_s")
 
     def _is_current(self, index: int) -> bool:
         return self._pool.slots[index] is self._lanes[index].worker

@@ -115,12 +115,18 @@ class Feed:
                 del self._active[ordinal]
 
     def drain(self, span: Span) -> None:
-        """Until nothing is being sampled; `stream.go_on` ends it."""
+        """Until nothing is being sampled; `stream.go_on` ends it.
+
+        An engine that is lost meanwhile is replaced by the refit that follows: the trainer has its weights already.
+        """
+        self._news = time.monotonic()
         if self.stream.drain():
             return
         with span("drain"):
             while not self.stream.drain():
-                self._look_after()
+                with self._changed:
+                    self._changed.wait(_TICK_S)
+                self._explain()
 
     def repair(self) -> None:
         """Engines that were lost are replaced, and what they were at is sampled anew. Raises RuntimeError."""
@@ -210,7 +216,7 @@ class Feed:
         self._unscored.put(ended)
 
     def _keep_scoring(self) -> None:
-        while (ended := self._unscored.get()) is not None:
+        while (ended := self._all_unscored()) is not None:
             prompts = [self._active[ordinal].prompt for ordinal, _ in ended]
             try:
                 scores = self._score(prompts, [completions for _, completions in ended])
@@ -225,6 +231,18 @@ class Feed:
                     self._staleness.ready(ordinal)
                 self._news = time.monotonic()
                 self._changed.notify_all()
+
+    def _all_unscored(self) -> list[tuple[int, list[Completion]]] | None:
+        """Every group that waits for its score, once there is one: together they keep all reward workers busy."""
+        found: list[tuple[int, list[Completion]]] = []
+        while True:
+            try:
+                ended = self._unscored.get(block=not found)
+            except queue.Empty:
+                return found
+            if ended is None:
+                return None
+            found += ended
 
     def _wait(self, version: int, scored: bool, span: Span) -> list[int]:
         self._version, self._news = version, time.monotonic()
@@ -283,7 +301,8 @@ class Feed:
         """Once a silence, and again after as long."""
         now, run = time.monotonic(), self._config.run
         silence = now - self._news
-        if silence >= run.deadline_s:
+        # Engines at long answers give no group for long, and are not silent.
+        if min(silence, now - self.stream.last_step()) >= run.deadline_s:
             text = self.explanation()
             raise RuntimeError(f"nothing was sampled or scored for {silence:.0f} s (run.deadline_s): {text}")
         if now - max(self._news, self._explained) >= run.explain_after_s:

@@ -111,6 +111,8 @@ class GrpoLoop(Loop):
         """One step: N groups, `updates_per_step` updates, the generator brought up to date."""
         number, config = self.done + 1, self._config.grpo
         record = StepRecorder(self._parts.keeper.events, number)
+        # Not those of the last step's end: what a validation samples belongs to no step.
+        self._counters = self._feed.stream.counters()
         span = partial(_waiting, record, self._async)
         with record.phase("data"):
             self._feed.fill(self.done)
@@ -134,7 +136,8 @@ class GrpoLoop(Loop):
             bound = max_age(self._config)
             metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
             metrics["buffer/target"] = float(self._feed.target)
-            metrics |= length_metrics(self._feed.sampled_lengths())
+        if (lengths := self._feed.sampled_lengths()) and self._async:
+            metrics |= length_metrics(lengths)
         self._record(record, groups, batch, metrics)
 
     def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
@@ -192,8 +195,8 @@ class GrpoLoop(Loop):
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)
         if self._async:
-            before, self._counters = self._counters, self._feed.stream.counters()
-            speed |= generator_metrics(Lane(before, self._counters, devices.generator))
+            lane = Lane(self._counters, self._feed.stream.counters(), devices.generator)
+            speed |= generator_metrics(lane)
         else:
             speed |= turn_metrics(metrics, times, devices.generator)
         length = metrics["tokens/trained"] / max(1, len(batch.sequences))

@@ -76,7 +76,8 @@ def generator_metrics(lane: Lane) -> dict[str, float]:
     if not pairs:
         return {}
     return {
-        "throughput/generation": tokens / busy * len(pairs) / lane.devices if busy > 0 else 0.0,
+        # Those left out have devices too: a rate is of the devices that were counted.
+        "throughput/generation": tokens / busy * len(lane.after) / lane.devices if busy > 0 else 0.0,
         "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),
         "idle/generator_refit": min(1.0, paused / whole),
         "generator/sequences": tokens / max(1, steps),
@@ -91,7 +92,7 @@ def age_metrics(groups: Rows[Group], version: int, occupancy: Mapping[int, int],
     ages = [version - one for one in oldest]
     tokens = [version - c.versions for group in groups for c in group.completions]
     joined = np.concatenate(tokens) if tokens else np.zeros(0)
-    mixed = [len(set(c.versions.tolist())) > 1 for group in groups for c in group.completions]
+    mixed = [c.versions.min() != c.versions.max() for group in groups for c in group.completions if len(c.versions)]
     metrics = {
         "age/mean": float(np.mean(ages)) if ages else 0.0,
         "age/max": float(max(ages, default=0)),

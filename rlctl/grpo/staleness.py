@@ -22,7 +22,7 @@ No clock, no processes: callers say what happened.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import ceil
@@ -104,12 +104,14 @@ class Staleness:
         if sum(slot.status in _DONE[scored] for slot in left) < self._step:
             return None
         chosen: list[int] = []
+        deadlines = Counter(self._deadline(slot) for slot in left)
         while len(chosen) < self._step:
-            allowed = self._allowed(left, version, self._step - len(chosen))
+            allowed = self._allowed(deadlines, version, self._step - len(chosen))
             pick = next((slot for slot in self._candidates(left, scored) if allowed(slot)), None)
             if pick is None:
                 return None
             left.remove(pick)
+            deadlines[self._deadline(pick)] -= 1
             chosen.append(pick.ordinal)
         return sorted(chosen)
 
@@ -198,9 +200,11 @@ class Staleness:
     def _deadline(self, slot: Slot) -> int:
         return slot.version + self._max_age
 
-    def _allowed(self, left: list[Slot], version: int, places: int) -> Callable[[Slot], bool]:
-        """Which of the groups left may take one of this step's `places` so that all deadlines can still be kept."""
-        deadlines = Counter(self._deadline(slot) for slot in left)
+    def _allowed(self, deadlines: Mapping[int, int], version: int, places: int) -> Callable[[Slot], bool]:
+        """Which of the groups left may take one of this step's `places` so that all deadlines can still be kept.
+
+        deadlines: groups left by the last version that may train them.
+        """
         due, tight = 0, None
         for deadline in sorted(deadlines):
             due += deadlines[deadline]

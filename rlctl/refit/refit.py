@@ -4,6 +4,7 @@ Every wait has a deadline. What fails on the way says who and which tensor; engi
 back as `EnginesLost`, to be built anew.
 """
 
+import time
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -83,7 +84,10 @@ class Refit:
         self._opened = False
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
-        """Connect both ends; again after an engine was replaced. Returns each engine's `intake.Choice`."""
+        """Connect both ends; again after an engine was replaced. Returns each engine's `intake.Choice`.
+
+        Raises EnginesLost, or what a trainer raised.
+        """
         spec = self._spec(sum(engine.ranks for engine in engines))
         senders = []
         if spec.rendezvous or not self._opened:
@@ -92,8 +96,8 @@ class Refit:
         for engine, first in zip(engines, _first_ranks(engines)):
             arguments = (spec, self.plan, first, self.options.mode, self.options.in_flight)
             opening.append(engine.worker.start("refit_open", *arguments))
+        choices = self._of_engines(opening)
         self._gather(senders)
-        choices = [answer[0] for answer in self._gather(opening)]
         self._opened = True
         return choices
 
@@ -104,22 +108,33 @@ class Refit:
         EnginesLost for engines that failed, and what a trainer raised if no engine was the cause.
         """
         header = Header(version, self.plan.digest, checks or self.options.checks)
+        begin = time.perf_counter()
         sending = self._trainers.start("refit_send", header)
         if not self._spec(0).rendezvous:
             self._gather([sending])
+        written = time.perf_counter() - begin
         receiving = [engine.worker.start("refit_receive", header) for engine in engines]
         sent, reports = self._watch(engines, sending, receiving)
-        return _merged(sent, reports)
+        report = _merged(sent, reports)
+        # Engines that read what stands in memory know nothing of the time that it took to get there.
+        return report if self._spec(0).rendezvous else {**report, "seconds": report["seconds"] + written}
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
-        """Bring `fresh` (replaced) engines and those `behind` to `version`, which the others already have."""
+        """Bring `fresh` (replaced) engines and those `behind` to `version`, which the others already have.
+
+        Raises EnginesLost by the place in `engines`, or what a trainer raised.
+        """
         if self._spec(0).rendezvous:
             self.open(engines)
             self.run(engines, version, "all")
             return
-        self.open(fresh)
-        header = Header(version, self.plan.digest, self.options.checks)
-        self._gather([engine.worker.start("refit_receive", header) for engine in (*fresh, *behind)])
+        places = [engines.index(engine) for engine in (*fresh, *behind)]
+        try:
+            self.open(fresh)
+            header = Header(version, self.plan.digest, self.options.checks)
+            self._of_engines([engine.worker.start("refit_receive", header) for engine in (*fresh, *behind)])
+        except EnginesLost as error:
+            raise EnginesLost({places[index]: reason for index, reason in error.reasons.items()}) from error
 
     def _watch(
         self, engines: list[EngineEnd], sending: Pending, receiving: list[Pending]
@@ -160,6 +175,13 @@ class Refit:
             host, port = self._trainers.workers[0].meeting_point()
             return replace(spec, host=host, port=port)
         return spec
+
+    def _of_engines(self, pending: list[Pending]) -> list[Any]:
+        """What each engine's call gave. Raises EnginesLost by the place in `pending`."""
+        outcomes = dict(as_they_end(pending, self._patience, KNOB))
+        if lost := {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, Exception)}:
+            raise EnginesLost(lost)
+        return [outcomes[index][0] for index in range(len(pending))]  # type: ignore[index]
 
     def _gather(self, pending: list[Pending]) -> list[list[Any]]:
         return [part.wait(self._patience, KNOB) for part in pending]

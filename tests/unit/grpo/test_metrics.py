@@ -101,7 +101,7 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
     after = [Counters(13.0, 1.5, 400, 60, 54.0), Counters(26.0, 1.0, 500, 100, 15.0), Counters(1.0, 0.0, 10)]
     assert generator_metrics(Lane(before, after, devices=4)) == pytest.approx(
         {
-            "throughput/generation": 600 / 9 * 2 / 4,
+            "throughput/generation": 600 / 9 * 3 / 4,
             "idle/generator": 1 - 9 / 10,
             "idle/generator_refit": 0.5 / 10,
             "generator/sequences": 600 / 100,
