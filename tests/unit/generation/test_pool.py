@@ -1,11 +1,14 @@
 """Sharing requests out over engines, and reading completions back from columns."""
 
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.generation.pool import share_out
+from rlctl.generation.pool import GeneratorPool, share_out
 from rlctl.generation.requests import FINISHES, Columns, SampleRequest
+from rlctl.workers.errors import WorkerTimeout
 
 requests = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 8), st.integers(1, 64)), max_size=40).map(
     lambda rows: [SampleRequest(f"r{i}", [1] * p, n, t, 1.0, i) for i, (p, n, t) in enumerate(rows)]
@@ -86,3 +89,44 @@ def test_columns_split_into_the_completions_of_each_request() -> None:
     assert [(one.request_id, one.tokens.tolist(), one.finish) for one in second] == [("b", [3, 4, 5], "abort")]
     assert second[0].log_probs.tolist() == [-3, -4, -5]
     assert second[0].versions.tolist() == [4, 4, 4]
+
+
+class AtWork:
+    """An engine that says in turn how many steps it has made."""
+
+    name = "engine-0"
+
+    def __init__(self, steps: list[int]) -> None:
+        self._steps = steps
+
+    def start(self, method: str) -> Any:
+        return Answer([self._steps.pop(0)], late=0)
+
+
+class Answer:
+    """Comes after being waited for `late` times in vain."""
+
+    def __init__(self, result: list[Any], late: int, engine: Any = None) -> None:
+        self._result, self._late, self.workers = result, late, [engine]
+
+    def wait(self, deadline_s: float) -> list[Any]:
+        if self._late:
+            self._late -= 1
+            raise WorkerTimeout("generate", ["engine-0"], deadline_s, "run.deadline_s")
+        return self._result
+
+
+def gathered(steps: list[int], late: int) -> tuple[Any, list[int]]:
+    """What the pool makes of an engine that is late, and the engines that it counts as lost."""
+    pool: Any = GeneratorPool.__new__(GeneratorPool)
+    lost: list[int] = []
+    pool._deadline_s, pool._count_loss = 600.0, lambda index, reason: lost.append(index)
+    return pool._gather(0, Answer(["columns"], late, AtWork(steps))), lost
+
+
+def test_an_engine_that_makes_steps_may_take_longer_than_the_deadline() -> None:
+    assert gathered([10, 20, 30], late=3) == ("columns", [])
+
+
+def test_an_engine_that_makes_no_step_is_lost() -> None:
+    assert gathered([10, 20, 20], late=9) == (None, [0])
