@@ -2,7 +2,6 @@
 against, in one run on the same processes, devices and bytes; every row's weights are compared bit by bit.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.refit.messages import Checks, Kind, TransportSpec
 from rlctl.refit.refit import EngineEnd, Options, Refit
+from rlctl.telemetry.cores import usable_cores
 from rlctl.telemetry.devices import visible_gpus
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from rlctl.workers.ports import free_port
@@ -105,7 +105,7 @@ def _start_trainers(bench: RefitBench, model: Path) -> WorkerGroup:
     for rank in range(len(places)):
         device = "cpu" if bench.cpu else "cuda:0"
         make = BenchTrainerSpec(str(model), rank, len(places), device, bench.master, init_method)
-        env = trainer_environment(bench.gpus(places[rank]), max(1, (os.cpu_count() or 1) // len(places)))
+        env = trainer_environment(bench.gpus(places[rank]), max(1, usable_cores() // len(places)))
         specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{bench.logs}/trainer-{rank}.log", threads=2))
     return WorkerGroup(specs, _DEADLINE_S)
 

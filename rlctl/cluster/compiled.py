@@ -1,11 +1,11 @@
 """Puts a run's trainer ranks behind a compiled graph, or says why not."""
 
-import os
 import time
 from statistics import median
 
 from rlctl.cluster.session import Session
 from rlctl.config.schema import CompiledGraphSection
+from rlctl.telemetry.cores import usable_cores
 from rlctl.workers.graph import GraphUnavailable
 from rlctl.workers.group import NOTHING, WorkerGroup
 
@@ -23,7 +23,7 @@ def compile_group(graph: CompiledGraphSection, group: WorkerGroup, session: Sess
     if graph.overlap_communication:
         what = "batches come from the driver and gradients go through torch.distributed: no edge between accelerators"
         emit("warning", what=f"ray_compiled_graph.overlap_communication has nothing to overlap: {what}")
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     if len(group) + 1 > cores:
         what = f"{len(group)} ranks and the driver share {cores} cores: calls are not much faster than ordinary ones"
         emit("warning", what=f"ray_compiled_graph: {what}")

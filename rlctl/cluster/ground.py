@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlctl.cluster.jobs.record import JobRecord
 from rlctl.cluster.placement import Placement, PlacementError, Pools, Seat, place, this_machine
+from rlctl.telemetry.cores import usable_cores
 from rlctl.telemetry.devices import count_gpus, visible_gpus
 from rlctl.telemetry.run_dir import RunDir, RunDirError
 from rlctl.telemetry.state import read_state
@@ -63,11 +64,9 @@ class Site:
         return node.environment if node else {}
 
     def cores(self, seat: Seat) -> int:
-        """CPUs of its machine."""
-        import os
-
+        """CPUs of its machine that may be used."""
         node = self.node(seat)
-        return node.cores if node else os.cpu_count() or 1
+        return node.cores if node else usable_cores()
 
     def meeting_point(self) -> str:
         """host:port at which trainer ranks meet: a free port of rank 0's node."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rlctl.cluster.ray_session import ray_session
+from rlctl.telemetry.cores import usable_cores
 from rlctl.workers.reaper import Reaper
 
 _OBJECT_STORE_BYTES = 1 << 30
@@ -61,7 +62,7 @@ def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
     shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES
     store = min(_OBJECT_STORE_BYTES, shm // 2)
     session = ray_session(
-        logs, include_dashboard=False, num_cpus=os.cpu_count(), object_store_memory=store, _temp_dir=str(folder)
+        logs, include_dashboard=False, num_cpus=usable_cores(), object_store_memory=store, _temp_dir=str(folder)
     )
     with ExitStack() as stack:
         with _temporary_files_in(folder):

@@ -3,7 +3,6 @@
 `exact` runs here; everything else runs the user's code or pattern and so runs in worker processes.
 """
 
-import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from types import TracebackType
 from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import Item, Outcome, RewardError, attempt, load_function
 from rlctl.rewards.worker import Worker
+from rlctl.telemetry.cores import usable_cores
 
 INLINE = ("exact",)
 MAX_WORKERS = 4
@@ -47,7 +47,7 @@ class Scorer:
         self.failures: Counter[str] = Counter()
         self.reasons: dict[str, str] = {}
         self._log = log.open("a") if log else None
-        size = min(MAX_WORKERS, os.cpu_count() or 1)
+        size = min(MAX_WORKERS, usable_cores())
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out: a small batch keeps to the worker that is already running.
         self._idle: LifoQueue[Worker] = LifoQueue()

@@ -1,12 +1,11 @@
 """What every trainer rank's process is, whatever trains in it: its place in the group, its device, its memory."""
 
-import os
-
 import psutil
 import torch
 import torch.distributed as dist
 
 from rlctl.config.schema import TrainerSection
+from rlctl.telemetry.cores import usable_cores
 
 
 def join(section: TrainerSection, rank: int, world: int, init_method: str, device: torch.device) -> None:
@@ -14,7 +13,7 @@ def join(section: TrainerSection, rank: int, world: int, init_method: str, devic
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(section.threads or max(1, len(os.sched_getaffinity(0)) // world))
+        torch.set_num_threads(section.threads or max(1, usable_cores() // world))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
 

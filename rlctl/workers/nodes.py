@@ -5,7 +5,6 @@ holds the bundle's GPUs, so that Ray says which they are; a run's processes ask 
 their devices, since several may share one.
 """
 
-import os
 import shutil
 import socket
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rlctl.telemetry.cores import usable_cores
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 from rlctl.workers.ports import free_port
 
@@ -169,7 +169,7 @@ class Helper:
     def facts(self, address: str) -> tuple[str, tuple[str, ...], int]:
         """Of `Node`: interface, gpus, cores."""
         gpus = tuple(str(each) for each in ray.get_gpu_ids())
-        return _interface(address), gpus, os.cpu_count() or 1
+        return _interface(address), gpus, usable_cores()
 
     def free_port(self, address: str) -> int:
         """See `Node.free_port`."""
