@@ -48,7 +48,7 @@ def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
     overrides = ["grpo.num_steps=25", "grpo.updates_per_step=4", "data.validation.path=train.jsonl"]
     schedule = plan(home, *overrides, "checkpoint.every=10").schedule
     assert (schedule.steps, schedule.updates) == (25, 100)
-    assert schedule.validations == 3  # at the start, after 10 and after 20
+    assert schedule.validations == 4  # at the start, after 10, 20 and 25
     assert schedule.checkpoints == 3  # after 10, 20 and 25
     assert schedule.kept == 3
     assert schedule.checkpoint_bytes == parameters(home) * (12 + 4)
@@ -56,6 +56,8 @@ def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
     assert narrow.checkpoint_bytes == parameters(home) * (12 + 2)
     assert plan(home, "checkpoint.every=0").schedule.checkpoints == 1
     assert plan(home, "validation.every=0").schedule.validations == 0
+    even = ["grpo.num_steps=20", "data.validation.path=train.jsonl", "validation.at_start=false"]
+    assert plan(home, *even).schedule.validations == 2  # after 10 and 20
 
 
 def test_trainer_state_is_sharded_over_the_ranks_and_exact(home: Path) -> None:
