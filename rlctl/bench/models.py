@@ -1,6 +1,7 @@
 """What `rlctl bench` measures with: published model shapes by name, or any Hugging Face folder. No weights needed."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -65,4 +66,17 @@ def model_folder(model: str, parent: Path) -> Path:
     folder = parent / model
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_COMMON | {"eos_token_id": None} | SHAPES[model]))
+    return folder
+
+
+def shape_folder(model: str, parent: Path) -> Path:
+    """A folder under `parent` with the model's config.json and nothing else: a user's folder is only read, and its
+    tokenizer left behind, since sizes of made-up data are counted in words.
+
+    Raises ValueError as `model_folder` does.
+    """
+    config = model_folder(model, parent) / "config.json"
+    folder = parent / "shape"
+    folder.mkdir()
+    shutil.copyfile(config, folder / "config.json")
     return folder

@@ -21,14 +21,14 @@ _PROMPT_WORDS = 64
 
 
 def make_tokenizer(shape: Path) -> None:
-    """shape: a folder with a config.json, which gets a tokenizer if it has none."""
+    """shape: a folder of the bench's own with a config.json, which gets a tokenizer if it has none yet."""
     if not (shape / "tokenizer.json").exists():
         vocabulary = int(json.loads((shape / "config.json").read_text())["vocab_size"])
         word_tokenizer(vocabulary).save_pretrained(shape)
 
 
 def make_random_model(shape: Path, folder: Path) -> None:
-    """shape: a folder with a config.json. Writes model/. Raises RuntimeError."""
+    """shape: as for `make_tokenizer`. Writes model/. Raises RuntimeError."""
     make_tokenizer(shape)
     command = [sys.executable, "-m", "rlctl.training.random_init", str(shape), str(folder / "model"), "0"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -71,7 +71,7 @@ def _checked(
     plot: Path | None,
 ) -> tuple["GrpoBench", Path]:
     from rlctl.bench.grpo import GrpoBench
-    from rlctl.bench.models import model_folder
+    from rlctl.bench.models import shape_folder
     from rlctl.telemetry.devices import count_gpus
 
     problems: list[Problem] = []
@@ -95,7 +95,7 @@ def _checked(
     if problems:
         raise ConfigError(problems)
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
-    shape = model_folder(name, folder)
+    shape = shape_folder(name, folder)
     numbers = (prompts, generations, steps, age)
     return GrpoBench(shape, name, gpus, trainers, *numbers, mean, sigma, cap, chosen, override), folder
 

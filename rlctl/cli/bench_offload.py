@@ -56,7 +56,7 @@ def offload(
 def _checked(
     model: str | None, backend: str, seq_len: int | None, batch: int, steps: int, settings: list[str]
 ) -> tuple["OffloadBench", Path]:
-    from rlctl.bench.models import longest, model_folder
+    from rlctl.bench.models import longest, shape_folder
     from rlctl.bench.offload import OffloadBench
     from rlctl.config.load import load
     from rlctl.telemetry.devices import count_gpus
@@ -70,7 +70,7 @@ def _checked(
     section = load("sft", None, settings).config.trainer
     tokens = seq_len or (4096 if gpus else 128)
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
-    shape = model_folder(name, folder)
+    shape = shape_folder(name, folder)
     most = min(longest(shape), section.micro_batch_tokens)
     if tokens > most:
         shutil.rmtree(folder)

@@ -74,7 +74,7 @@ def _checked(
     override: list[str],
     problems: list[Problem],
 ) -> tuple["SftBench", Path]:
-    from rlctl.bench.models import longest, model_folder
+    from rlctl.bench.models import longest, shape_folder
     from rlctl.bench.sft import MODES, SftBench, mode_settings
     from rlctl.telemetry.devices import count_gpus
 
@@ -95,7 +95,7 @@ def _checked(
     if problems:
         raise ConfigError(problems)
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
-    shape = model_folder(name, folder)
+    shape = shape_folder(name, folder)
     if tokens > (most := longest(shape)):
         shutil.rmtree(folder)
         raise ConfigError([Problem("--seq-len", "", f"{tokens}: the model's longest sequence is {most}")])

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from rlctl.config import resolve
 from rlctl.config.architecture import Architecture, architecture_of, config_file, read_architecture
+from rlctl.config.best import best_notes
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
@@ -88,7 +89,10 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> lis
 
 
 def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
-    """One line for every override that changes nothing. Only overrides: a resolved config writes every value."""
+    """One line for every override that changes nothing, and for what loses the best checkpoints.
+
+    Of what changes nothing only overrides: a resolved config writes every value.
+    """
     given = {key: origin for key, origin in origins.items() if origin.override}
     asked = config.trainer.megatron.sequence_parallel
     unused = asked and not layout(config.trainer).sequence_parallel and f"{KEYS['tensor']} is 1"
@@ -101,7 +105,7 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     age = "async.max_trajectory_age_steps"
     if age in given and isinstance(config, GrpoConfig) and resolve.max_age(config) > WISE_AGE:
         said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
-    return said
+    return said + best_notes(config)
 
 
 def _idle(config: GrpoConfig) -> dict[str, str | bool | None]:

@@ -18,7 +18,7 @@ TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 class Composed:
     """A config fit to run. recipe: the file it came from. origins: dotted key -> where its value was written.
 
-    notes: one line each, about overrides that change nothing; no reason to stop.
+    notes: one line each, about overrides that change nothing and best checkpoints that are lost; no reason to stop.
     """
 
     config: RunConfig

@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer state are `standing`'s. Activations are an estimate after Korthikanti et al. (arXiv
 2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP
-and attention that stores no scores.
+and attention that stores no scores. The reference is left out where there are GPUs: it stands in host memory, and its
+weights take the policy's own place while they are needed.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from rlctl.config.residency import Phase, State
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.config.standing import FLOAT32, Standing, parts, standing, states
 
-_REFERENCE = "reference"
+# Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
+_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Memory:
         if not self.shared:
             return max(trainer, engine)
         resident = sum(each.device for each in self.standing["generate"].values())
-        return max(trainer, resident + self.trainer.get(_REFERENCE, 0) + engine)
+        return max(trainer, resident + engine)
 
 
 def forecast(
@@ -109,15 +111,17 @@ def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[s
     whole = trainer.backend == "megatron" or (trainer.num_ranks == 1 and size == FLOAT32)
     kept = activation_bytes(architecture, trainer.micro_batch_tokens, size, trainer.activation_checkpointing)
     held = states(trainer, architecture, size).values()
+    logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {
         "gathered layers": 0 if whole else gathered * size,
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
-        # The logits of a chunk and their gradient.
-        "logits": 2 * trainer.logprob_chunk_tokens * architecture.vocab * FLOAT32 // shared.tensor,
+        "logits": trainer.logprob_chunk_tokens * architecture.vocab * logit // shared.tensor,
+        # The sum over the chunks is float32, the product that each adds is of the compute dtype.
+        "output's gradient": (FLOAT32 + size) * architecture.embedding_parameters // shared.tensor,
     }
-    if isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
-        items[_REFERENCE] = shared.of(architecture) * size
+    if gpus == 0 and isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
+        items["reference"] = shared.of(architecture) * size
     return {name: count for name, count in items.items() if count}
 
 

@@ -143,7 +143,10 @@ def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -
     steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
-    validations = (config.validation.at_start + steps // every) if every and config.data.validation.path else 0
+    validations = 0
+    if every and config.data.validation.path:
+        # Also after the last step.
+        validations = config.validation.at_start + -(-steps // every)
     often, at_end = config.checkpoint.every, config.checkpoint.at_end
     checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
     size = None

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.telemetry.devices import visible_gpus
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -57,14 +59,15 @@ def _nvidia() -> tuple[list[Gpu], str | None]:
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        names = visible_gpus()
     except subprocess.TimeoutExpired:
         return [], None
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
     rows = [row for row in rows if len(row) == 5]
-    visible = [row for row in rows if _is_visible(row[0], row[1])]
+    visible = [row for row in rows if any(_is_named(name, row[0], row[1]) for name in names)]
     return [Gpu(row[2], int(row[3]) << 20) for row in visible if row[3].isdigit()], rows[0][4] if rows else None
 
 
-def _is_visible(index: str, uuid: str) -> bool:
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return allowed is None or any(each == index or (each and uuid.startswith(each)) for each in allowed.split(","))
+def _is_named(name: str, index: str, uuid: str) -> bool:
+    """Whether CUDA_VISIBLE_DEVICES means that device by `name`: its index, or a beginning of its UUID."""
+    return name == index if name.isdigit() else uuid.startswith(name)

@@ -1,5 +1,6 @@
 """The GPUs that this process may use, and how busy they are, or the CPU's cores where there are none."""
 
+import math
 import os
 import shutil
 import subprocess
@@ -29,7 +30,10 @@ def count_gpus() -> int:
 
 
 def utilization_meter(device: str) -> Callable[[], float]:
-    """A function that returns the share of use, 0 to 1, since it was last called (GPU: over NVML's own last second)."""
+    """A function that returns the share of use, 0 to 1, since it was last called (GPU: over NVML's own last second).
+
+    NaN where that cannot be told: no run ends for want of this number.
+    """
     return _gpus() if device == "cuda" else _cores()
 
 
@@ -46,9 +50,17 @@ def _gpus() -> Callable[[], float]:
 
         pynvml.nvmlInit()
         handles = [_handle(pynvml, name) for name in visible_gpus()]
-    except Exception:  # no NVML: the number is left out of the metrics, nothing else depends on it
-        return lambda: float("nan")
-    return lambda: sum(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu for handle in handles) / len(handles) / 100
+    except Exception:  # no NVML, or none of its devices
+        handles = []
+
+    def read() -> float:
+        try:
+            percents = [float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) for handle in handles]
+            return sum(percents) / len(percents) / 100
+        except Exception:  # no device, one that was lost, or one that does not tell (a MIG slice)
+            return math.nan
+
+    return read
 
 
 def _handle(nvml: Any, name: str) -> Any:

@@ -105,6 +105,7 @@ class LineView:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="lines", daemon=True)
         self._since = since
+        self._newest = 0.0
 
     def __enter__(self) -> "LineView":
         self._thread.start()
@@ -138,12 +139,18 @@ class LineView:
                 self._failure = failure
 
     def _print_new(self) -> None:
-        events, metrics = self._events.read(), self._metrics.read()
+        events, metrics = self._events.read(), self._unseen_metrics()
         pairs = [(event, self._format.event) for event in events] + [(each, self._format.metrics) for each in metrics]
         recent = [pair for pair in pairs if float(pair[0].get("time", 0.0)) >= self._since]
         for record, lines in sorted(recent, key=lambda pair: float(pair[0]["time"])):
             for line in lines(record):
                 print(line.encode("ascii", "replace").decode(), file=self._out, flush=True)
+
+    def _unseen_metrics(self) -> list[Record]:
+        """A restart drops what will be done again by replacing the file, which is then read from its beginning."""
+        unseen = [record for record in self._metrics.read() if float(record.get("time", 0.0)) > self._newest]
+        self._newest = max((float(record["time"]) for record in unseen), default=self._newest)
+        return unseen
 
 
 def _tagged(event: Record) -> str:

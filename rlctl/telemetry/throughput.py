@@ -3,13 +3,16 @@
 `times` are the seconds of `StepClock.finish`; token counts are those of the same step. 0.0 where no time passed.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlctl.telemetry.clock import productive_seconds
 
-# Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity).
+# Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity); of an SXM module.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
+# Forms of a device with a lower peak, and slices of one. As a PCIe card the A100 alone has the module's peak.
+_LESSER = {name: {"PCIE", "NVL", "MIG"} for name in PEAK_FLOPS} | {"A100": {"MIG"}}
 
 
 def effective(prompt_tokens: int, generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
@@ -42,8 +45,18 @@ def flops_per_token(parameters: int, layers: int, hidden: int, length: float) ->
 def mfu(training: float, flops: float, device: str) -> float | None:
     """Model FLOPs utilisation of the trainer, 0 to 1: `training_only` tokens/s/device times FLOPs a token,
     divided by the device's bf16 peak. None where the peak is not known, as on a CPU."""
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device.upper()), None)
+    peak = peak_flops(device)
     return None if peak is None else training * flops / peak
+
+
+def peak_flops(device: str) -> float | None:
+    """Of the device of that name, like NVIDIA H100 80GB HBM3. None where it is not known for certain.
+
+    Peaks of one chip differ: a PCIe or NVL card runs slower than an SXM module, a MIG slice is a part of it. A wrong
+    MFU is worse than none.
+    """
+    words = set(re.findall(r"[A-Z0-9]+", device.upper()))
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in words and not words & _LESSER[name]), None)
 
 
 def idle_share(times: Mapping[str, float], busy: Iterable[str]) -> float:

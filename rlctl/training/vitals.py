@@ -1,5 +1,6 @@
 """Memory and device use of a run, asked for every few seconds at most, so that fast steps do not pay for it."""
 
+import math
 import time
 from collections.abc import Callable
 
@@ -29,8 +30,8 @@ class Vitals:
         held = {name: max(map(_bytes, ask()), default=0.0) for name, ask in self._sources.items()}
         metrics = {f"memory/{name}_gib": size / GIB for name, size in held.items()}
         metrics["memory/driver_gib"] = psutil.Process().memory_info().rss / GIB
-        metrics["device/utilization"] = self._utilization()
-        return metrics
+        used = self._utilization()
+        return metrics if math.isnan(used) else metrics | {"device/utilization": used}
 
 
 def _bytes(memory: dict[str, float]) -> float:

@@ -48,7 +48,7 @@ def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
     overrides = ["grpo.num_steps=25", "grpo.updates_per_step=4", "data.validation.path=train.jsonl"]
     schedule = plan(home, *overrides, "checkpoint.every=10").schedule
     assert (schedule.steps, schedule.updates) == (25, 100)
-    assert schedule.validations == 3  # at the start, after 10 and after 20
+    assert schedule.validations == 4  # at the start, after 10, 20 and 25
     assert schedule.checkpoints == 3  # after 10, 20 and 25
     assert schedule.kept == 3
     assert schedule.checkpoint_bytes == parameters(home) * (12 + 4)
@@ -56,6 +56,8 @@ def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
     assert narrow.checkpoint_bytes == parameters(home) * (12 + 2)
     assert plan(home, "checkpoint.every=0").schedule.checkpoints == 1
     assert plan(home, "validation.every=0").schedule.validations == 0
+    even = ["grpo.num_steps=20", "data.validation.path=train.jsonl", "validation.at_start=false"]
+    assert plan(home, *even).schedule.validations == 2  # after 10 and 20
 
 
 def test_trainer_state_is_sharded_over_the_ranks_and_exact(home: Path) -> None:
@@ -66,10 +68,28 @@ def test_trainer_state_is_sharded_over_the_ranks_and_exact(home: Path) -> None:
     assert memory.trainer["AdamW moments"] == 8 * half
 
 
-def test_a_reference_is_counted_only_with_kl(home: Path) -> None:
-    without, with_kl = plan(home, gpus=1).memory, plan(home, "grpo.loss.kl_coef=0.1", gpus=1).memory
+def test_a_reference_is_counted_only_with_kl_and_never_on_a_gpu_since_it_stands_in_host_memory(home: Path) -> None:
+    without, with_kl = plan(home).memory, plan(home, "grpo.loss.kl_coef=0.1").memory
     assert without and "reference" not in without.trainer
-    assert with_kl and with_kl.trainer["reference"] == 2 * parameters(home)
+    assert with_kl and with_kl.trainer["reference"] == 4 * parameters(home)
+    assert with_kl.peak - without.peak == 4 * parameters(home)
+    for placed in ("placement.colocated=true", "placement.colocated=false"):
+        plain, kept = (plan(home, placed, f"grpo.loss.kl_coef={coef}", gpus=2).memory for coef in (0, 0.1))
+        assert plain and kept and (plain.trainer, plain.peak) == (kept.trainer, kept.peak)
+
+
+def test_the_output_takes_the_logits_of_a_chunk_and_the_gradient_of_its_weight(home: Path) -> None:
+    # 100 tokens, a vocabulary of 32 and 64 hidden numbers, as in folders.MODEL.
+    chunk = "trainer.logprob_chunk_tokens=100"
+    gpu, fused = plan(home, chunk, gpus=1).memory, plan(home, chunk, "trainer.compile=true", gpus=1).memory
+    assert gpu and gpu.trainer["logits"] == 16 * 100 * 32
+    assert fused and fused.trainer["logits"] == 8 * 100 * 32
+    # Float32 summed, and one product in bfloat16; on a CPU in float32 too.
+    assert gpu.trainer["output's gradient"] == (4 + 2) * 32 * 64
+    cpu, halves = plan(home, chunk).memory, plan(home, *MEGATRON, chunk, kind="sft", gpus=8).memory
+    assert cpu and cpu.trainer["output's gradient"] == (4 + 4) * 32 * 64
+    assert halves and halves.trainer["output's gradient"] == (4 + 2) * 32 * 64 // 2
+    assert halves.trainer["logits"] == 16 * 100 * 32 // 2
 
 
 def test_activations_of_one_layer_counted_by_hand() -> None:
@@ -104,14 +124,14 @@ def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
     on_device = {phase: {name: each.device for name, each in kept.standing[phase].items()} for phase in kept.standing}
     assert on_device == dict.fromkeys(kept.standing, plain) | {"train": plain | {"gradients": state}}
     assert kept.state_peak == 4 * state
-    out = ["trainer.offload_optimizer_for_generation=true", "grpo.loss.kl_coef=0.1"]
-    moved = plan(home, *out, gpus=1, memory=GIB).memory
+    moved = plan(
+        home, "trainer.offload_optimizer_for_generation=true", "grpo.loss.kl_coef=0.1", gpus=1, memory=GIB
+    ).memory
     assert moved and moved.state_peak == kept.state_peak
     away = {phase for phase, states in moved.standing.items() if states["optimizer"] == Standing("host", 0, 2 * state)}
     assert away == {"generate", "log_probs", "refit", "checkpoint"}
-    resident = state + moved.trainer["reference"]
-    assert moved.peak == max(sum(moved.trainer.values()), resident + sum(moved.engine.values()))
-    assert kept.peak - moved.peak == 2 * state - moved.trainer["reference"]
+    assert moved.peak == max(sum(moved.trainer.values()), state + sum(moved.engine.values()))
+    assert kept.peak - moved.peak == 2 * state
 
 
 def test_on_a_cpu_all_state_stands_in_host_memory_and_a_note_says_so(home: Path) -> None:

@@ -77,6 +77,24 @@ def test_the_view_prints_what_is_written_while_it_runs_and_then_the_summary(tmp_
     assert "  rlctl runs show " + "x" * 200 in lines
 
 
+def test_a_restart_prints_the_steps_that_are_done_again_and_no_other(tmp_path: Path) -> None:
+    run, out = RunDir.create("a", tmp_path), io.StringIO()
+    times = iter(range(101, 200))
+    metrics = MetricsLog(run.metrics, EventLog(run.events), now=lambda: float(next(times)))
+    view = LineView(run, 1, 100.0, out)
+    for step in (1, 2, 3):
+        metrics.write("step", step, step_metrics(step))
+    view._print_new()
+    run.truncate_metrics(1)
+    view._print_new()
+    metrics.write("step", 2, step_metrics(2))
+    view._print_new()
+    metrics.write("validation", 2, {"validation/accuracy": 0.5})
+    metrics.write("step", 3, step_metrics(3))
+    view._print_new()
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "1", "2", "3", "2", "validation", "3"]
+
+
 def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     class Closed(io.StringIO):
         def write(self, text: str) -> int:

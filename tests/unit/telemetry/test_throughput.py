@@ -8,6 +8,7 @@ from rlctl.telemetry.throughput import (
     generation_only,
     idle_share,
     mfu,
+    peak_flops,
     split,
     training_only,
 )
@@ -51,6 +52,29 @@ def test_mfu_is_the_share_of_the_devices_peak() -> None:
 
 def test_there_is_no_mfu_without_a_known_peak() -> None:
     assert mfu(1000.0, 1e9, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989.4e12),
+        ("NVIDIA H200", 989.4e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA A10", None),
+    ],
+)
+def test_a_peak_is_that_of_the_very_device(device: str, peak: float | None) -> None:
+    assert peak_flops(device) == peak
 
 
 def test_idle_is_what_a_side_did_not_work_in_of_the_productive_time() -> None:
