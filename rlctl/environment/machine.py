@@ -1,12 +1,12 @@
 """What this machine has: cores, memory, disk, GPUs. Asked of the system and the driver, never of torch."""
 
-import os
 import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.telemetry.cores import usable_cores
 from rlctl.telemetry.devices import visible_gpus
 
 
@@ -42,7 +42,7 @@ def read_machine(folder: Path) -> Machine:
     gpus, driver = _nvidia()
     return Machine(
         python=".".join(map(str, sys.version_info[:3])),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         memory=memory.total,
         memory_free=memory.available,
         shm=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else 0,
