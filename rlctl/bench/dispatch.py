@@ -114,20 +114,31 @@ def _plain(bench: DispatchBench, count: int, say: Callable[[str], None]) -> list
 def _timed_plain(graph: Any, size: int, calls: int) -> Floor:
     import ray
 
-    def timed(payload: Any) -> tuple[Spread, Spread]:
-        taken, submitted, end = [], [], time.perf_counter() + _ROW_S
-        for _ in range(calls):
-            began = time.perf_counter()
-            answers = graph.execute(payload)
-            submitted.append(time.perf_counter() - began)
-            ray.get(answers, timeout=_DEADLINE_S)
-            taken.append(time.perf_counter() - began)
-            if time.perf_counter() > end:
-                break
-        warm = len(taken) // 10
-        return Spread.of(taken[warm:]), Spread.of(submitted[warm:])
+    array, plain_bytes = np.zeros(size, np.uint8), bytes(size)
 
-    return timed(np.zeros(size, np.uint8))[0], timed(bytes(size))[1]
+    def round_trip() -> float:
+        began = time.perf_counter()
+        ray.get(graph.execute(array), timeout=_DEADLINE_S)
+        return time.perf_counter() - began
+
+    def submission() -> float:
+        began = time.perf_counter()
+        answers = graph.execute(plain_bytes)
+        submitted = time.perf_counter() - began
+        ray.get(answers, timeout=_DEADLINE_S)
+        return submitted
+
+    return _spread(round_trip, calls), _spread(submission, calls)
+
+
+def _spread(once: Callable[[], float], calls: int) -> Spread:
+    """Of the seconds that each call gives, without the first tenth."""
+    taken, end = [], time.perf_counter() + _ROW_S
+    for _ in range(calls):
+        taken.append(once())
+        if time.perf_counter() > end:
+            break
+    return Spread.of(taken[len(taken) // 10 :])
 
 
 def _rows(
@@ -155,30 +166,31 @@ def _rows(
 
 
 def _timed(group: WorkerGroup, size: int, calls: int) -> Spread:
-    payload, taken, end = np.zeros(size, np.uint8), [], time.perf_counter() + _ROW_S
-    for _ in range(calls):
+    payload = np.zeros(size, np.uint8)
+
+    def once() -> float:
         began = time.perf_counter()
         answers = group.call("take", payload)
-        taken.append(time.perf_counter() - began)
+        taken = time.perf_counter() - began
         if answers != [size] * len(group):
             raise RuntimeError(f"workers received {answers} of {size} bytes")
-        if time.perf_counter() > end:
-            break
-    return Spread.of(taken[len(taken) // 10 :])
+        return taken
+
+    return _spread(once, calls)
 
 
 def _submitted(group: WorkerGroup, size: int, calls: int) -> Spread:
-    graph, payload, taken, end = group.graph, np.zeros(size, np.uint8), [], time.perf_counter() + _ROW_S
+    graph, arguments = group.graph, [(np.zeros(size, np.uint8),)] * len(group)
     assert graph is not None
-    for _ in range(calls):
-        arguments = [(payload,)] * len(group)
+
+    def once() -> float:
         began = time.perf_counter()
         wait = graph.submit(("take", arguments, {}))
-        taken.append(time.perf_counter() - began)
+        taken = time.perf_counter() - began
         wait()
-        if time.perf_counter() > end:
-            break
-    return Spread.of(taken[len(taken) // 10 :])
+        return taken
+
+    return _spread(once, calls)
 
 
 def _idle(group: WorkerGroup) -> float:

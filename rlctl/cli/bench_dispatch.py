@@ -22,8 +22,7 @@ _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
 _LEGEND = (
     "round trip of a call that only takes its payload, median and 99th percentile; submit: the part of it before "
     "the driver waits; bare: both through a graph over bare actors, of bytes that Ray only hands on for submit: the "
-    "floor; "
-    "idle: cores that a worker burns while its graph lives and nobody calls it"
+    "floor; idle: cores that a worker burns while its graph lives and nobody calls it"
 )
 
 EPILOG = examples(

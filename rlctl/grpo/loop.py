@@ -136,7 +136,9 @@ class GrpoLoop(Loop):
             bound = max_age(self._config)
             metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
             metrics["buffer/target"] = float(self._feed.target)
-        if (lengths := self._feed.sampled_lengths()) and self._async:
+        # Taken in any case: they would pile up.
+        lengths = self._feed.sampled_lengths()
+        if self._async:
             metrics |= length_metrics(lengths)
         self._record(record, groups, batch, metrics)
 

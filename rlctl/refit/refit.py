@@ -5,6 +5,7 @@ back as `EnginesLost`, to be built anew.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -96,8 +97,7 @@ class Refit:
         for engine, first in zip(engines, _first_ranks(engines)):
             arguments = (spec, self.plan, first, self.options.mode, self.options.in_flight)
             opening.append(engine.worker.start("refit_open", *arguments))
-        choices = self._of_engines(opening)
-        self._gather(senders)
+        choices = self._of_engines(opening, senders)
         self._opened = True
         return choices
 
@@ -176,12 +176,24 @@ class Refit:
             return replace(spec, host=host, port=port)
         return spec
 
-    def _of_engines(self, pending: list[Pending]) -> list[Any]:
-        """What each engine's call gave. Raises EnginesLost by the place in `pending`."""
-        outcomes = dict(as_they_end(pending, self._patience, KNOB))
-        if lost := {index: outcome for index, outcome in outcomes.items() if isinstance(outcome, Exception)}:
-            raise EnginesLost(lost)
-        return [outcomes[index][0] for index in range(len(pending))]  # type: ignore[index]
+    def _of_engines(self, pending: list[Pending], senders: Sequence[Pending] = ()) -> list[Any]:
+        """What each engine's call gave. Raises EnginesLost by the place in `pending`, or what a trainer raised.
+
+        senders: the trainers' end, if engines meet it: nobody waits then for those that wait for one that failed.
+        """
+        trainers, answers, failed = len(pending), dict[int, list[Any]](), dict[int, Exception]()
+        for index, outcome in as_they_end([*pending, *senders], self._patience, KNOB):
+            if not isinstance(outcome, Exception):
+                answers[index] = outcome
+                continue
+            failed[index] = outcome
+            if index == trainers and _blames_others(outcome):
+                failed |= _engines_failed(pending)
+            if senders:
+                break
+        if failed:
+            raise _verdict(failed, trainers)
+        return [answers[index][0] for index in range(trainers)]
 
     def _gather(self, pending: list[Pending]) -> list[list[Any]]:
         return [part.wait(self._patience, KNOB) for part in pending]

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -18,10 +19,15 @@ def visible_gpus() -> list[str]:
     if visible is not None:
         # CUDA reads up to the first that is none.
         return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return [str(index) for index in range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))]
+    tool = shutil.which("nvidia-smi")
+    return [str(index) for index in range(_installed(tool) if tool else 0)]
+
+
+@cache
+def _installed(tool: str) -> int:
+    # Asked once: it takes up to a second, and every seat of a run wants to know.
+    listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def count_gpus() -> int:

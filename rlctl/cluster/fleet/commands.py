@@ -1,4 +1,4 @@
-"""Commands of this machine that are asked something: Slurm's, kubectl."""
+"""Commands of this machine that are asked something: Slurm's, kubectl, ssh."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,24 @@ def answer(
 
     In a session of its own: Ctrl-C is this process's to handle.
     """
-    return subprocess.run(
+    process = started(command, environment)
+    try:
+        out, err = process.communicate(stdin, timeout=deadline_s)
+    finally:
+        process.kill()
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """The command with pipes to its three streams, in a session of its own. Raises FileNotFoundError."""
+    return subprocess.Popen(
         command,
-        input=stdin,
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
         text=True,
         errors="replace",
-        timeout=deadline_s,
         env=environment,
-        check=False,
     )

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.cluster.fleet.commands import started
+
 _PROGRAMS = Path(__file__).parent / "on_host"
 _SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.on_host\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
@@ -122,16 +124,7 @@ class Host:
     def _started(self) -> "subprocess.Popen[str]":
         try:
             # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
-            return subprocess.Popen(
-                self.command(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                text=True,
-                errors="replace",
-                env=self._environment(),
-            )
+            return started(self.command(), self._environment())
         except FileNotFoundError as error:
             raise HostError(f"{error.filename} is not installed on this machine") from None
 

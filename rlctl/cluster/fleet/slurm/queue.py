@@ -4,7 +4,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from rlctl.cluster.fleet.commands import answer
+from rlctl.cluster.fleet.commands import answer, started
 from rlctl.cluster.fleet.hosts import visible
 from rlctl.cluster.fleet.links import SLURM_HIDES
 from rlctl.cluster.fleet.state import ClusterError
@@ -75,16 +75,7 @@ def must_be_here() -> None:
 def submit(script: str) -> str:
     """The id of the new job. Raises ClusterError; after a Ctrl-C `find` still has it."""
     try:
-        process = subprocess.Popen(
-            ["sbatch", "--parsable", script],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-            env=visible(*SLURM_HIDES),
-        )
+        process = started(["sbatch", "--parsable", script], visible(*SLURM_HIDES))
     except OSError:
         raise ClusterError(_not_found("sbatch")) from None
     try:
