@@ -25,6 +25,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("random"), "qwen3-0.6b")
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("large"), "qwen3-4b")
+
+
 def run(recipe: str, folder: Path, model: Path, *extra: str) -> list[dict[str, Any]]:
     """Three short steps; returns the records of metrics.jsonl."""
     short = ["grpo.num_steps=3", "generation.max_new_tokens=64", "validation.every=0", "checkpoint.export=false"]
@@ -67,6 +72,22 @@ def test_megatrons_tensor_ranks_share_two_devices_with_two_engines(model: Path, 
             *two,
         )
     )
+
+
+LAYOUTS = {"TP2-DP2": (2, 1), "TP2-PP2": (2, 2), "DP4": (1, 1)}
+
+
+@pytest.mark.skipif("gpus() < 4", reason="needs four CUDA devices")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatrons_layouts_share_four_devices_with_four_engines(layout: str, large: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    tensor, pipeline = LAYOUTS[layout]
+    four = ("trainer.backend=megatron", "trainer.num_ranks=4", "generation.num_engines=4")
+    sizes = (
+        f"trainer.megatron.tensor_model_parallel_size={tensor}",
+        f"trainer.megatron.pipeline_model_parallel_size={pipeline}",
+    )
+    check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, large, "generation.enforce_eager=true", *four, *sizes))
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
