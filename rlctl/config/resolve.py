@@ -27,6 +27,13 @@ def needs_log_probs(config: GrpoConfig) -> bool:
     return recomputed or config.grpo.loss.kl_coef > 0
 
 
+def streams_training(config: GrpoConfig) -> bool:
+    """Whether a step's gradients begin before all of its groups are sampled: an update of its own, of what is known
+    when a group is."""
+    once = config.grpo.updates_per_step == 1 and not needs_log_probs(config)
+    return config.async_.enabled and config.async_.streamed_training and once
+
+
 def proximal(config: GrpoConfig) -> Literal["behaviour", "recompute"]:
     """The old policy of the loss's ratio."""
     own = config.grpo.loss.proximal

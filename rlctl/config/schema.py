@@ -139,6 +139,10 @@ class AsyncSection:
     lookahead: Literal["auto", "full"] = spec(
         "groups on their way: as many as keep the trainer busy, or always as many as the bound allows"
     )
+    streamed_training: bool = spec(
+        "a step trains on the groups that are there while its last ones are sampled; with one update a step and no "
+        "pass over log-probs before it"
+    )
     window_fraction: float = spec(
         "windowed_fifo: groups beyond a step's worth, as a share of all that are active", ge=0
     )

@@ -25,6 +25,10 @@ def build_llm(spec: EngineSpec) -> Any:
         }
     else:
         extra = {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
+        if not spec.enforce_eager and _hopper():
+            # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins, every fifth of 128
+            # sequences, takes 13 ms instead of 6 (Qwen3-1.7B, H200). FlashAttention 3 lets all steps have them.
+            extra["compilation_config"] = {"cudagraph_mode": "FULL"}
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and wants one of its own making.
             extra["distributed_executor_backend"] = "mp"
@@ -59,6 +63,14 @@ def _classes() -> tuple[Any, Any]:
     finally:
         gc.enable()
     return EngineArgs, LLMEngine
+
+
+def _hopper() -> bool:
+    """Asked of the driver: CUDA must not be begun before vLLM starts processes of its own."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and capability.major == 9
 
 
 def begun(request: Any) -> bool:

@@ -34,6 +34,13 @@ class Fates:
     filtered: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, list[str]] = field(default_factory=dict)
 
+    def add(self, more: "Fates") -> None:
+        """Those of another batch too."""
+        self.trained += more.trained
+        for mine, theirs in ((self.filtered, more.filtered), (self.dropped, more.dropped)):
+            for reason, ids in theirs.items():
+                mine.setdefault(reason, []).extend(ids)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -42,6 +49,16 @@ class Batch:
     sequences: list[Sequence]
     owners: NDArray[np.int64]
     fates: Fates
+
+    @classmethod
+    def joined(cls, parts: "Rows[Batch]", groups: Rows[int]) -> "Batch":
+        """Several batches as one. groups: how many each was made of."""
+        fates = Fates()
+        for part in parts:
+            fates.add(part.fates)
+        starts = np.cumsum([0, *groups[:-1]])
+        owners = np.concatenate([part.owners + start for part, start in zip(parts, starts)])
+        return cls([sequence for part in parts for sequence in part.sequences], owners, fates)
 
     def shares(self, count: int) -> list[list[Sequence]]:
         """The sequences of `count` updates: whole groups, as even in number as can be, in drawing order."""

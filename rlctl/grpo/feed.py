@@ -93,11 +93,31 @@ class Feed:
 
     def wait(self, version: int, span: Span) -> None:
         """Until the groups of the step at `version` are sampled. span: times a wait, by what it is for."""
-        self._wait(version, False, span)
+        self._wait(version, lambda: self._staleness.select(version, scored=False), span)
 
     def take(self, version: int, span: Span) -> list[Group]:
-        """The groups of the step at `version`, once they are scored."""
-        ordinals = self._wait(version, True, span)
+        """The groups of the step at `version` that were not taken yet, once they are scored."""
+        return self._taken(self._wait(version, lambda: self._staleness.select(version), span), version)
+
+    def take_part(self, version: int, tokens: int, span: Span) -> list[Group]:
+        """Groups of the step at `version` that are scored, once they have so many tokens; none once the step's last
+        groups are there, for `take`."""
+        return self._taken(self._wait(version, lambda: self._part(version, tokens), span), version)
+
+    def _part(self, version: int, tokens: int) -> list[int] | None:
+        if self._staleness.select(version) is not None:
+            return []
+        # Less work than the choice, which would be made for every group that ends.
+        if self._tokens(self._staleness.with_status("ready")) < tokens:
+            return None
+        part = self._staleness.select_part(version)
+        return part if self._tokens(part) >= tokens else None
+
+    def _tokens(self, ordinals: list[int]) -> int:
+        groups = [self._active[ordinal] for ordinal in ordinals]
+        return sum(len(group.prompt.tokens) + len(one.tokens) for group in groups for one in group.completions or [])
+
+    def _taken(self, ordinals: list[int], version: int) -> list[Group]:
         with self._changed:
             self._staleness.take(ordinals, version)
             groups = [self._active[ordinal] for ordinal in ordinals]
@@ -244,21 +264,22 @@ class Feed:
                 return None
             found += ended
 
-    def _wait(self, version: int, scored: bool, span: Span) -> list[int]:
+    def _wait(self, version: int, choice: Callable[[], list[int] | None], span: Span) -> list[int]:
+        """Until there is something to choose; the choice."""
         self._version, self._news = version, time.monotonic()
-        while (ordinals := self._next(version, scored)) is None:
+        while (ordinals := self._made(choice)) is None:
             why, began = self._waits_for(), time.monotonic()
             with span(why):
-                while self._next(version, scored) is None and self._waits_for() == why:
+                while self._made(choice) is None and self._waits_for() == why:
                     self._look_after()
             self._waited += time.monotonic() - began
         return ordinals
 
-    def _next(self, version: int, scored: bool) -> list[int] | None:
+    def _made(self, choice: Callable[[], list[int] | None]) -> list[int] | None:
         with self._changed:
             if self._failure:
                 raise self._failure
-            return self._staleness.select(version, scored=scored)
+            return choice()
 
     def _waits_for(self) -> str:
         with self._changed:

@@ -8,13 +8,13 @@ What comes between the steps, and what a resume needs, is in training/loop.py.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rlctl.config.resolve import max_age, needs_log_probs
+from rlctl.config.resolve import max_age, needs_log_probs, streams_training
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
@@ -45,6 +45,7 @@ from rlctl.telemetry.recorder import StepRecorder
 from rlctl.telemetry.throughput import mfu
 from rlctl.training.checkpoints import Checkpoint
 from rlctl.training.client import TrainerClient
+from rlctl.training.interface import Totals
 from rlctl.training.keeper import Keeper
 from rlctl.training.loop import Loop
 from rlctl.training.vitals import Vitals
@@ -79,6 +80,21 @@ class Parts:
     vitals: Vitals
 
 
+@dataclass
+class Ahead:
+    """What of a step was trained on before its last groups were there: parts, and the totals of all of them."""
+
+    groups: list[list[Group]] = field(default_factory=list)
+    batches: list[Batch] = field(default_factory=list)
+    totals: Totals | None = None
+
+    def with_last(self, groups: list[Group], batch: Batch) -> tuple[list[Group], Batch]:
+        """The whole step's."""
+        parts = [*self.groups, groups]
+        joined = Batch.joined([*self.batches, batch], [len(part) for part in parts])
+        return [group for part in parts for group in part], joined
+
+
 class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
@@ -86,6 +102,7 @@ class GrpoLoop(Loop):
         super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
         self._config, self._parts, self._async = config, parts, config.async_.enabled
         self._loss, self._needs_log_probs = GrpoLoss.from_config(config), needs_log_probs(config)
+        self._streams = streams_training(config)
 
         def stream(deliver: Deliver) -> RolloutStream:
             return RolloutStream(parts.pool, deliver, config.run.deadline_s)
@@ -116,6 +133,7 @@ class GrpoLoop(Loop):
         span = partial(_waiting, record, self._async)
         with record.phase("data"):
             self._feed.fill(self.done)
+        ahead = self._train_ahead(record, span)
         self._feed.wait(self.done, span)
         groups = self._feed.take(self.done, span)
         with record.phase("advantage"):
@@ -128,10 +146,13 @@ class GrpoLoop(Loop):
             with record.phase("log_probs"):
                 batch, measured = self._add_log_probs(batch)
         with record.phase("train"):
-            updates = [self._parts.trainer.train(share, self._loss) for share in batch.shares(config.updates_per_step)]
+            updates = self._update(batch, ahead)
+        groups, batch = ahead.with_last(groups, batch)
         moved = self._refit(number, record, span)
         self.done = number
         metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
+        if self._streams:
+            metrics["train/parts"] = float(len(ahead.groups) + 1)
         if self._async:
             bound = max_age(self._config)
             metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
@@ -141,6 +162,27 @@ class GrpoLoop(Loop):
         if self._async:
             metrics |= length_metrics(lengths)
         self._record(record, groups, batch, metrics)
+
+    def _train_ahead(self, record: StepRecorder, span: Span) -> "Ahead":
+        """The gradients of groups that are there while the step's last ones are being sampled, as soon as they fill a
+        micro-batch on every rank."""
+        ahead = Ahead()
+        trainer = self._parts.trainer
+        while self._streams and (groups := self._feed.take_part(self.done, trainer.full, span)):
+            with record.phase("advantage"):
+                batch = make_batch(groups, self._config.grpo, self.done)
+            with record.phase("train"):
+                if batch.sequences:
+                    ahead.totals = trainer.accumulate(batch.sequences, self._loss, ahead.totals)
+            ahead.groups.append(groups)
+            ahead.batches.append(batch)
+        return ahead
+
+    def _update(self, batch: Batch, ahead: "Ahead") -> list[dict[str, float]]:
+        trainer = self._parts.trainer
+        if ahead.totals:
+            return [trainer.train(batch.sequences, self._loss, ahead.totals)]
+        return [trainer.train(share, self._loss) for share in batch.shares(self._config.grpo.updates_per_step)]
 
     def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
         """The generator comes to `version`; what was trained makes room, which async fills at once."""

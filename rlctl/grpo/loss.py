@@ -106,6 +106,12 @@ class GrpoLoss:
             sums = {name: mean.detach() for name, mean in means.items()} | _sums(metrics, share)
             return LossOutput(loss, sums, {"ratio/max": metrics["ratio/mean"].where(batch.mask, 0).max()})
 
+    def carry(self, name: str, before: Totals, now: Totals) -> float:
+        """See `LossInParts.carry`: what `reduction` divides by sequences, or by tokens as all else is."""
+        if self.reduction == "sequence" and name.startswith("loss"):
+            return before.sequences / now.sequences
+        return before.tokens / now.tokens
+
     def _per_token(self, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Terms of the loss, with gradient, and metrics; each [T] and finite at unmasked tokens."""
         log_prob, advantage = batch.log_probs.where(batch.mask, 0), _field(batch, "advantage")

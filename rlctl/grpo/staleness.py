@@ -13,6 +13,9 @@ at the start; and `select` never takes a group with a later deadline where F(d) 
 from every tight F(d) while v grows by one, and groups admitted afterwards have deadline v + S, where F is at most C: so
 the line holds again. At most N groups are ever due at once, all of them fit into the step, and none is born stale.
 
+A step may be taken in parts, before all of its groups are there: `select_part` makes the same choice, place by place,
+as far as it goes, and the line holds with the places that are left in place of N.
+
 No policy deadlocks: what `select` waits for is being sampled already (every active group is), the version does not move
 while it waits, and sampling never waits for the trainer. For `in_order` that is the oldest group. For `windowed_fifo`
 the oldest always lies in its own window, so once it is complete the window moves on. `ready_first` waits only for due
@@ -98,25 +101,45 @@ class Staleness:
     def select(self, version: int, *, scored: bool = True) -> list[int] | None:
         """The ordinals of the groups that train at `version`, oldest first; None while some have to be waited for.
 
+        Those that were taken for the step already are left out.
+
         scored: only groups whose scores are there; else it is enough that they are sampled.
         """
-        left = [slot for slot in self._slots.values() if slot.status != "taken"]
-        if sum(slot.status in _DONE[scored] for slot in left) < self._step:
+        if sum(slot.status in _DONE[scored] for slot in self._slots.values()) < self._places():
             return None
+        chosen = self._choose(version, scored)
+        return sorted(chosen) if len(chosen) == self._places() else None
+
+    def select_part(self, version: int) -> list[int]:
+        """The ordinals of those scored groups that may train at `version` whatever becomes of the others, oldest first:
+        fewer than the step has places, if some have to be waited for."""
+        return sorted(self._choose(version, scored=True))
+
+    def _choose(self, version: int, scored: bool) -> list[int]:
+        """For the step's places, one after the other, as long as there is a group that may take the next."""
+        left = [slot for slot in self._slots.values() if slot.status != "taken"]
         chosen: list[int] = []
+        places = self._places()
         deadlines = Counter(self._deadline(slot) for slot in left)
-        while len(chosen) < self._step:
-            allowed = self._allowed(deadlines, version, self._step - len(chosen))
+        while len(chosen) < places:
+            allowed = self._allowed(deadlines, version, places - len(chosen))
             pick = next((slot for slot in self._candidates(left, scored) if allowed(slot)), None)
             if pick is None:
-                return None
+                break
             left.remove(pick)
             deadlines[self._deadline(pick)] -= 1
             chosen.append(pick.ordinal)
-        return sorted(chosen)
+        return chosen
+
+    def _places(self) -> int:
+        """Of the step, that no group was taken for yet."""
+        return self._step - sum(slot.status == "taken" for slot in self._slots.values())
 
     def take(self, ordinals: list[int], version: int) -> None:
-        """The groups go into the step that trains at `version`. Raises RuntimeError rather than break the bound."""
+        """The groups go into the step that trains at `version`: all of them, or a part of what `select_part` gave.
+
+        Raises RuntimeError rather than break the bound.
+        """
         stale = [o for o in ordinals if version - self._slots[o].version > self._max_age]
         if stale:
             raise RuntimeError(f"groups {stale} are older than {self._max_age} steps at version {version}")
@@ -138,16 +161,16 @@ class Staleness:
         left = [slot for slot in self._slots.values() if slot.status != "taken"]
         complete = [slot for slot in left if slot.status != "running"]
         due = [slot for slot in left if self._deadline(slot) == version and slot.status == "running"]
-        if self._max_age == 0 or len(complete) < self._step or any(slot.redrawn for slot in due):
+        if self._max_age == 0 or len(complete) < self._places() or any(slot.redrawn for slot in due):
             return []
         return [slot.ordinal for slot in due]
 
     def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
         """What keeps the next step from starting: too few groups sampled, or scored, or older ones that come first."""
         counts = Counter(slot.status for slot in self._slots.values())
-        if counts["ready"] + counts["sampled"] < self._step:
+        if counts["ready"] + counts["sampled"] < self._places():
             return "rollouts"
-        return "scores" if counts["ready"] < self._step else "oldest"
+        return "scores" if counts["ready"] < self._places() else "oldest"
 
     def status(self, ordinal: int) -> Status | None:
         """Of one group; None if it is not active."""

@@ -15,6 +15,7 @@ MEANING = {
     "loss/nll": "negative log-likelihood, nats a token",
     "train/grad_norm": "gradient norm before clipping",
     "train/lr": "learning rate",
+    "train/parts": "parts that the step was trained in, as its groups came",
     "ratio/mean": "mean of policy / old policy",
     "ratio/clipped_low": "share of tokens clipped below",
     "ratio/clipped_high": "share of tokens clipped above",

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlctl.config.parallel import layout
 from rlctl.config.schema import TrainerSection
-from rlctl.training.interface import Loss, Totals
+from rlctl.training.interface import Loss, LossInParts, Totals
 from rlctl.training.plan import plan_micro_batches
 from rlctl.training.sequences import Sequence
 from rlctl.training.worker import Share
@@ -39,20 +39,32 @@ class TrainerClient:
         self.group = group
         self._tokens = section.micro_batch_tokens
         self._shards = layout(section).shards
+        # Tokens that fill a micro-batch on every rank.
+        self.full = self._tokens * (max(self._shards) + 1)
 
     def prepare(self, sequences: Rows[Sequence]) -> Prepared:
         """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
         totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
         return Prepared(self._shares(self._plan(sequences), sequences), totals, sum(map(len, sequences)))
 
-    def train(self, batch: Rows[Sequence] | Prepared, loss: Loss) -> dict[str, float]:
-        """One optimizer update on all sequences; normalisers are over all of them."""
-        metrics: dict[str, float] = self._run("train", batch, loss)
+    def train(self, batch: Rows[Sequence] | Prepared, loss: Loss, before: Totals | None = None) -> dict[str, float]:
+        """One optimizer update on all sequences; normalisers are over all of them.
+
+        before: what `accumulate` returned; the batch is then the update's last part.
+        """
+        metrics: dict[str, float] = self._run("train", batch, loss, before)[0]
         return metrics
+
+    def accumulate(self, batch: Rows[Sequence], loss: LossInParts, before: Totals | None) -> Totals:
+        """The gradients of a part of the next update, see `TrainerRank.accumulate`. before: of the parts so far.
+
+        Returns the totals of all parts, this one included.
+        """
+        return self._run("accumulate", batch, loss, before)[1]
 
     def evaluate(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
         """The loss's metrics without an update."""
-        metrics: dict[str, float] = self._run("evaluate", sequences, loss)
+        metrics: dict[str, float] = self._run("evaluate", sequences, loss)[0]
         return metrics
 
     def warm_up(self, count: int, length: int, loss: Loss) -> None:
@@ -87,11 +99,19 @@ class TrainerClient:
         facts: dict[str, Any] = self.group.call("info")[0]
         return facts
 
-    def _run(self, method: str, batch: Rows[Sequence] | Prepared, loss: Loss) -> Any:
+    def _run(
+        self, method: str, batch: Rows[Sequence] | Prepared, loss: Loss, before: Totals | None = None
+    ) -> tuple[Any, Totals]:
+        """Rank 0's answer, and the totals that all ranks were given."""
         ready = batch if isinstance(batch, Prepared) else self.prepare(batch)
-        return self.group.run(method, [(share, loss, ready.totals) for share in ready.shares])[0]
+        totals = ready.totals if before is None else before + ready.totals
+        parts = () if before is None and method != "accumulate" else (before,)
+        return self.group.run(method, [(share, loss, totals, *parts) for share in ready.shares])[0], totals
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
+        if not sequences:
+            # A last part of which nothing is left still makes its update.
+            return [[[]] for _ in range(max(self._shards) + 1)]
         return plan_micro_batches([len(sequence) for sequence in sequences], max(self._shards) + 1, self._tokens)
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[Sequence]) -> list[Share]:

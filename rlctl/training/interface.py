@@ -4,7 +4,7 @@ A `TrainerRank` is a plain class, one object a process; the ranks of a group are
 its own share of the data. Losses come in as picklable callables, so that the algorithms stay out of here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +25,10 @@ class Totals:
 
     tokens: int
     sequences: int
+
+    def __add__(self, more: "Totals") -> "Totals":
+        """Of several parts together."""
+        return Totals(self.tokens + more.tokens, self.sequences + more.sequences)
 
 
 @dataclass
@@ -62,6 +66,23 @@ class Loss(Protocol):
     def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput: ...
 
 
+class LossInParts(Loss, Protocol):
+    """A loss whose update may be made of several parts, before all of its sequences are known."""
+
+    def carry(self, name: str, before: Totals, now: Totals) -> float:
+        """The factor from what is divided by `before` to what is divided by `now`. name: of a sum, or "loss" of the
+        loss itself, and so of its gradient."""
+        ...
+
+
+def carried(loss: Loss, before: Totals, now: Totals) -> Callable[[str], float]:
+    """`LossInParts.carry` by name. Raises TypeError for a loss that knows no parts."""
+    carry = getattr(loss, "carry", None)
+    if carry is None:
+        raise TypeError(f"{type(loss).__name__} has no `carry`: its update cannot be made in parts")
+    return lambda name: float(carry(name, before, now))
+
+
 class TrainerRank(Protocol):
     """One rank of the trainer group. Every method is called on all ranks together (collectives inside)."""
 
@@ -71,8 +92,20 @@ class TrainerRank(Protocol):
     def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """The same under the reference policy (the weights at the start of the run, version 0)."""
 
-    def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
-        """One optimizer update over all ranks' micro-batches; returns metrics that are equal on every rank."""
+    def train(
+        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
+    ) -> dict[str, float]:
+        """One optimizer update over all ranks' micro-batches; returns metrics that are equal on every rank.
+
+        before: the totals of the parts that `accumulate` took; `totals` are then of those and this part together, and
+        the loss is a `LossInParts`.
+        """
+
+    def accumulate(
+        self, micro_batches: list[MicroBatch], loss: LossInParts, totals: Totals, before: Totals | None
+    ) -> None:
+        """The gradients of a part of the next update, see `train`, which ends it. Until then nothing but `accumulate`
+        and what a refit asks for may be called."""
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """What `train` does, but for the update: weights, optimizer and generators of random numbers stay as they are,

@@ -50,12 +50,12 @@ class Profiler:
         self._profile: Any = None
 
     @contextmanager
-    def update(self) -> Iterator[None]:
-        """Around an update."""
-        self._updates += 1
-        if self._spec and self._updates == self._spec.first:
+    def update(self, ends: bool = True) -> Iterator[None]:
+        """Around an update, or a part of one. ends: whether it is the last part."""
+        if self._spec and self._updates + 1 == self._spec.first and self._profile is None:
             self._begin()
         yield
+        self._updates += ends
         if self._spec and self._profile and self._updates >= self._spec.last:
             self._end(self._spec)
 

@@ -1,5 +1,7 @@
 """Metrics of one update: summed over micro-batches on the device, read once, joined over ranks once."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +23,10 @@ class Tally:
         for name, value in output.maxima.items():
             value = value.detach().double()
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def scale(self, factor: Callable[[str], float]) -> None:
+        """Multiply every sum so far by the factor of its name."""
+        self._sums = {name: value * factor(name) for name, value in self._sums.items()}
 
     def join(self) -> dict[str, float]:
         """Over all ranks: sums added, maxima's maximum. A rank without sequences may know fewer names."""

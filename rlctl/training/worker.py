@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.sending import SendingEnd, SendsWeights
-from rlctl.training.interface import Loss, MicroBatch, Totals, TrainerRank
+from rlctl.training.interface import Loss, LossInParts, MicroBatch, Totals, TrainerRank
 from rlctl.training.profile import Profiler, ProfileSpec
 from rlctl.training.sequences import Sequence
 
@@ -85,10 +85,15 @@ class TrainerWorker(SendsWeights):
         self._sending = SendingEnd(self._trainer, spec.rank, torch.device(spec.device))
         self._profiler = Profiler(spec.profile, spec.rank)
 
-    def train(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
+    def train(self, share: Share, loss: Loss, totals: Totals, before: Totals | None = None) -> dict[str, float]:
         """See `TrainerRank.train`."""
         with self._profiler.update():
-            return self._trainer.train(share.micro_batches(), loss, totals)
+            return self._trainer.train(share.micro_batches(), loss, totals, before)
+
+    def accumulate(self, share: Share, loss: LossInParts, totals: Totals, before: Totals | None) -> None:
+        """See `TrainerRank.accumulate`."""
+        with self._profiler.update(ends=False):
+            self._trainer.accumulate(share.micro_batches(), loss, totals, before)
 
     def warm_up(self, share: Share, loss: Loss, totals: Totals) -> None:
         """See `TrainerRank.warm_up`."""

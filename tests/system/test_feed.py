@@ -42,6 +42,9 @@ class Stage:
     events: list[dict[str, Any]]
     steps: list[list[Group]] = field(default_factory=list)
     feed: Feed | None = None
+    # Whether a step's groups are taken as they come, and how many were before the last of their step.
+    parts: bool = False
+    taken_early: int = 0
 
     def start(self, deadline_s: float, *settings: str) -> Feed:
         """A feed of its own for each case, once the last one's is done."""
@@ -58,6 +61,7 @@ class Stage:
         source = PromptSource(rows, Cursor(len(rows), 0, False))
         self.pool.refit(self.refit, 0)
         self.steps, self.events[:] = [], []
+        self.parts, self.taken_early = False, 0
         self.feed = Feed(
             config, source, lambda deliver: RolloutStream(self.pool, deliver, deadline_s), self.refit, score, self._emit
         )
@@ -68,8 +72,12 @@ class Stage:
         assert self.feed
         feed, version = self.feed, len(self.steps)
         feed.fill(version)
+        groups: list[Group] = []
+        while self.parts and (part := feed.take_part(version, 1, lambda _: nullcontext())):
+            groups += part
+        self.taken_early += len(groups)
         feed.wait(version, lambda _: nullcontext())
-        self.steps.append(feed.take(version, lambda _: nullcontext()))
+        self.steps.append(groups + feed.take(version, lambda _: nullcontext()))
         if drained:
             feed.drain(lambda _: nullcontext())
         self.pool.refit(self.refit, version + 1)
@@ -172,9 +180,11 @@ def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
 )
 def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, policy: str) -> None:
     stage.start(DEADLINE, f"async.policy={policy}", "async.max_trajectory_age_steps=2")
+    stage.parts = True
     for _ in range(8):
         stage.step()
     stage.end()
+    assert stage.taken_early
     assert 0 < max(stage.ages()) <= 2
     assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
     assert any(len(np.unique(one.versions)) > 1 for groups in stage.steps for g in groups for one in g.completions)

@@ -24,7 +24,7 @@ from rlctl.training.fsdp import checkpoint
 from rlctl.training.fsdp.model import build_policy, free_gathered
 from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
 from rlctl.training.fsdp.reference import read_shards
-from rlctl.training.interface import Loss, LossOutput, MicroBatch, Totals
+from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals, carried
 from rlctl.training.moving import Residence
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.reference import Reference
@@ -71,6 +71,8 @@ class FsdpTrainer:
         self.rest()
         self._reference: Reference | None = None
         self._updates = 0
+        # Of an update that `accumulate` began.
+        self._begun: Tally | None = None
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank. An array a sequence, float32 [T], 0 at its first token."""
@@ -88,7 +90,9 @@ class FsdpTrainer:
         with self._reference.in_place_of({name: local(p).detach() for name, p in self._parameters.items()}):
             return self.log_probs(micro_batches)
 
-    def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+    def train(
+        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
+    ) -> dict[str, float]:
         """See TrainerRank. Adds train/grad_norm (before clipping) and train/lr (of this update).
 
         Raises ValueError without micro-batches, FloatingPointError for a gradient norm that is not finite.
@@ -99,13 +103,20 @@ class FsdpTrainer:
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        tally = self._gradients(micro_batches, loss, totals)
+        tally = self._gradients(micro_batches, loss, totals, before)
         norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
         self._state.wait()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._updates += 1
         return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+
+    def accumulate(
+        self, micro_batches: list[MicroBatch], loss: LossInParts, totals: Totals, before: Totals | None
+    ) -> None:
+        """See TrainerRank."""
+        self._state.enter("train")
+        self._begun = self._gradients(micro_batches, loss, totals, before)
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """See TrainerRank."""
@@ -130,14 +141,28 @@ class FsdpTrainer:
         for state in self._optimizer.state.values():
             state["step"].zero_()
 
-    def _gradients(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> Tally:
-        """Of the whole update, summed into the parameters."""
-        tally = Tally()
-        self._optimizer.zero_grad()
+    def _gradients(
+        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
+    ) -> Tally:
+        """Of the update so far, summed into the parameters."""
+        tally = self._carried(loss, totals, before)
         for micro_batch in micro_batches:
             output = self._loss(micro_batch, loss, totals)
             output.loss.backward()  # type: ignore[no-untyped-call]
             tally.add(output)
+        return tally
+
+    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
+        """Where an update begins, or goes on with what its earlier parts left."""
+        tally, self._begun = self._begun, None
+        if before is None or tally is None:
+            self._optimizer.zero_grad()
+            return Tally()
+        factor = carried(loss, before, totals)
+        tally.scale(factor)
+        for p in self._parameters.values():
+            if p.grad is not None:
+                local(p.grad).mul_(factor("loss"))
         return tally
 
     def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
@@ -159,7 +184,8 @@ class FsdpTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Parameters are sharded by rows: experts stacked in one parameter by whole experts."""
-        self._state.enter("refit")
+        if self._begun is None:
+            self._state.enter("refit")
         found = []
         for name, p in self._parameters.items():
             mine = local(p).detach()

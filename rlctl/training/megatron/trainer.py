@@ -23,7 +23,7 @@ from rlctl.config.residency import State, optimizer_on_host, residency
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder, process
-from rlctl.training.interface import Loss, LossOutput, MicroBatch, Totals
+from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals, carried
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
 from rlctl.training.megatron.export import Exporter
@@ -102,6 +102,8 @@ class MegatronTrainer:
         self.rest()
         self._reference: Reference | None = None
         self._updates = 0
+        # Of an update that `accumulate` began.
+        self._begun: Tally | None = None
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank."""
@@ -124,18 +126,30 @@ class MegatronTrainer:
         with self._reference.in_place_of(live):
             return self.log_probs(micro_batches)
 
-    def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+    def train(
+        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
+    ) -> dict[str, float]:
         """See TrainerRank and FsdpTrainer.train."""
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch on every rank")
         self._state.enter("train")
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
-        tally = self._gradients(micro_batches, loss, totals)
+        tally = self._gradients(micro_batches, loss, totals, before)
         self._state.wait()
         norm = self._optimizer.step(lr)
         self._optimizer.zero_grad()
         self._updates += 1
         return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+
+    def accumulate(
+        self, micro_batches: list[MicroBatch], loss: LossInParts, totals: Totals, before: Totals | None
+    ) -> None:
+        """See TrainerRank."""
+        self._state.enter("train")
+        # The ranks' gradients are added up once, with the last part.
+        finalize, self._policy.config.finalize_model_grads_func = self._policy.config.finalize_model_grads_func, None
+        self._begun = self._gradients(micro_batches, loss, totals, before)
+        self._policy.config.finalize_model_grads_func = finalize
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """See TrainerRank."""
@@ -152,7 +166,7 @@ class MegatronTrainer:
         """See TrainerRank."""
         with torch.no_grad():
             outputs = self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=False)
-        return _tally(outputs).join()
+        return _tally(outputs, Tally()).join()
 
     def layout(self, dtype: str | None = None) -> hf_folder.Layout:
         """See TrainerRank."""
@@ -160,7 +174,8 @@ class MegatronTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Heads of q, k and v lie apart, by groups, and so are several shards of a tensor."""
-        self._state.enter("refit")
+        if self._begun is None:
+            self._state.enter("refit")
         parts = (part for name, p in self._named.items() for part in self._mapping.parts(name, p.detach()))
         return [Shard(part.name, part.start, part.view) for part in parts]
 
@@ -212,10 +227,25 @@ class MegatronTrainer:
         dist.destroy_process_group()
         self._emulation.stop()
 
-    def _gradients(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> Tally:
-        """Of the whole update, summed into the gradient buffers."""
-        self._optimizer.zero_grad()
-        return _tally(self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=True))
+    def _gradients(
+        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
+    ) -> Tally:
+        """Of the update so far, summed into the gradient buffers."""
+        tally = self._carried(loss, totals, before)
+        outputs = self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=True)
+        return _tally(outputs, tally)
+
+    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
+        """Where an update begins, or goes on with what its earlier parts left."""
+        tally, self._begun = self._begun, None
+        if before is None or tally is None:
+            self._optimizer.zero_grad()
+            return Tally()
+        factor = carried(loss, before, totals)
+        tally.scale(factor)
+        for buffer in self._optimizer.gradients():
+            buffer.mul_(factor("loss"))
+        return tally
 
     def _passes(
         self, micro_batches: list[MicroBatch], finish: Finish, rows: Callable[[Packed], Tensor], *, backward: bool
@@ -344,9 +374,8 @@ def _of_loss(
     return output.loss, output
 
 
-def _tally(outputs: list[LossOutput]) -> Tally:
-    """Of those, one rank of the last stage counts."""
-    tally = Tally()
+def _tally(outputs: list[LossOutput], tally: Tally) -> Tally:
+    """With these added; of the ranks of the last stage one counts."""
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     for output in outputs if first else ():
         tally.add(output)

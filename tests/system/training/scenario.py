@@ -48,6 +48,9 @@ class WeightedLoss:
         highest = torch.where(batch.mask, batch.entropy, 0).max().detach()
         return LossOutput(loss, {"train/loss": loss.detach()}, {"train/max_entropy": highest})
 
+    def carry(self, name: str, before: Totals, now: Totals) -> float:
+        return before.tokens / now.tokens
+
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[Sequence]:
     """Of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
@@ -67,6 +70,18 @@ def totals(data: list[Sequence]) -> Totals:
 def share(data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
     plan = plan_micro_batches([len(s) for s in data], world, max_tokens)
     return [[data[i] for i in batch] for batch in plan[rank]]
+
+
+def train_in_parts(one: Any, data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, float]:
+    """One update in three parts, of which the last has nothing left; between them engines may ask for the weights."""
+    loss, before = WeightedLoss(), None
+    for part in (data[:2], data[2:]):
+        now = totals(part) if before is None else before + totals(part)
+        one.accumulate(share(part, max_tokens, rank, world), loss, now, before)
+        one.shards()
+        before = now
+    metrics: dict[str, float] = one.train([[]], loss, totals(data), before)
+    return metrics
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from tests.system.training.scenario import (
     sequences,
     share,
     totals,
+    train_in_parts,
     trainer,
     weights,
 )
@@ -95,6 +96,23 @@ def test_three_updates_equal_a_plain_loop_with_adamw(kind: Kind, models: dict[Ki
         lm.save_pretrained(tmp_path / "plain")
         one.export_folder(tmp_path / "ours")
     assert_close(plain(tmp_path / "ours").state_dict(), lm.state_dict(), atol=1e-5)
+
+
+def test_an_update_in_parts_is_the_update(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as whole:
+        expected = [whole.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(2)]
+        exported = weights(whole)
+    with trainer(models["qwen3"], tmp_path) as one:
+        for metrics in expected:
+            assert_close(train_in_parts(one, DATA, 64), metrics, atol=1e-6)
+        assert_close(weights(one), exported, atol=1e-6)
+        with pytest.raises(TypeError, match="no `carry`"):
+            one.accumulate(share(DATA, 64), LOSS, totals(DATA), None)
+            one.train([[]], NoParts(), totals(DATA), totals(DATA))
+
+
+class NoParts:
+    """A loss of which an update cannot be made in parts."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,7 @@ from tests.system.training.scenario import (
     sequences,
     share,
     totals,
+    train_in_parts,
     trainer,
     weights,
 )
@@ -75,7 +76,8 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             seen["exported"] = on_host(weights(one))
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
             seen["boxes"] = [(s.name, s.start, s.tensor.cpu().clone()) for s in one.shards()]
-            seen["trained"] = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS)]
+            whole = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS - 1)]
+            seen["trained"] = [*whole, train_in_parts(one, DATA, 48, rank % shards, shards)]
             seen["evaluated"] = one.evaluate(mine, LOSS, totals(DATA))
             seen["weights"] = on_host(weights(one))
             one.save(own / "state")

@@ -8,7 +8,16 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from tests.system.training.scenario import WeightedLoss, assert_close, sequences, share, totals, trainer, weights
+from tests.system.training.scenario import (
+    WeightedLoss,
+    assert_close,
+    sequences,
+    share,
+    totals,
+    train_in_parts,
+    trainer,
+    weights,
+)
 from tests.tiny_models import Kind, make_model
 
 KINDS: tuple[Kind, ...] = ("qwen3", "qwen3_moe")
@@ -24,7 +33,7 @@ def two_ranks(rank: int, folder: Path) -> None:
             mine = share(DATA, 24, rank, 2)
             seen: dict[str, Any] = {"sizes": [len(batch) for batch in mine]}
             seen["log_probs"] = [torch.from_numpy(x) for batch in one.log_probs(mine) for x in batch]
-            seen["trained"] = [one.train(mine, LOSS, totals(DATA)) for _ in range(2)]
+            seen["trained"] = [one.train(mine, LOSS, totals(DATA)), train_in_parts(one, DATA, 24, rank, 2)]
             seen["weights"] = weights(one)
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
             one.save(folder / kind / "state")

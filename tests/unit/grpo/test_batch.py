@@ -102,3 +102,15 @@ def test_a_further_field_goes_to_its_own_sequence() -> None:
         one.fields["advantage"].tolist() for one in batch.sequences
     ]
     assert "proximal_log_prob" not in batch.sequences[0].fields
+
+
+def test_parts_joined_are_the_batch_of_all_groups() -> None:
+    groups = [group("a", [1.0, 0.0]), group("b", [None]), group("c", [1.0, 1.0]), group("d", [0.0, None, 1.0])]
+    whole = make_batch(groups, config(skip=True))
+    parts = [groups[:2], groups[2:3], groups[3:]]
+    joined = Batch.joined([make_batch(part, config(skip=True)) for part in parts], [len(part) for part in parts])
+    assert joined.owners.tolist() == whole.owners.tolist() == [0, 0, 3, 3]
+    assert joined.fates == whole.fates
+    for one, other in zip(joined.sequences, whole.sequences, strict=True):
+        assert np.array_equal(one.tokens, other.tokens)
+        assert np.array_equal(one.fields["advantage"], other.fields["advantage"])

@@ -219,6 +219,19 @@ def test_packing_changes_neither_loss_nor_gradient_nor_metrics(
     assert max(output.maxima["ratio/max"] for output in outputs) == whole.maxima["ratio/max"]
 
 
+@given(losses, st.integers(0, 10_000), st.lists(st.integers(1, 6), min_size=2, max_size=6))
+@settings(max_examples=40, deadline=None)
+def test_an_update_made_in_parts_is_the_update(loss: GrpoLoss, seed: int, lengths: list[int]) -> None:
+    """What the first part had, carried to the totals of both, and the second by these: both at once."""
+    chosen = rows(seed, lengths)
+    totals, before = totals_of(chosen), totals_of(chosen[:1])
+    whole, first, second = loss(pack(chosen), totals), loss(pack(chosen[:1]), before), loss(pack(chosen[1:]), totals)
+    total = first.loss * loss.carry("loss", before, totals) + second.loss
+    torch.testing.assert_close(total, whole.loss)
+    for name, mean in whole.sums.items():
+        torch.testing.assert_close(first.sums[name] * loss.carry(name, before, totals) + second.sums[name], mean)
+
+
 @pytest.mark.parametrize("loss", [PLAIN, FULL, replace(FULL, kl_estimator="k1"), replace(FULL, reduction="token")])
 def test_unmasked_tokens_are_not_read_whatever_they_hold(loss: GrpoLoss) -> None:
     clean, dirty = rows(3, [7, 5]), rows(3, [7, 5])

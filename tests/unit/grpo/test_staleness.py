@@ -40,7 +40,8 @@ def step(staleness: Numbered, version: int, taken: list[int]) -> None:
 class Schedule:
     """A run of the state machine in which everything random is drawn from one seed."""
 
-    def __init__(self, seed: int, prompts: int, max_age: int, policy: Policy) -> None:
+    def __init__(self, seed: int, prompts: int, max_age: int, policy: Policy, parts: bool) -> None:
+        self.parts = parts
         self.random, self.shape = random.Random(seed), (prompts, max_age, policy, 0.3)
         self.staleness = Numbered(*self.shape)
         self.version, self.started_at = 0, dict[int, int]()
@@ -61,11 +62,17 @@ class Schedule:
             self.train()
 
     def until_a_step_is_there(self) -> None:
+        self.ahead: list[int] = []
         while (chosen := self.staleness.select(self.version)) is None:
+            if self.parts and self.random.random() < 0.3:
+                part = self.staleness.select_part(self.version)
+                self.staleness.take(part, self.version)
+                self.ahead += part
             running, sampled = self.staleness.with_status("running"), self.staleness.with_status("sampled")
             assert running or sampled, "every group is complete and yet none can be trained: deadlock"
             self.something_happens(running, sampled)
-        self.chosen = chosen
+        self.staleness.take(chosen, self.version)
+        self.chosen = sorted([*self.ahead, *chosen])
 
     def something_happens(self, running: list[int], sampled: list[int]) -> None:
         luck = self.random.random()
@@ -90,7 +97,6 @@ class Schedule:
         prompts, max_age, *_ = self.shape
         assert len(self.chosen) == prompts
         assert all(self.version - self.started_at[ordinal] <= max_age for ordinal in self.chosen)
-        self.staleness.take(self.chosen, self.version)
         assert self.staleness.release() == self.chosen
         self.trained += self.chosen
         self.version += 1
@@ -118,11 +124,18 @@ class Schedule:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 4), st.sampled_from(POLICIES), st.integers(2, 25))
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.sampled_from(POLICIES),
+    st.integers(2, 25),
+    st.booleans(),
+)
 def test_no_group_is_trained_too_old_or_twice_or_never(
-    seed: int, prompts: int, max_age: int, policy: Policy, steps: int
+    seed: int, prompts: int, max_age: int, policy: Policy, steps: int, parts: bool
 ) -> None:
-    schedule = Schedule(seed, prompts, max_age, policy)
+    schedule = Schedule(seed, prompts, max_age, policy, parts)
     schedule.run(steps)
     assert len(schedule.trained) == len(set(schedule.trained)) == steps * prompts
     active = set(schedule.staleness.with_status("running") + schedule.staleness.with_status("sampled"))
@@ -152,6 +165,27 @@ def test_a_straggler_is_passed_but_never_left_behind() -> None:
     assert staleness.waits_for() == "oldest"
     finish(staleness, 0)
     assert staleness.select(1) == [0, 3]
+
+
+def test_a_step_taken_in_parts_leaves_room_for_those_that_are_due() -> None:
+    staleness = Numbered(3, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 4)
+    assert staleness.select(0) is None
+    assert staleness.select_part(0) == [4]
+    staleness.take([4], 0)
+    finish(staleness, 1, 2)
+    assert staleness.select(0) == [1, 2]
+    step(staleness, 0, [1, 2])
+    # 0, 3 and 5 are due now; those of version 1 have to wait whatever is there of them.
+    finish(staleness, 6, 7, 8, 3)
+    assert staleness.select_part(1) == [3]
+    staleness.take([3], 1)
+    assert staleness.select_part(1) == []
+    assert staleness.select(1) is None
+    assert staleness.waits_for() == "oldest"
+    finish(staleness, 0, 5)
+    assert staleness.select(1) == [0, 5]
 
 
 def test_in_order_waits_for_the_oldest() -> None:
