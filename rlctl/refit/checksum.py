@@ -25,7 +25,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     totals = _totals([rows for rows, _ in found])
     for number, (_, rest) in enumerate(found):
         if rest is not None:
-            totals[number] += rest
+            totals[number].add_(rest)
     return totals
 
 
