@@ -33,6 +33,8 @@ from rlctl.refit.sums import Sums
 
 # NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
+# Version and plan.
+_HEADER_WORDS = 2
 
 
 class Group:
@@ -85,7 +87,10 @@ class BroadcastSender:
         plan, rank = source.plan, source.rank
         self._store = meet(spec, rank == 0)
         self._chunks = [chunk for _, chunk in plan.of(rank)]
+        self._names = [plan.names(chunk) for chunk in self._chunks]
+        self._size = sum(plan.items[n].nbytes for chunk in self._chunks for n in chunk.numbers)
         self._group = Group(self._store, spec, rank, 0, device) if self._chunks else None
+        self._header = _host_words(_HEADER_WORDS, device)
         singles = (s.first for chunk in self._chunks for s in chunk.segments if s.single)
         self._ring = Slots(plan, self._chunks, spec.num_buffers, device, {n for n in singles if source.ready(n)})
         self._pack = Packing(self._ring, source)
@@ -99,7 +104,7 @@ class BroadcastSender:
         """See `Sender.send`."""
         begin, deadline = time.perf_counter(), Deadline(self._spec.timeout_s)
         if self._group is None:
-            return _report([], [], begin, 0, 0)
+            return _report([], begin, 0, 0)
         self._packing.follow()
         self._wire.follow()
         try:
@@ -108,8 +113,7 @@ class BroadcastSender:
         except PeerLost:
             self._group.abort()
             raise
-        size = sum(self._source.plan.items[n].nbytes for chunk in self._chunks for n in chunk.numbers)
-        return _report(packed, sent[:-1], begin, size, self._ring.nbytes)
+        return _report(sent[:-1], begin, self._size, self._ring.nbytes, pack=elapsed(packed))
 
     def drop(self, receivers: list[int], reason: str) -> None:
         """See `Sender.drop`. A broadcast cannot go on without one of its receivers."""
@@ -129,8 +133,9 @@ class BroadcastSender:
         sent: list[Span] = []
         checked = self._source.plan.checked(header)
         self._sums.start()
+        self._header.copy_(torch.tensor(_words(header)))
         with self._wire:
-            group.broadcast([_words(header, self._device)], "the header")
+            group.broadcast([self._header.to(self._device, non_blocking=True)], "the header")
         for number, chunk in enumerate(self._chunks):
             slot = number % self._spec.num_buffers
             with self._packing as lane:
@@ -139,13 +144,15 @@ class BroadcastSender:
                 begin = lane.mark()
                 self._pack.run(number, chunk, slot)
                 packed.append((begin, lane.mark()))
-                taken = {n: self._pack.sent(segment, n, slot) for segment, n in _numbered(chunk) if n in checked}
-                self._sums.here(taken, taken.__getitem__)
             with self._wire as lane:
                 lane.after(packed[-1][1])
                 begin = lane.mark()
-                group.broadcast(self._pieces(number, chunk, slot), self._source.plan.names(chunk))
+                group.broadcast(self._pieces(number, chunk, slot), self._names[number])
                 sent.append((begin, lane.mark()))
+            # Only now, for the wire would stand while they are queued.
+            with self._packing:
+                taken = {n: self._pack.sent(segment, n, slot) for segment, n in _numbered(chunk) if n in checked}
+                self._sums.here(taken, taken.__getitem__)
         sent.append(self._send_sums(group))
         return packed, sent
 
@@ -173,9 +180,9 @@ class BroadcastSender:
 
     def _wait(self, sent: list[Span], deadline: Deadline) -> None:
         def message() -> str:
-            late = [chunk for chunk, (_, end) in zip(self._chunks, sent) if not end.reached()]
-            place = f"chunk {len(self._chunks) - len(late) + 1} of {len(self._chunks)}"
-            what = f"{place} ({self._source.plan.names(late[0])})" if late else "the checksums"
+            late = [name for name, (_, end) in zip(self._names, sent) if not end.reached()]
+            place = f"chunk {len(self._names) - len(late) + 1} of {len(self._names)}"
+            what = f"{place} ({late[0]})" if late else "the checksums"
             return f"refit: trainer rank {self._source.rank} waited {{}} for the engine workers to receive {what}"
 
         while not sent[-1][1].reached():
@@ -184,14 +191,45 @@ class BroadcastSender:
             raise PeerLost(self._dropped)
 
 
+class _Owner:
+    """What an engine worker hears from one trainer rank: its group, the lane of its wire, and its words."""
+
+    def __init__(self, group: Group, most: int) -> None:
+        """most: words that come at a time."""
+        self.group, self.wire = group, Lane(group.device, urgent=True)
+        # Now, while no refit is under way: asking for memory may wait for the device, and so for a wire.
+        with self.wire:
+            self._words = torch.empty(most, dtype=torch.int64, device=group.device)
+        self._host = _host_words(most, group.device)
+
+    def listen(self, count: int, what: str) -> None:
+        """Queue the receiving of `count` words; `heard` has them."""
+        with self.wire as lane:
+            self.group.broadcast([self._words[:count]], what)
+            self._host[:count].copy_(self._words[:count], non_blocking=True)
+            self._count, self._come = count, lane.mark()
+
+    def heard(self, deadline: Deadline, late: str) -> list[int]:
+        """The words last listened for. late: the message of a deadline that passes."""
+        while not self._come.reached():
+            deadline.check(lambda: late)
+        words: list[int] = self._host[: self._count].tolist()
+        return words
+
+
 class BroadcastReceiver:
     """An engine worker's end: a member of every owner's group."""
 
     def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
+        self._names = [plan.names(chunk) for chunk in plan.chunks]
+        # Each owner's last chunk, after which its checksums come.
+        self._ends = {chunk.owner: number for number, chunk in enumerate(plan.chunks)}
         self._store = meet(spec, False)
-        self._groups = {owner: Group(self._store, spec, owner, rank, device) for owner in plan.owners}
-        self._wires = {owner: Lane(device, urgent=True) for owner in plan.owners}
+        self._owners: dict[int, _Owner] = {}
+        for owner in plan.owners:
+            most = max(_HEADER_WORDS, sum(len(chunk.numbers) for _, chunk in plan.of(owner)))
+            self._owners[owner] = _Owner(Group(self._store, spec, owner, rank, device), most)
         self._loading = Lane(device)
         self._sums = Sums(device)
         self._sink: Sink | None = None
@@ -200,22 +238,23 @@ class BroadcastReceiver:
         """See `Receiver.receive`."""
         begin, deadline = time.perf_counter(), Deadline(self._spec.timeout_s)
         self._plan.verify(header)
-        for lane in (*self._wires.values(), self._loading):
+        ring = self._ring_for(sink)
+        for lane in (*(owner.wire for owner in self._owners.values()), self._loading):
             lane.follow()
         try:
             self._await_header(header, deadline)
-            arrived, loaded = self._queue(header, self._ring_for(sink), sink)
-            self._wait(arrived, loaded, deadline)
+            arrived, loaded = self._queue(header, ring, sink)
+            load = self._wait(loaded, deadline)
             self._compare(header)
         except RefitError:
             self.close()
             raise
-        return _report([], arrived, begin, self._plan.payload, self._ring_for(sink).nbytes, loaded)
+        return _report(arrived, begin, self._plan.payload, ring.nbytes, load=load)
 
     def close(self) -> None:
         """See `Receiver.close`."""
-        for group in self._groups.values():
-            group.abort()
+        for owner in self._owners.values():
+            owner.group.abort()
 
     def _ring_for(self, sink: Sink) -> Slots:
         if self._sink is not sink:
@@ -228,38 +267,38 @@ class BroadcastReceiver:
 
     def _await_header(self, header: Header, deadline: Deadline) -> None:
         """Every owner must be about to send what was announced: found out before any weight is overwritten."""
-        expected = _words(header, torch.device("cpu"))
-        for owner, group in self._groups.items():
-            with self._wires[owner] as lane:
-                words = torch.zeros(len(expected), dtype=torch.int64, device=self._device)
-                group.broadcast([words], "the header")
-                mark = lane.mark()
-            late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner} to begin"
-            while not mark.reached():
-                deadline.check(lambda late=late: late)  # type: ignore[misc]
-            version, digest = words.tolist()
-            if digest != expected[1] or version != expected[0]:
-                known = "this plan" if digest == expected[1] else "another plan"
+        for owner in self._owners.values():
+            owner.listen(_HEADER_WORDS, "the header")
+        expected = _words(header)
+        for rank, owner in self._owners.items():
+            late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {rank} to begin"
+            words = owner.heard(deadline, late)
+            if words != expected:
+                known = "this plan" if words[1] == expected[1] else "another plan"
                 raise RefitError(
-                    f"expected version {header.version} of plan {header.digest}, trainer rank {owner} sends "
-                    f"version {version} of {known}"
+                    f"expected version {header.version} of plan {header.digest}, trainer rank {rank} sends "
+                    f"version {words[0]} of {known}"
                 )
 
     def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[list[Span], list[Span]]:
         """Queue everything; returns the spans of each chunk on the wire and in loading."""
         checked = self._plan.checked(header)
         self._sums.start()
+        self._announced: dict[int, list[int]] = {}
         arrived: list[Span] = []
         loaded: list[Span] = []
         for number, chunk in enumerate(self._plan.chunks):
             slot = number % self._spec.num_buffers
             places, copies = self._prepared(number, slot, ring, sink)
-            with self._wires[chunk.owner] as lane:
+            owner = self._owners[chunk.owner]
+            with owner.wire as lane:
                 if number >= self._spec.num_buffers:
                     lane.after(loaded[number - self._spec.num_buffers][1])
                 begin = lane.mark()
-                self._groups[chunk.owner].broadcast(places, self._plan.names(chunk))
+                owner.group.broadcast(places, self._names[number])
                 arrived.append((begin, lane.mark()))
+            if self._ends[chunk.owner] == number:
+                self._listen_for_sums(chunk.owner, header)
             with self._loading as lane:
                 lane.after(arrived[-1][1])
                 begin = lane.mark()
@@ -272,6 +311,12 @@ class BroadcastReceiver:
             self._sums.beside(lying, loaded[-1][1])
         return arrived, loaded
 
+    def _listen_for_sums(self, rank: int, header: Header) -> None:
+        numbers = self._plan.checked_of(rank, header)
+        if numbers:
+            self._announced[rank] = numbers
+            self._owners[rank].listen(len(numbers), "the checksums")
+
     def _prepared(self, number: int, slot: int, ring: Slots, sink: Sink) -> tuple[list[Tensor], Copies]:
         """Where chunk `number` is received, and what brings its items to where they belong; found once a buffer."""
         if (number, slot) not in self._found:
@@ -281,34 +326,32 @@ class BroadcastReceiver:
             self._found[number, slot] = places, sink.copies(passing)
         return self._found[number, slot]
 
-    def _wait(self, arrived: list[Span], loaded: list[Span], deadline: Deadline) -> None:
-        def message() -> str:
-            chunk = next(c for c, (_, end) in zip(self._plan.chunks, loaded) if not end.reached())
-            what = self._plan.names(chunk)
-            return f"refit: engine worker {self._rank} waited {{}} for trainer rank {chunk.owner} to send {what}"
+    def _wait(self, loaded: list[Span], deadline: Deadline) -> float:
+        """Until everything is loaded; returns the seconds of loading, summed while there is time for it."""
 
-        for _, end in loaded:
+        def message() -> str:
+            number = next(number for number, (_, end) in enumerate(loaded) if not end.reached())
+            who = f"trainer rank {self._plan.chunks[number].owner}"
+            return f"refit: engine worker {self._rank} waited {{}} for {who} to send {self._names[number]}"
+
+        seconds = 0.0
+        for begin, end in loaded:
             while not end.reached():
                 deadline.check(message)
+            seconds += end.seconds_since(begin)
+        return seconds
 
     def _compare(self, header: Header) -> None:
-        received = self._sums.values()
-        for owner, group in self._groups.items():
-            numbers = self._plan.checked_of(owner, header)
-            if not numbers:
-                continue
-            with self._wires[owner] as lane:
-                theirs = torch.zeros(len(numbers), dtype=torch.int64, device=self._device)
-                group.broadcast([theirs], "the checksums")
-                mark = lane.mark()
-            deadline = Deadline(self._spec.timeout_s)
-            while not mark.reached():
-                late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {owner}'s checksums"
-                deadline.check(lambda late=late: late)  # type: ignore[misc]
-            for n, value in zip(numbers, theirs.tolist()):
+        # Not on the thread's own stream, where an engine's requests may run.
+        with self._loading:
+            received = self._sums.values()
+        deadline = Deadline(self._spec.timeout_s)
+        for rank, numbers in self._announced.items():
+            late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {rank}'s checksums"
+            for n, value in zip(numbers, self._owners[rank].heard(deadline, late)):
                 if received[n] != value:
                     name = self._plan.items[n].box.name
-                    raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
+                    raise RefitError(f"{name} arrived changed from trainer rank {rank} (version {header.version})")
 
 
 def meet(spec: TransportSpec, keeper: bool) -> Any:
@@ -351,8 +394,13 @@ def _brief(error: Exception) -> str:
     return str(error).split("\n")[0].split(". ")[0].split("] ", 1)[-1]
 
 
-def _words(header: Header, device: torch.device) -> Tensor:
-    return torch.tensor([header.version, digest_word(header.digest)], dtype=torch.int64, device=device)
+def _words(header: Header) -> list[int]:
+    return [header.version, digest_word(header.digest)]
+
+
+def _host_words(count: int, device: torch.device) -> Tensor:
+    """int64 [count] on the host, to or from which a CUDA device copies while the host goes on."""
+    return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def _place(ring: Slots, segment: Segment, slot: int, sink: Sink) -> Tensor:
@@ -375,12 +423,12 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _report(
-    packed: list[Span], wire: list[Span], begin: float, size: int, extra: int, loaded: list[Span] | None = None
+    wire: list[Span], begin: float, size: int, extra: int, pack: float = 0.0, load: float = 0.0
 ) -> dict[str, float]:
     return {
-        "pack": elapsed(packed),
+        "pack": pack,
         "wire": wire[-1][1].seconds_since(wire[0][0]) if wire else 0.0,
-        "load": elapsed(loaded or []),
+        "load": load,
         "seconds": time.perf_counter() - begin,
         "bytes": size,
         "extra_bytes": extra,

@@ -1,7 +1,7 @@
 """Checksums of tensors' bytes that CPU and GPU compute alike: one pass, integer arithmetic, places count."""
 
 from collections.abc import Iterable
-from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,21 +19,13 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     factor, modulo 2^64. A flipped bit always changes it, and so do rows that changed places. Bytes beyond the last
     whole row count one by one.
     """
-    sums: list[Tensor] = []
-    rests: dict[int, Tensor] = {}
-    for number, raw in enumerate(map(_bytes, tensors)):
-        whole = raw.numel() // (8 * _ROW) * (8 * _ROW)
-        sums.append(raw[:whole].view(torch.int64).view(-1, _ROW).sum(1))
-        if whole < raw.numel():
-            rests[number] = _rest(raw[whole:])
-    if not sums:
+    found = list(map(_sums, tensors))
+    if not found:
         return torch.zeros(0, dtype=torch.int64)
-    rows, device = torch.cat(sums), sums[0].device
-    factors, owners = _weights(tuple(map(len, sums)), device)
-    totals = torch.zeros(len(sums), dtype=torch.int64, device=device)
-    totals.index_add_(0, owners, (rows ^ (rows >> 32 & 0xFFFFFFFF)) * factors)
-    for number, rest in rests.items():
-        totals[number] += rest
+    totals = _totals([rows for rows, _ in found])
+    for number, (_, rest) in enumerate(found):
+        if rest is not None:
+            totals[number].add_(rest)
     return totals
 
 
@@ -42,22 +34,33 @@ def checksum(tensor: Tensor) -> int:
     return int(checksums([tensor])[0])
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _sums(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
+    """int64 [its whole rows], and what the bytes beyond them count, int64 [], if there are any."""
     raw = tensor.contiguous().flatten().view(torch.uint8)
-    return raw.clone() if raw.storage_offset() % 8 else raw
+    raw = raw.clone() if raw.storage_offset() % 8 else raw
+    whole = raw.numel() // (8 * _ROW) * (8 * _ROW)
+    rows = raw[:whole].view(torch.int64).view(-1, _ROW).sum(1)
+    return rows, _rest(raw[whole:]) if whole < raw.numel() else None
 
 
 def _rest(raw: Tensor) -> Tensor:
     words = raw[: raw.numel() // 8 * 8].view(torch.int64)
-    return words.sum() * _FACTOR + raw[words.numel() * 8 :].sum(dtype=torch.int64) * (_FACTOR * _FACTOR)
+    rest = words.sum() * _FACTOR
+    tail = raw[words.numel() * 8 :]
+    return rest + tail.sum(dtype=torch.int64) * (_FACTOR * _FACTOR) if tail.numel() else rest
 
 
-@lru_cache(maxsize=1024)
-def _weights(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Each row's factor, by its place in its tensor, and that tensor's number.
+def _totals(sums: list[Tensor]) -> Tensor:
+    """int64 [n]: each tensor's row sums (int64 [its rows], n of them), folded, times the rows' factors, added up.
 
-    From the host, and waited for: several streams use them, of which the first alone would know when they are there.
+    As differences of a running sum, exact modulo 2^64: a kernel a tensor would take longer to start than to run, and
+    adding up by index makes millions of rows queue for a few addresses. The factors are made where they are used:
+    kept ones would need care, several streams using them, and making them takes no time. The host never waits.
     """
-    factors = torch.cat([torch.arange(n, dtype=torch.int64) * 2 + 3 for n in counts])
-    owners = torch.cat([torch.full((n,), number) for number, n in enumerate(counts)])
-    return factors.to(device), owners.to(device)
+    rows, counts = torch.cat(sums), [len(part) for part in sums]
+    rows ^= rows >> 32 & 0xFFFFFFFF
+    factors = torch.arange(max(counts), device=rows.device) * 2 + 3
+    rows *= torch.cat([factors[:count] for count in counts])
+    running = rows.new_zeros(len(rows) + 1)
+    torch.cumsum(rows, 0, out=running[1:])
+    return torch.cat([running[end : end + 1] for end in accumulate(counts, initial=0)]).diff()

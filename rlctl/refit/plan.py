@@ -140,7 +140,7 @@ class Plan:
         """Size of a flat buffer that holds every tensor at its entry's offset."""
         return self.entries[-1].offset + aligned(self.entries[-1].nbytes)
 
-    @property
+    @cached_property
     def payload(self) -> int:
         """Bytes of the tensors themselves."""
         return sum(entry.nbytes for entry in self.entries)

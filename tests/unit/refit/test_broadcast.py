@@ -2,7 +2,7 @@
 
 import multiprocessing
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlctl.refit.copies import Copies
 from rlctl.refit.messages import Checks, Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.sink import WholeSink
@@ -24,12 +25,27 @@ def make_spec(timeout_s: float, receivers: int = 1) -> TransportSpec:
     return TransportSpec("broadcast", receivers, timeout_s, host="127.0.0.1", port=free_port())
 
 
-def receive(spec: TransportSpec, plan: Plan, versions: list[int], checks: Checks, rank: int = 1) -> list[Answer]:
+class Damaging(WholeSink):
+    """Changes the last number of `large` once it has arrived."""
+
+    def copies(self, arrived: Iterable[tuple[int, torch.Tensor]]) -> Copies:
+        damage = (dict(self.tensors())["large"][-1, -1], torch.tensor(1e9))
+        return Copies([*((self._place(number), data) for number, data in arrived), damage])
+
+
+def receive(
+    spec: TransportSpec,
+    plan: Plan,
+    versions: list[int],
+    checks: Checks,
+    rank: int = 1,
+    sinks: type[WholeSink] = WholeSink,
+) -> list[Answer]:
     """A receiving process: for each version what arrived, or what the RefitError says."""
     receiver = open_receiver(spec, plan, rank, CPU)
     answers: list[Answer] = []
     for version in versions:
-        sink = WholeSink(plan, CPU)
+        sink = sinks(plan, CPU)
         try:
             receiver.receive(Header(version, plan.digest, checks), sink)
             answers.append({name: tensor.clone() for name, tensor in sink.tensors()})
@@ -97,6 +113,29 @@ def test_another_version_than_announced_is_refused(others: ProcessPoolExecutor) 
         sender.send(Header(8, plan.digest, "all"))
     assert "expected version 7" in answer.result(60)[0]
     assert "sends version 8 of this plan" in answer.result(60)[0]
+
+
+def test_one_of_several_owners_with_another_version_is_named_before_anything_is_received(
+    others: ProcessPoolExecutor,
+) -> None:
+    spec, plan = make_spec(2), plan_for(tensors(), 2)
+    answer = others.submit(receive, spec, plan, [7], "all")
+    late = others.submit(send, spec, plan, [8], "all", 1, 2)
+    with pytest.raises(PeerLost):
+        send(spec, plan, [7], "all", 0, 2)
+    (text,) = answer.result(60)
+    assert f"expected version 7 of plan {plan.digest}, trainer rank 1 sends version 8 of this plan" in text
+    assert isinstance(late.exception(60), PeerLost)
+
+
+@pytest.mark.parametrize("buffer_bytes", [300_000, 1 << 20], ids=["chunks", "one chunk"])
+def test_what_arrived_changed_is_named_with_its_owner(others: ProcessPoolExecutor, buffer_bytes: int) -> None:
+    spec, plan = make_spec(60), plan_for(tensors(), 2, buffer_bytes)
+    answer = others.submit(receive, spec, plan, [1], "all", 1, Damaging)
+    sending = others.submit(send, spec, plan, [1], "all", 1, 2)
+    send(spec, plan, [1], "all", 0, 2)
+    sending.result(60)
+    assert answer.result(60) == ["large arrived changed from trainer rank 1 (version 1)"]
 
 
 def test_a_sender_that_never_sends_is_named_in_time(others: ProcessPoolExecutor) -> None:

@@ -1,14 +1,76 @@
 """Checksums: equal for equal bytes however they lie in memory, different for any bit that differs."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rlctl.refit.checksum import checksum, checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.uint8, torch.bool]
 ROW = 4096
+
+
+def by_hand(raw: bytes) -> int:
+    """The checksum by plain integers: what every end, of every version, must find."""
+    words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw) // 8 * 8, 8)]
+    whole = len(raw) // ROW * (ROW // 8)
+    total = 0
+    for row in range(len(raw) // ROW):
+        value = sum(words[row * (ROW // 8) : (row + 1) * (ROW // 8)]) % 2**64
+        total += (value ^ value >> 32) * (2 * row + 3)
+    total += sum(words[whole:]) * 1_000_003 + sum(raw[len(words) * 8 :]) * 1_000_003**2
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def noise(size: int) -> torch.Tensor:
+    """uint8 [size], the same everywhere, no two rows alike, words of either sign."""
+    return torch.arange(size, dtype=torch.int64).mul(2654435761).bitwise_right_shift(13).remainder(256).to(torch.uint8)
+
+
+SIZES = {
+    "less than a word": [5],
+    "words and a rest": [ROW - 1, 16, 4],
+    "whole rows": [ROW, 7 * ROW],
+    "rows and rests": [ROW + 8, 3 * ROW + 13, 2 * ROW + 1],
+    "nothing between others": [0, 2 * ROW, 0, 13, ROW, 0],
+    "many": [(n * 977) % (3 * ROW) for n in range(200)],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_values_are_those_of_the_formula(sizes: list[int]) -> None:
+    parts = [noise(size + 8 * number)[8 * number :] for number, size in enumerate(sizes)]
+    assert checksums(parts).tolist() == [by_hand(bytes(part.tolist())) for part in parts]
+
+
+def test_values_are_fixed() -> None:
+    parts = [noise(3 * ROW + 13), torch.arange(5000, dtype=torch.float32), torch.full((2, ROW), 255, dtype=torch.uint8)]
+    assert checksums(parts).tolist() == [154431913607686031, 3603853522832927970, -34359734280]
+
+
+def test_values_do_not_depend_on_what_was_summed_before() -> None:
+    first, larger = [noise(2 * ROW), noise(13)], [noise(9 * ROW + 5), noise(2 * ROW), noise(64 * ROW)]
+    for parts in (first, larger, first):
+        assert checksums(parts).tolist() == [by_hand(bytes(part.tolist())) for part in parts]
+
+
+def test_each_tensor_is_let_go_before_the_next_is_asked_for() -> None:
+    memory: list[StorageWeakRef] = []
+
+    def made() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            assert all(storage.expired() for storage in memory)
+            tensor = noise(ROW + 3)
+            memory.append(StorageWeakRef(tensor.untyped_storage()))
+            yield tensor
+            del tensor
+
+    checksums(made())
+    assert len(memory) == 4
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
