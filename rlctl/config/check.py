@@ -97,6 +97,7 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     asked = config.trainer.megatron.sequence_parallel
     unused = asked and not layout(config.trainer).sequence_parallel and f"{KEYS['tensor']} is 1"
     idle: dict[str, str | bool | None] = {KEYS["sequence"]: unused, **idle_offload(config)}
+    idle["trainer.megatron.fp32_residual_connection"] = config.trainer.dtype == "float32" and "trainer.dtype is float32"
     if isinstance(config, GrpoConfig):
         idle |= _idle(config)
         if not config.async_.enabled:

@@ -34,6 +34,7 @@ _NEUTRAL = {
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "sequence_parallel": None,
+    "fp32_residual_connection": False,
     "optimizer_cpu_offload": False,
     "optimizer_offload_fraction": None,
     "overlap_cpu_optimizer_d2h_h2d": False,

@@ -85,12 +85,12 @@ def refit_bytes(config: GrpoConfig, architecture: Architecture, gpus: int) -> in
     return architecture.parameters * generation_bytes(config, gpus)
 
 
-def activation_bytes(architecture: Architecture, tokens: int, size: int, checkpointing: bool) -> int:
-    """Bytes kept for the backward pass of `tokens` tokens, numbers of `size` bytes.
+def activation_bytes(architecture: Architecture, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
+    """Bytes kept for the backward pass of `tokens` tokens; a number takes `size` bytes, one of the residual `residual`.
 
     A layer keeps the inputs and outputs of its two norms, q, k and v (twice with norms of their own), the
     attention's output, and of the MLP: gate, up, their activation and product. With checkpointing every layer
-    keeps its input, and one layer at a time everything.
+    keeps its input, and one layer at a time everything. The residual is what layers and norms take in.
     """
     hidden, queries = architecture.hidden, architecture.heads * architecture.head_dim
     keys = architecture.kv_heads * architecture.head_dim
@@ -98,9 +98,9 @@ def activation_bytes(architecture: Architecture, tokens: int, size: int, checkpo
     if architecture.sparse_layers:
         width = architecture.experts_per_token * architecture.expert_intermediate
     normed = queries + keys if architecture.qk_norm else 0
-    layer = 4 * hidden + 2 * queries + 2 * keys + normed + 4 * width
-    per_token = architecture.layers * hidden + layer if checkpointing else architecture.layers * layer
-    return tokens * per_token * size
+    layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width) * size
+    per_token = architecture.layers * hidden * residual + layer if checkpointing else architecture.layers * layer
+    return tokens * per_token
 
 
 def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[str, int]:
@@ -109,7 +109,9 @@ def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[s
     # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
     gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
     whole = trainer.backend == "megatron" or (trainer.num_ranks == 1 and size == FLOAT32)
-    kept = activation_bytes(architecture, trainer.micro_batch_tokens, size, trainer.activation_checkpointing)
+    residual = FLOAT32 if trainer.megatron.fp32_residual_connection else size
+    tokens, checkpointing = trainer.micro_batch_tokens, trainer.activation_checkpointing
+    kept = activation_bytes(architecture, tokens, size, residual, checkpointing)
     held = states(trainer, architecture, size).values()
     logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {

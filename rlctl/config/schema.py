@@ -173,6 +173,9 @@ class MegatronSection:
     sequence_parallel: bool | None = spec(
         "tensor-parallel ranks share the tokens between matrices too; null: where there are several"
     )
+    fp32_residual_connection: bool = spec(
+        "bfloat16: layers add to a float32 residual; log-probs are nearer to exact ones, activations take more memory"
+    )
     optimizer_cpu_offload: bool = spec("optimizer state lives on the host and is updated there; it never moves")
     optimizer_offload_fraction: float | None = spec(
         "share of the parameters whose optimizer state lives on the host; null: all of them", gt=0, le=1

@@ -32,7 +32,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(recipe: str, folder: Path, model: Path, *extra: str) -> list[dict[str, Any]]:
     """Three short steps; returns the records of metrics.jsonl."""
-    short = ["grpo.num_steps=3", "generation.max_new_tokens=64", "validation.every=0", "checkpoint.export=false"]
+    short = ["grpo.num_steps=3", "generation.max_new_tokens=64", "validation.every=0"]
+    # Of a 4B model a checkpoint is 56 GB.
+    short += ["checkpoint.export=false", "checkpoint.at_end=false"]
     columns = [f"data.{part}.{key}={value}" for part in ("train", "validation") for key, value in COLUMNS.items()]
     settings = [*overrides(model), *columns, *short, f"run.dir={folder}", "run.name=run", *extra]
     command = [sys.executable, "-m", "rlctl.cli.main", "train", "grpo", str(REPO / "recipes" / recipe), *settings]
@@ -86,6 +88,8 @@ def test_megatrons_layouts_share_four_devices_with_four_engines(layout: str, lar
     sizes = (
         f"trainer.megatron.tensor_model_parallel_size={tensor}",
         f"trainer.megatron.pipeline_model_parallel_size={pipeline}",
+        # Through 36 layers of random weights rounding is near what `check` allows; half of the trainer's part is this.
+        "trainer.megatron.fp32_residual_connection=true",
     )
     check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, large, "generation.enforce_eager=true", *four, *sizes))
 

@@ -4,6 +4,7 @@ No Transformer Engine, no Apex: Megatron's local layers with a norm, attention a
 turned in the attention (see `attention.CoreAttention`), so Megatron's own rotary embedding is left out.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,8 +37,23 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size]."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+        """x [..., hidden_size], which may be wider than the weight, as a float32 residual is; the result is as wide as
+        the weight, rounded once."""
+        weight = self.weight.to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self._eps).to(self.weight.dtype)
+
+
+def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
+    """As Megatron builds the end of a sublayer; without biases and dropout.
+
+    Megatron's own brings the residual to the dtype of what is added to it, so that in 0.16.1
+    `fp32_residual_connection` is lost in the first layer.
+    """
+
+    def add(output_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + output_and_bias[0]
+
+    return add
 
 
 class Policy(GPTModel):  # type: ignore[misc]
@@ -117,7 +133,9 @@ def _transformer_config(
         expert_tensor_parallel_size=1,
         sequence_parallel=layout(section).sequence_parallel,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        fp32_residual_connection=parallel.fp32_residual_connection,
+        # Stages hand over the residual.
+        pipeline_dtype=torch.float32 if parallel.fp32_residual_connection else dtype,
         bf16=dtype == torch.bfloat16,
         # Packs differ in size, so stages tell each other how large they are; Megatron asks for this dispatcher then.
         variable_seq_lengths=True,
@@ -176,6 +194,7 @@ def _layer_spec(hf: Any, config: TransformerConfig, sparse: bool) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.self_attn_bda = layer.mlp_bda = residual_add
     attention = layer.self_attention.submodules
     attention.core_attention = CoreAttention
     if config.qk_layernorm:

@@ -24,8 +24,8 @@ OPTIMIZER = OptimizerSection(
 )  # fmt: skip
 MEGATRON = MegatronSection(
     tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1,
-    expert_model_parallel_size=1, sequence_parallel=None, optimizer_cpu_offload=False,
-    optimizer_offload_fraction=None, overlap_cpu_optimizer_d2h_h2d=False,
+    expert_model_parallel_size=1, sequence_parallel=None, fp32_residual_connection=False,
+    optimizer_cpu_offload=False, optimizer_offload_fraction=None, overlap_cpu_optimizer_d2h_h2d=False,
 )  # fmt: skip
 CONFIG = TrainerSection(
     backend="fsdp", num_ranks=1, micro_batch_tokens=64, dtype="float32", activation_checkpointing=False,

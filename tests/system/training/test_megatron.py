@@ -1,6 +1,6 @@
 """Megatron-core on CPU: one rank and every way to share a model out over two train as FSDP does on one.
 
-Two processes, started once; each layout trains there in turn.
+Two processes, started once; each layout trains there in turn, and then those that a float32 residual goes through.
 """
 
 import os
@@ -88,6 +88,43 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             torch.save(seen, own / f"rank-{rank}.pt")
 
 
+# name -> (model, how two ranks share it, further options), in bfloat16
+ROUNDED: dict[str, tuple[str, MegatronSection, dict[str, Any]]] = {
+    "tensor": ("deep", split(tensor_model_parallel_size=2), {"activation_checkpointing": True}),
+    "pipeline": ("deep", split(pipeline_model_parallel_size=2), {}),
+    "expert": ("qwen3_moe", split(tensor_model_parallel_size=2, expert_model_parallel_size=2), {}),
+}
+
+
+def make_deep_model(folder: Path) -> None:
+    """Weights as transformers draws them, in bfloat16: half of the error comes of adding to the residual."""
+    from transformers import AutoModelForCausalLM
+
+    make_model(folder, "qwen3", layers=24, hidden=64, head_dim=16, scale=1.0)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+def rounded(
+    model: Path, folder: Path, wide: bool, rank: int = 0, world: int = 1, **options: Any
+) -> dict[str, list[Any]]:
+    """Log-probs and an update of a trainer whose residual is float32 if `wide`."""
+    section = replace(options.pop("megatron", MEGATRON), fp32_residual_connection=wide)
+    settings = {"backend": "megatron", "num_ranks": world, "megatron": section, **options}
+    with trainer(model, folder, rank, world, **settings) as one:
+        log_probs = [torch.from_numpy(x) for x in one.log_probs([DATA])[0]]
+        return {"log_probs": log_probs, "trained": [one.train(share(DATA, 48), LOSS, totals(DATA))]}
+
+
+def all_on_two_ranks(rank: int, folder: Path) -> None:
+    """One rank of LAYOUTS and ROUNDED."""
+    two_ranks(rank, folder)
+    for name, (model, section, options) in ROUNDED.items():
+        for wide in (False, True):
+            own = folder / f"rounded-{name}-{wide}"
+            settings = {"megatron": section, "dtype": "bfloat16", **options}
+            torch.save(rounded(folder / model, own, wide, rank, 2, **settings), own / f"rank-{rank}.pt")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made once, however many processes run these tests."""
@@ -99,9 +136,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             for kind in KINDS:
                 make_model(folder / kind, kind)
-            for name in LAYOUTS:
+            make_deep_model(folder / "deep")
+            for name in [*LAYOUTS, *(f"rounded-{name}-{wide}" for name in ROUNDED for wide in (False, True))]:
                 (folder / name).mkdir()
-            mp.spawn(two_ranks, (folder,), nprocs=2)
+            mp.spawn(all_on_two_ranks, (folder,), nprocs=2)
             (folder / "done").touch()
     return folder
 
@@ -187,6 +225,54 @@ def test_one_rank_trains_as_fsdp_does(kind: Kind, run: Path, tmp_path: Path, exp
         for want in expected[kind]["trained"]:
             assert_close(one.train(share(DATA, 64), LOSS, totals(DATA)), want, atol=1e-4)
         assert_close(weights(one), expected[kind]["weights"], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], dict[str, Any]]:
+    """By (dtype, whether the residual is float32), of the deep model."""
+    folder = tmp_path_factory.mktemp("deep")
+    return {
+        (dtype, wide): rounded(run / "deep", folder, wide, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+        for wide in (False, True)
+    }
+
+
+def error(found: dict[str, Any], exact: dict[str, Any]) -> float:
+    """Mean distance of the log-probs."""
+    return float((torch.cat(found["log_probs"]) - torch.cat(exact["log_probs"])).abs().mean())
+
+
+def test_a_float32_residual_changes_no_bit_where_all_is_float32(on_one_rank: dict[tuple[str, bool], Any]) -> None:
+    plain, wide = on_one_rank["float32", False], on_one_rank["float32", True]
+    assert error(wide, plain) == 0
+    assert wide["trained"] == plain["trained"]
+
+
+def test_a_float32_residual_brings_log_probs_nearer(on_one_rank: dict[tuple[str, bool], Any], run: Path) -> None:
+    exact = on_one_rank["float32", False]
+    found = {"one rank": [on_one_rank["bfloat16", wide] for wide in (False, True)]}
+    for name, (model, *_) in ROUNDED.items():
+        if model == "deep":
+            found[name] = [seen(run, f"rounded-{name}-{wide}", 1) for wide in (False, True)]
+    for name, (plain, wide) in found.items():
+        assert error(wide, exact) < 0.75 * error(plain, exact), name
+
+
+def test_stages_hand_the_residual_over_unrounded(on_one_rank: dict[tuple[str, bool], Any], run: Path) -> None:
+    assert error(seen(run, "rounded-pipeline-True", 0), on_one_rank["bfloat16", True]) == 0
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_two_ranks_train_with_a_float32_residual(
+    name: str, on_one_rank: dict[tuple[str, bool], Any], expected: dict[Kind, dict[str, Any]], run: Path
+) -> None:
+    model = ROUNDED[name][0]
+    [want] = on_one_rank["float32", False]["trained"] if model == "deep" else expected["qwen3_moe"]["trained"][:1]
+    for rank in (0, 1):
+        [got] = seen(run, f"rounded-{name}-True", rank)["trained"]
+        assert got["train/loss"] == pytest.approx(want["train/loss"], abs=0.01)
+        assert got["train/grad_norm"] == pytest.approx(want["train/grad_norm"], rel=0.05)
 
 
 def three_ranks(rank: int, folder: Path) -> None:

@@ -24,6 +24,7 @@ TENSOR, PIPELINE, CONTEXT, EXPERT = (
     f"trainer.megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
 SEQUENCE, OFFLOAD = "trainer.megatron.sequence_parallel", "trainer.megatron.optimizer_cpu_offload"
+RESIDUAL = "trainer.megatron.fp32_residual_connection"
 FRACTION, OVERLAP = "trainer.megatron.optimizer_offload_fraction", "trainer.megatron.overlap_cpu_optimizer_d2h_h2d"
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 33, "num_experts_per_tok": 2}
 QWEN3_8B = Architecture(
@@ -90,6 +91,7 @@ def test_sequence_parallelism_follows_tensor_parallelism_unless_told() -> None:
         (f"{CONTEXT}=2", "1"),
         (f"{EXPERT}=2", "1"),
         (f"{SEQUENCE}=true", "null"),
+        (f"{RESIDUAL}=true", "false"),
         (f"{OFFLOAD}=true", "false"),
         (f"{FRACTION}=1.0", "null"),
         (f"{OVERLAP}=true", "false"),
@@ -178,6 +180,12 @@ def test_sequence_parallelism_of_one_tensor_rank_is_a_note(home: Path) -> None:
     for kind in ("grpo", "sft"):
         loaded = load(kind, f"{kind}.recipe.yaml", [MEGATRON, f"{SEQUENCE}=true"])
         assert loaded.notes == [f"override 2: {SEQUENCE}=true: no effect while {TENSOR} is 1"]
+
+
+def test_a_float32_residual_is_a_note_where_all_is_float32(home: Path) -> None:
+    for dtype, why in (("float32", ["no effect while trainer.dtype is float32"]), ("bfloat16", [])):
+        loaded = load("sft", "sft.recipe.yaml", [MEGATRON, f"{RESIDUAL}=true", f"trainer.dtype={dtype}"])
+        assert loaded.notes == [f"override 2: {RESIDUAL}=true: {each}" for each in why]
 
 
 def test_a_model_that_is_not_here_is_checked_as_far_as_it_goes(home: Path) -> None:

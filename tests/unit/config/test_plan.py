@@ -1,3 +1,4 @@
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,22 @@ def test_the_output_takes_the_logits_of_a_chunk_and_the_gradient_of_its_weight(h
 
 def test_activations_of_one_layer_counted_by_hand() -> None:
     # norms 4 x 8, queries and output 2 x 8, keys and values 2 x 4, MLP 4 x 16 = 120 numbers a token.
-    assert activation_bytes(ONE_LAYER, tokens=3, size=2, checkpointing=False) == 3 * 120 * 2
-    assert activation_bytes(ONE_LAYER, tokens=3, size=2, checkpointing=True) == 3 * (8 + 120) * 2
+    three = partial(activation_bytes, ONE_LAYER, tokens=3, size=2)
+    assert three(residual=2, checkpointing=False) == 3 * 120 * 2
+    assert three(residual=2, checkpointing=True) == 3 * (8 + 120) * 2
+    # Of these the residual is what two norms take in, and what checkpointing keeps of the layer.
+    assert three(residual=4, checkpointing=False) == 3 * (120 + 16) * 2
+    assert three(residual=4, checkpointing=True) == 3 * (8 + 120 + 24) * 2
+
+
+def test_a_float32_residual_takes_memory_where_compute_is_bfloat16(home: Path) -> None:
+    option = "trainer.megatron.fp32_residual_connection=true"
+    for dtype, more in (("bfloat16", True), ("float32", False)):
+        plain, wide = (
+            plan(home, *MEGATRON, f"trainer.dtype={dtype}", *extra, kind="sft", gpus=8).memory
+            for extra in ((), (option,))
+        )
+        assert plain and wide and (wide.trainer["activations"] > plain.trainer["activations"]) is more
 
 
 def test_the_cache_of_an_engine_in_sequences(home: Path) -> None:
