@@ -110,8 +110,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     fused = torch.compile(function, dynamic=True)
 
     def work(logits: Tensor, *rest: Any) -> Any:
-        # A size of one is a constant to torch.compile, which would compile for seconds for a single row.
-        return (fused if len(logits) > 1 else function)(logits, *rest)
+        # A size of one is a constant to torch.compile, which would compile for 10 s for a single row; and so it would
+        # for the first pack of one chunk, or of more than one: of a part it looks at the size of the whole.
+        if len(logits) == 1:
+            return function(logits, *rest)
+        return fused(logits, *(each.clone() if isinstance(each, Tensor) else each for each in rest))
 
     return work
 

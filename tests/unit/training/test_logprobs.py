@@ -1,5 +1,7 @@
 """Chunked log-probs equal the naive ones in float64, and never hold more logits than a chunk."""
 
+import shutil
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,3 +82,26 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
         log_probs, entropy = chunked_log_probs(hidden, weight, targets, 1.0, chunk)
         (log_probs.sum() + entropy.sum()).backward()
     assert largest.numel == chunk * vocab
+
+
+@pytest.mark.long  # compiles
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_pack_of_one_chunk_and_one_of_several_share_what_is_compiled() -> None:
+    """Whichever comes later cost a step of a run 10 s."""
+    from torch._dynamo.utils import counters
+
+    hidden, weight, targets = example(40)
+
+    def graphs(rows: int) -> int:
+        before = counters["stats"]["unique_graphs"]
+        h, w = hidden[:rows].clone().requires_grad_(), weight.clone().requires_grad_()
+        log_probs, entropy = chunked_log_probs(h, w, targets[:rows].clone(), 1.0, 8, compiled=True)
+        (log_probs + entropy).sum().backward()
+        return int(counters["stats"]["unique_graphs"] - before)
+
+    torch._dynamo.reset()
+    assert graphs(21) > 0
+    assert [graphs(rows) for rows in (40, 7, 8, 16, 3)] == [0] * 5
+    torch._dynamo.reset()
+    assert graphs(5) > 0
+    assert [graphs(rows) for rows in (6, 21, 40)] == [0] * 3
