@@ -230,6 +230,9 @@ class BroadcastReceiver:
         for owner in plan.owners:
             most = max(_HEADER_WORDS, sum(len(chunk.numbers) for _, chunk in plan.of(owner)))
             self._owners[owner] = _Owner(Group(self._store, spec, owner, rank, device), most)
+        # Owners take turns: with no more slots than one owner has, each would wait for its last chunk to be loaded. Not
+        # for more than two of them: their kernels, which wait for each other across devices, must all find room.
+        self._slots = spec.num_buffers * min(2, len(plan.owners))
         self._loading = Lane(device)
         self._sums = Sums(device)
         self._sink: Sink | None = None
@@ -260,7 +263,7 @@ class BroadcastReceiver:
         if self._sink is not sink:
             singles = (s.first for chunk in self._plan.chunks for s in chunk.segments if s.single)
             in_place = {n for n in singles if sink.target(n) is not None}
-            self._ring = Slots(self._plan, self._plan.chunks, self._spec.num_buffers, self._device, in_place)
+            self._ring = Slots(self._plan, self._plan.chunks, self._slots, self._device, in_place)
             self._sink = sink
             self._found: dict[tuple[int, int], tuple[list[Tensor], Copies]] = {}
         return self._ring
@@ -288,12 +291,12 @@ class BroadcastReceiver:
         arrived: list[Span] = []
         loaded: list[Span] = []
         for number, chunk in enumerate(self._plan.chunks):
-            slot = number % self._spec.num_buffers
+            slot = number % self._slots
             places, copies = self._prepared(number, slot, ring, sink)
             owner = self._owners[chunk.owner]
             with owner.wire as lane:
-                if number >= self._spec.num_buffers:
-                    lane.after(loaded[number - self._spec.num_buffers][1])
+                if number >= self._slots:
+                    lane.after(loaded[number - self._slots][1])
                 begin = lane.mark()
                 owner.group.broadcast(places, self._names[number])
                 arrived.append((begin, lane.mark()))
