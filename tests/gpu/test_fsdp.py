@@ -34,3 +34,22 @@ def test_compiled_layers_and_loss_train_alike(kind: Kind, checkpointing: bool, t
     for one, other in zip(eager[1], compiled[1], strict=True):
         assert other["train/loss"] == pytest.approx(one["train/loss"], abs=0.02)
         assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=0.1)
+
+
+def test_packs_of_any_size_share_what_is_compiled(tmp_path: Path) -> None:
+    """A pack smaller than all before cost a step of a run 10 s."""
+    from torch._dynamo.utils import counters
+
+    sizes = {"hidden": 2048, "layers": 1, "heads": 16, "kv_heads": 8, "head_dim": 128}
+    model = make_model(tmp_path / "wide", "qwen3", scale=1.0, **sizes)
+    options = {"compile": True, "micro_batch_tokens": 16384, "logprob_chunk_tokens": 4096}
+
+    def graphs(count: int) -> int:
+        before, data = counters["stats"]["unique_graphs"], sequences(count)
+        one.train(share(data, 16384), LOSS, totals(data))
+        return int(counters["stats"]["unique_graphs"] - before)
+
+    torch._dynamo.reset()
+    with trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as one:
+        assert graphs(1200) > 0
+        assert [graphs(count) for count in (400, 250, 100, 20, 1000)] == [0] * 5

@@ -69,7 +69,7 @@ def build_policy(
         if section.compile:
             # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers, and packs
             # of every shape: else each new number of tokens or sequences, or longest one, would be compiled for.
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+            layer.forward = torch.compile(layer.forward, dynamic=True, options=_compile_options())
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", files, device)
     if lm.config.tie_word_embeddings:
@@ -77,6 +77,15 @@ def build_policy(
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     _sum_gradients(policy)
     return policy
+
+
+def _compile_options() -> dict[str, Any]:
+    """Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles anew
+    for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py;
+    pytorch pull request 171941)."""
+    from torch._inductor import config
+
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
 
 
 def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:
