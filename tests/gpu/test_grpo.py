@@ -91,8 +91,8 @@ def test_megatrons_layouts_share_four_devices_with_four_engines(layout: str, lar
         f"trainer.megatron.pipeline_model_parallel_size={pipeline}",
         "trainer.megatron.fp32_residual_connection=true",
     )
-    # bfloat16's rounding in random weights grows with width and depth: 1.008 for the 0.6B, 1.019 for a 1.7B, 1.034 here;
-    # bfloat16 against float32 on a CPU is 1.018 after 12 layers 2048 wide.
+    # bfloat16's rounding in random weights grows with width and depth: 1.008 for the 0.6B, 1.019 for a 1.7B, 1.034
+    # here. On a CPU bfloat16 against float32 is 1.018 after 12 layers 2048 wide.
     records = run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, large, "generation.enforce_eager=true", *four, *sizes)
     check(records, most=1.05)
 

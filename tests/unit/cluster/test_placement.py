@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from rlctl.cluster.ground import Site
 from rlctl.cluster.placement import Pools, Room, Seat, Strategy, place, this_machine
+from rlctl.cluster.processes import usual_transport
 from rlctl.telemetry.devices import count_gpus
 
 few = st.integers(1, 6)
@@ -120,3 +121,24 @@ def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytes
     site = Site(placement, [None], lambda prefix, root: "")
     assert site.devices(placement.trainers[0]) == ["6"]
     assert site.devices(placement.engines[0]) == ["3", "GPU-1a"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "shared", "rooms", "expected"),
+    [
+        (1, 1, False, 1, "ipc"),
+        (3, 1, False, 1, "broadcast"),
+        (2, 2, False, 1, "broadcast"),
+        (2, 2, True, 1, "ipc"),
+        (8, 8, False, 4, "broadcast"),
+    ],
+)
+def test_weights_go_by_what_was_measured_to_be_fastest(
+    ranks: int, engines: int, shared: bool, rooms: int, expected: str
+) -> None:
+    placement = place([Room(f"n{index}", 4) for index in range(rooms)], Pools(ranks, engines, 1, shared), "cuda")
+    assert usual_transport(placement, engines) == expected
+
+
+def test_on_a_cpu_weights_go_through_shared_memory() -> None:
+    assert usual_transport(place([Room("", 0, 4.0)], Pools(2, 2), "cpu"), 2) == "shm"
