@@ -117,9 +117,19 @@ def _idle(config: GrpoConfig) -> dict[str, str | bool | None]:
         "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
         "grpo.loss.force_on_policy_ratio": behaviour,
         "grpo.loss.importance_cap": behaviour,
+        "async.streamed_training": not resolve.streams_training(config) and _not_streamed(config),
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
+
+
+def _not_streamed(config: GrpoConfig) -> str | None:
+    """Why a step is not trained in parts, though it might be."""
+    if not config.async_.streamed_training:
+        return None
+    if config.grpo.updates_per_step > 1:
+        return f"grpo.updates_per_step is {config.grpo.updates_per_step}"
+    return "a pass over log-probs comes before the update"
 
 
 def _model(view: View) -> Problems:

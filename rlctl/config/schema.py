@@ -241,13 +241,17 @@ class GrpoPlacementSection(PlacementSection):
 class RefitSection:
     transport: Literal["auto", "shm", "ipc", "broadcast"] = spec(
         "shm: host memory; ipc: engines read the trainers' GPU memory; broadcast: NCCL, on CPU gloo; "
-        "auto: shm on CPU, else ipc, or broadcast where engine devices outnumber trainer ranks"
+        "auto: shm on CPU, ipc on shared devices or from one rank to one engine, else broadcast"
     )
     mode: Literal["auto", "staged", "direct"] = spec(
         "staged: received beside the live weights while engines sample, then one short commit; direct: into the live "
         "weights, no extra memory; auto: staged where sampling goes on and memory allows"
     )
-    num_buffers: int = spec("buffers that weights pass through on their way, at each end", ge=1)
+    num_buffers: int = spec(
+        "buffers that weights pass through on their way, at each end; by broadcast from several ranks twice as many at "
+        "an engine, for what cannot be received into place",
+        ge=1,
+    )
     buffer_memory_ratio: float = spec(
         "most that a buffer may take, as a share of device memory (never over 5 GiB)", gt=0, le=0.5
     )

@@ -336,13 +336,16 @@ class Feed:
             running = self._staleness.with_status("running")
             sampled = len(self._staleness.with_status("sampled"))
             ready = len(self._staleness.with_status("ready"))
+            taken = len(self._staleness.with_status("taken"))
             held = ", ".join(f"{count} of version {version}" for version, count in self._staleness.occupancy().items())
             oldest = min(running, key=lambda o: self._active[o].began, default=None)
             what = f"step {self._version + 1} waits for {self._staleness.waits_for()}"
             if oldest is not None:
                 since = time.monotonic() - self._active[oldest].began
                 what += f"; the oldest, prompt {self._active[oldest].prompt.id}, began {since:.0f} s ago"
-        counts = f"{len(running)} groups sampling, {sampled} to score, {ready} ready ({held})"
+        counts = (
+            f"{len(running)} groups sampling, {sampled} to score, {ready} ready, {taken} taken for the step ({held})"
+        )
         return f"{what}; {counts}; {self.stream.describe()}"
 
 

@@ -82,11 +82,12 @@ class Parts:
 
 @dataclass
 class Ahead:
-    """What of a step was trained on before its last groups were there: parts, and the totals of all of them."""
+    """What of a step came before its last groups. totals, parts: of what was trained on, in how many calls."""
 
     groups: list[list[Group]] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     totals: Totals | None = None
+    parts: int = 0
 
     def with_last(self, groups: list[Group], batch: Batch) -> tuple[list[Group], Batch]:
         """The whole step's."""
@@ -152,7 +153,7 @@ class GrpoLoop(Loop):
         self.done = number
         metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
         if self._streams:
-            metrics["train/parts"] = float(len(ahead.groups) + 1)
+            metrics["train/parts"] = float(ahead.parts + 1)
         if self._async:
             bound = max_age(self._config)
             metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
@@ -164,16 +165,17 @@ class GrpoLoop(Loop):
         self._record(record, groups, batch, metrics)
 
     def _train_ahead(self, record: StepRecorder, span: Span) -> "Ahead":
-        """The gradients of groups that are there while the step's last ones are being sampled, as soon as they fill a
-        micro-batch on every rank."""
+        """The gradients of groups that are there while the step's last ones are being sampled, as soon as they are
+        worth a call."""
         ahead = Ahead()
         trainer = self._parts.trainer
-        while self._streams and (groups := self._feed.take_part(self.done, trainer.full, span)):
+        while self._streams and (groups := self._feed.take_part(self.done, trainer.worthwhile, span)):
             with record.phase("advantage"):
                 batch = make_batch(groups, self._config.grpo, self.done)
             with record.phase("train"):
                 if batch.sequences:
                     ahead.totals = trainer.accumulate(batch.sequences, self._loss, ahead.totals)
+                    ahead.parts += 1
             ahead.groups.append(groups)
             ahead.batches.append(batch)
         return ahead

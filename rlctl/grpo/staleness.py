@@ -13,8 +13,9 @@ at the start; and `select` never takes a group with a later deadline where F(d) 
 from every tight F(d) while v grows by one, and groups admitted afterwards have deadline v + S, where F is at most C: so
 the line holds again. At most N groups are ever due at once, all of them fit into the step, and none is born stale.
 
-A step may be taken in parts, before all of its groups are there: `select_part` makes the same choice, place by place,
-as far as it goes, and the line holds with the places that are left in place of N.
+A step may be taken in parts, before all of its groups are there: `select_part` chooses like `select`, place by place,
+as far as it goes, and the line holds with the places that are left in place of N. What comes first is taken first then:
+a group that the policy would have preferred, had it been there, may train a step later.
 
 No policy deadlocks: what `select` waits for is being sampled already (every active group is), the version does not move
 while it waits, and sampling never waits for the trainer. For `in_order` that is the oldest group. For `windowed_fifo`

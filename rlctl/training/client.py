@@ -1,7 +1,7 @@
 """The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,11 @@ class TrainerClient:
     def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
         self.group = group
         self._tokens = section.micro_batch_tokens
-        self._shards = layout(section).shards
-        # Tokens that fill a micro-batch on every rank.
-        self.full = self._tokens * (max(self._shards) + 1)
+        shape = layout(section)
+        self._shards = shape.shards
+        # Tokens that are worth a call of their own: whole groups fill the last of their micro-batches half, and a
+        # pipeline needs several to keep its stages busy.
+        self.worthwhile = 2 * shape.pipeline * self._tokens * (max(self._shards) + 1)
 
     def prepare(self, sequences: Rows[Sequence]) -> Prepared:
         """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
@@ -104,14 +106,14 @@ class TrainerClient:
     ) -> tuple[Any, Totals]:
         """Rank 0's answer, and the totals that all ranks were given."""
         ready = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        if before is not None and not ready.totals.sequences:
+            # A last part of which nothing is left still makes its update.
+            ready = replace(ready, shares=[Share.of([[]]) for _ in ready.shares])
         totals = ready.totals if before is None else before + ready.totals
         parts = () if before is None and method != "accumulate" else (before,)
         return self.group.run(method, [(share, loss, totals, *parts) for share in ready.shares])[0], totals
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
-        if not sequences:
-            # A last part of which nothing is left still makes its update.
-            return [[[]] for _ in range(max(self._shards) + 1)]
         return plan_micro_batches([len(sequence) for sequence in sequences], max(self._shards) + 1, self._tokens)
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[Sequence]) -> list[Share]:

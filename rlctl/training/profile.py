@@ -51,7 +51,7 @@ class Profiler:
 
     @contextmanager
     def update(self, ends: bool = True) -> Iterator[None]:
-        """Around an update, or a part of one. ends: whether it is the last part."""
+        """Around an update, or a part of one, after whose last one the update `ends`. The time between parts counts."""
         if self._spec and self._updates + 1 == self._spec.first and self._profile is None:
             self._begin()
         yield

@@ -16,7 +16,11 @@ from tests.faults.runs import Run, fates, in_transit, survivors
 # `RLCTL_TEST_KILLS=10 make test ARGS='tests/faults -m long'` hurts runs longer than there is time for.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
 PROMPTS, AGE, ROWS = 8, 2, 2300
-SETTINGS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20")
+SETTINGS = (
+    *("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20"),
+    # Answers with a long tail, and small packs: steps are trained in parts.
+    *("generation.forced_lengths=[8, 1.0]", "trainer.micro_batch_tokens=64"),
+)
 CHECKPOINTS = ("checkpoint.every=2", "validation.every=0")
 
 
@@ -76,6 +80,7 @@ def keeps_both(run: Run, last: int) -> None:
     assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(step["age/max"] <= AGE for step in steps)
     assert max(step["age/max"] for step in steps) > 0
+    assert max(step["train/parts"] for step in steps) > 1
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
     # Older tokens are further from what trains on them.
     error = {age: [step[f"mismatch/age_{age}"] for step in steps if f"mismatch/age_{age}" in step] for age in (0, 1)}

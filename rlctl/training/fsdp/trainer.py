@@ -155,9 +155,11 @@ class FsdpTrainer:
     def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
         """Where an update begins, or goes on with what its earlier parts left."""
         tally, self._begun = self._begun, None
-        if before is None or tally is None:
+        if before is None:
             self._optimizer.zero_grad()
             return Tally()
+        if tally is None:
+            raise RuntimeError("the earlier parts of the update are gone")
         factor = carried(loss, before, totals)
         tally.scale(factor)
         for p in self._parameters.values():

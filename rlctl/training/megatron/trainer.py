@@ -147,9 +147,12 @@ class MegatronTrainer:
         """See TrainerRank."""
         self._state.enter("train")
         # The ranks' gradients are added up once, with the last part.
-        finalize, self._policy.config.finalize_model_grads_func = self._policy.config.finalize_model_grads_func, None
-        self._begun = self._gradients(micro_batches, loss, totals, before)
-        self._policy.config.finalize_model_grads_func = finalize
+        config = self._policy.config
+        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+        try:
+            self._begun = self._gradients(micro_batches, loss, totals, before)
+        finally:
+            config.finalize_model_grads_func = finalize
 
     def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
         """See TrainerRank."""
@@ -238,9 +241,11 @@ class MegatronTrainer:
     def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
         """Where an update begins, or goes on with what its earlier parts left."""
         tally, self._begun = self._begun, None
-        if before is None or tally is None:
+        if before is None:
             self._optimizer.zero_grad()
             return Tally()
+        if tally is None:
+            raise RuntimeError("the earlier parts of the update are gone")
         factor = carried(loss, before, totals)
         tally.scale(factor)
         for buffer in self._optimizer.gradients():

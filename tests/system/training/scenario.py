@@ -46,10 +46,12 @@ class WeightedLoss:
         terms = batch.fields["advantage"] * batch.log_probs + self.entropy * batch.entropy
         loss = -terms[batch.mask].sum() / totals.tokens
         highest = torch.where(batch.mask, batch.entropy, 0).max().detach()
-        return LossOutput(loss, {"train/loss": loss.detach()}, {"train/max_entropy": highest})
+        trained = batch.sequence[batch.mask].unique().numel()
+        share = torch.tensor(trained / totals.sequences, device=loss.device)
+        return LossOutput(loss, {"train/loss": loss.detach(), "train/share": share}, {"train/max_entropy": highest})
 
     def carry(self, name: str, before: Totals, now: Totals) -> float:
-        return before.tokens / now.tokens
+        return before.sequences / now.sequences if name == "train/share" else before.tokens / now.tokens
 
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[Sequence]:

@@ -297,7 +297,7 @@ def test_evaluating_gives_the_losses_metrics_and_changes_nothing(models: dict[Ki
         seen = one.evaluate(share(DATA, 40), LOSS, totals(DATA))
         assert_close(weights(one), before, atol=0)
         trained = one.train(share(DATA, 40), LOSS, totals(DATA))
-        assert seen == {name: trained[name] for name in ("train/loss", "train/max_entropy")}
+        assert seen == {name: trained[name] for name in ("train/loss", "train/share", "train/max_entropy")}
 
 
 def test_a_pad_token_inside_a_sequence_trains_like_any_other(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.config.load import load
 from rlctl.training.client import TrainerClient
-from rlctl.training.interface import Sequence
+from rlctl.training.interface import Sequence, Totals
 
 
 def sequence(length: int) -> Sequence:
@@ -25,3 +25,34 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
     assert len(ready.shares) == 6
     copies = int(np.prod([*layout.values()], dtype=int))
     assert sum(len(share.tokens) for share in ready.shares) == copies * ready.tokens
+
+
+class Recorder:
+    """A group of two ranks that only takes note."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[tuple[Any, ...]]]] = []
+
+    def run(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        self.calls.append((method, arguments))
+        return [{}] * len(arguments)
+
+
+def test_parts_are_divided_by_all_that_there_was_so_far_and_an_empty_last_one_still_updates() -> None:
+    section, group = load("grpo", None, ["trainer.num_ranks=2"]).config.trainer, Recorder()
+    client = TrainerClient(cast(Any, group), section)
+    loss = cast(Any, "loss")
+    first = client.accumulate([sequence(5), sequence(3)], loss, None)
+    second = client.accumulate([sequence(4)], loss, first)
+    client.train([], loss, second)
+    assert (first, second) == (Totals(8, 2), Totals(12, 3))
+    assert [method for method, _ in group.calls] == ["accumulate", "accumulate", "train"]
+    assert [each[0][1:] for _, each in group.calls] == [
+        ("loss", first, None),
+        ("loss", second, first),
+        ("loss", second, second),
+    ]
+    assert all(share.micro_batches() == [[]] for share, *_ in group.calls[-1][1])
+    # The ranks refuse an update of nothing.
+    client.train([], loss)
+    assert all(share.micro_batches() == [] for share, *_ in group.calls[-1][1])
