@@ -310,6 +310,24 @@ FOR_LOG_PROBS, FOR_ENGINES = (
 )
 
 
+STREAMED = "async.streamed_training=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        ([STREAMED, ASYNC], None),
+        ([STREAMED], "async.enabled is false"),
+        ([STREAMED, ASYNC, "grpo.updates_per_step=2"], "grpo.updates_per_step is 2"),
+        ([STREAMED, ASYNC, "grpo.loss.kl_coef=0.1"], "a pass over log-probs comes before the update"),
+        ([STREAMED.replace("true", "false"), ASYNC, "grpo.updates_per_step=2"], None),
+    ],
+)
+def test_training_in_parts_without_effect_is_a_note(home: Path, overrides: list[str], why: str | None) -> None:
+    expected = [] if why is None else [f"override 1: {STREAMED}: no effect while {why}"]
+    assert load("grpo", "grpo.recipe.yaml", overrides).notes == expected
+
+
 @pytest.mark.parametrize("switch", [FOR_LOG_PROBS, FOR_ENGINES])
 def test_state_that_the_host_updates_cannot_move_too(home: Path, switch: str) -> None:
     [found] = problems("sft", "sft.recipe.yaml", [*MEGATRON, switch])
