@@ -18,8 +18,8 @@ KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
 PROMPTS, AGE, ROWS = 8, 2, 2300
 SETTINGS = (
     *("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20"),
-    # Answers with a long tail, and small packs: steps are trained in parts.
-    *("generation.forced_lengths=[8, 1.0]", "trainer.micro_batch_tokens=64"),
+    # A group at a time, and small packs: the trainer waits, and trains steps in parts.
+    *("generation.forced_lengths=[8, 1.0]", "generation.max_num_seqs=8", "trainer.micro_batch_tokens=64"),
 )
 CHECKPOINTS = ("checkpoint.every=2", "validation.every=0")
 
@@ -46,8 +46,7 @@ def interrupted_it_saves(run: Run) -> None:
 
 @pytest.mark.slow
 def test_a_killed_engine_and_a_resume_after_ctrl_c_break_neither(tmp_path: Path) -> None:
-    # A step takes 0.1 s: the run must not be over before Ctrl-C.
-    last, moments = 40, random.Random(11)
+    last, moments = 24, random.Random(11)
     run = Run(tmp_path, "hurt", *SETTINGS, f"grpo.num_steps={last}", "checkpoint.every=0", "validation.every=0")
     after_some_steps(run, moments, last)
     without_its_engine_it_goes_on(run)
