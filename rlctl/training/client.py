@@ -102,15 +102,15 @@ class TrainerClient:
         return facts
 
     def _run(
-        self, method: str, batch: Rows[Sequence] | Prepared, loss: Loss, before: Totals | None = None
+        self, method: str, batch: Rows[Sequence] | Prepared, loss: Loss, *parts: Totals | None
     ) -> tuple[Any, Totals]:
-        """Rank 0's answer, and the totals that all ranks were given."""
+        """Rank 0's answer, and the totals that all ranks were given. parts: of methods that know them, those before."""
         ready = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        before = parts[0] if parts else None
         if before is not None and not ready.totals.sequences:
             # A last part of which nothing is left still makes its update.
             ready = replace(ready, shares=[Share.of([[]]) for _ in ready.shares])
         totals = ready.totals if before is None else before + ready.totals
-        parts = () if before is None and method != "accumulate" else (before,)
         return self.group.run(method, [(share, loss, totals, *parts) for share in ready.shares])[0], totals
 
     def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:

@@ -4,7 +4,7 @@ A `TrainerRank` is a plain class, one object a process; the ranks of a group are
 its own share of the data. Losses come in as picklable callables, so that the algorithms stay out of here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,14 +73,6 @@ class LossInParts(Loss, Protocol):
         """The factor from what is divided by `before` to what is divided by `now`. name: of a sum, or "loss" of the
         loss itself, and so of its gradient."""
         ...
-
-
-def carried(loss: Loss, before: Totals, now: Totals) -> Callable[[str], float]:
-    """`LossInParts.carry` by name. Raises TypeError for a loss that knows no parts."""
-    carry = getattr(loss, "carry", None)
-    if carry is None:
-        raise TypeError(f"{type(loss).__name__} has no `carry`: its update cannot be made in parts")
-    return lambda name: float(carry(name, before, now))
 
 
 class TrainerRank(Protocol):

@@ -24,9 +24,10 @@ from rlctl.training.fsdp import checkpoint
 from rlctl.training.fsdp.model import build_policy, free_gathered
 from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
 from rlctl.training.fsdp.reference import read_shards
-from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals, carried
+from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
 from rlctl.training.moving import Residence
 from rlctl.training.packing import Packed, pack, token_batch
+from rlctl.training.parts import carry_on
 from rlctl.training.reference import Reference
 from rlctl.training.schedule import learning_rate
 from rlctl.training.skeleton import active_parameters
@@ -154,18 +155,12 @@ class FsdpTrainer:
 
     def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
         """Where an update begins, or goes on with what its earlier parts left."""
-        tally, self._begun = self._begun, None
+        begun, self._begun = self._begun, None
         if before is None:
             self._optimizer.zero_grad()
             return Tally()
-        if tally is None:
-            raise RuntimeError("the earlier parts of the update are gone")
-        factor = carried(loss, before, totals)
-        tally.scale(factor)
-        for p in self._parameters.values():
-            if p.grad is not None:
-                local(p.grad).mul_(factor("loss"))
-        return tally
+        gradients = (local(p.grad) for p in self._parameters.values() if p.grad is not None)
+        return carry_on(begun, gradients, loss, before, totals)
 
     def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
         """See TrainerRank."""
@@ -186,6 +181,7 @@ class FsdpTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Parameters are sharded by rows: experts stacked in one parameter by whole experts."""
+        # An engine that is rebuilt between the parts of an update must not cost it its gradients.
         if self._begun is None:
             self._state.enter("refit")
         found = []

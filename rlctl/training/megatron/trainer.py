@@ -23,7 +23,7 @@ from rlctl.config.residency import State, optimizer_on_host, residency
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder, process
-from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals, carried
+from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
 from rlctl.training.megatron.export import Exporter
@@ -34,6 +34,7 @@ from rlctl.training.megatron.model import build_policy, check_supported
 from rlctl.training.megatron.optimizer import Optimizer
 from rlctl.training.moving import Residence
 from rlctl.training.packing import Packed, pack, token_batch
+from rlctl.training.parts import carry_on
 from rlctl.training.reference import Reference
 from rlctl.training.schedule import learning_rate
 from rlctl.training.skeleton import active_parameters, layout_of, skeleton
@@ -177,6 +178,7 @@ class MegatronTrainer:
 
     def shards(self) -> list[Shard]:
         """See TrainerRank. Heads of q, k and v lie apart, by groups, and so are several shards of a tensor."""
+        # An engine that is rebuilt between the parts of an update must not cost it its gradients.
         if self._begun is None:
             self._state.enter("refit")
         parts = (part for name, p in self._named.items() for part in self._mapping.parts(name, p.detach()))
@@ -240,17 +242,11 @@ class MegatronTrainer:
 
     def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
         """Where an update begins, or goes on with what its earlier parts left."""
-        tally, self._begun = self._begun, None
+        begun, self._begun = self._begun, None
         if before is None:
             self._optimizer.zero_grad()
             return Tally()
-        if tally is None:
-            raise RuntimeError("the earlier parts of the update are gone")
-        factor = carried(loss, before, totals)
-        tally.scale(factor)
-        for buffer in self._optimizer.gradients():
-            buffer.mul_(factor("loss"))
-        return tally
+        return carry_on(begun, self._optimizer.gradients(), loss, before, totals)
 
     def _passes(
         self, micro_batches: list[MicroBatch], finish: Finish, rows: Callable[[Packed], Tensor], *, backward: bool
