@@ -10,7 +10,7 @@ from rlctl.bench.schemes import RAW_BYTES, Scheme, Wire, receive
 from rlctl.bench.weights import make_tensor
 from rlctl.generation.layout import NotPlain, find_regions
 from rlctl.generation.worker import RefitWorker
-from rlctl.refit.broadcast import Group, meet
+from rlctl.refit.group import Group, meet
 from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.sink import WholeSink

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlctl.refit.broadcast import Group
+from rlctl.refit.group import Group
 from rlctl.refit.lanes import Lane, Span, elapsed
 
 Scheme = Literal["raw", "each", "packed-1", "packed-2"]

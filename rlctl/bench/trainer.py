@@ -8,7 +8,7 @@ import torch
 from rlctl.bench.rounds import Measured, Meeting, run_rounds
 from rlctl.bench.schemes import RAW_BYTES, Scheme, Wire, send
 from rlctl.bench.weights import RandomShards
-from rlctl.refit.broadcast import Group, meet
+from rlctl.refit.group import Group, meet
 from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.sending import SendingEnd, SendsWeights

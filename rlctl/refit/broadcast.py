@@ -8,20 +8,14 @@ Measured on two H200s, Qwen3-8B's tensors in bfloat16: groups of 1 GiB run at th
 (368.8 against 368.5 GB/s), one broadcast a tensor at 332.5.
 """
 
-import os
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from rlctl.refit.copies import Copies
+from rlctl.refit.group import Group, meet
 from rlctl.refit.lanes import Lane, Span, elapsed
 from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.plan import Chunk, Plan, Segment
@@ -31,52 +25,8 @@ from rlctl.refit.sink import Sink
 from rlctl.refit.source import Source
 from rlctl.refit.sums import Sums
 
-# NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
-_NCCL_PATIENCE_S = 7 * 24 * 3600.0
 # Version and plan.
 _HEADER_WORDS = 2
-
-
-class Group:
-    """One owner (rank 0) and all engine workers (ranks from 1)."""
-
-    def __init__(self, store: Any, spec: TransportSpec, owner: int, rank: int, device: torch.device) -> None:
-        self.device = device
-        self._who = f"refit: engine worker {rank} and trainer rank {owner}" if rank else f"refit: trainer rank {owner}"
-        self._aborted = threading.Lock()
-        world = 1 + spec.receivers
-        try:
-            self._group = _make(PrefixStore(f"owner-{owner}", store), rank, world, spec.timeout_s, device)
-            # The communicator is made by the first collective: now, while nobody waits for weights.
-            self.broadcast([torch.zeros(1, dtype=torch.int64, device=device)], "a first word")
-        except Exception as error:
-            place = f"{spec.host}:{spec.port}"
-            text = f"rank {rank} of {world} could not join trainer rank {owner}'s refit group at {place}: {error}"
-            raise RefitError(text) from error
-
-    def broadcast(self, tensors: list[Tensor], what: str) -> None:
-        """From rank 0 to all, into place elsewhere; on CUDA queued on the current stream. Tensors are contiguous.
-
-        Raises PeerLost, which says `what` was under way.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        try:
-            if self.device.type == "cpu":
-                for tensor in tensors:
-                    self._group.broadcast([tensor], options).wait()
-                return
-            self._group._start_coalescing()
-            for tensor in tensors:
-                self._group.broadcast([tensor], options)
-            self._group._end_coalescing().wait()
-        except RuntimeError as error:
-            raise PeerLost(f"{self._who}: the group broke at {what}: {_brief(error)}") from error
-
-    def abort(self) -> None:
-        """End what is under way, here; the group is of no use afterwards. gloo ends by its own timeout."""
-        if self.device.type == "cuda" and self._aborted.acquire(blocking=False):
-            self._group.abort()
 
 
 class BroadcastSender:
@@ -355,46 +305,6 @@ class BroadcastReceiver:
                 if received[n] != value:
                     name = self._plan.items[n].box.name
                     raise RefitError(f"{name} arrived changed from trainer rank {rank} (version {header.version})")
-
-
-def meet(spec: TransportSpec, keeper: bool) -> Any:
-    patience = timedelta(seconds=spec.timeout_s)
-    try:
-        return TCPStore(spec.host, spec.port, is_master=keeper, timeout=patience, wait_for_workers=False)
-    except Exception as error:
-        raise RefitError(f"refit: nobody could be met at {spec.host}:{spec.port}: {error}") from error
-
-
-def _make(store: Any, rank: int, world: int, timeout_s: float, device: torch.device) -> Any:
-    if device.type == "cpu":
-        return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout_s))
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=_NCCL_PATIENCE_S)
-    # The wire must not wait for packing kernels to leave the multiprocessors.
-    options.is_high_priority_stream = True
-    torch.cuda.set_device(device)
-    with _errors_stay_here():
-        return dist.ProcessGroupNCCL(store, rank, world, options)
-
-
-@contextmanager
-def _errors_stay_here() -> Iterator[None]:
-    """A group made meanwhile reports a dead peer as an error; by default its watchdogs would end this process."""
-    changed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
-
-
-def _brief(error: Exception) -> str:
-    """The first sentence of an error, without the place in gloo's or NCCL's source that it begins with."""
-    return str(error).split("\n")[0].split(". ")[0].split("] ", 1)[-1]
 
 
 def _words(header: Header) -> list[int]:
