@@ -242,8 +242,8 @@ class IpcReceiver:
         for rank, owner in self._owners.items():
             late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {rank}'s checksums"
             owner.await_ready(header, lambda late=late: late, deadline, lambda: None)  # type: ignore[misc]
-            for n, value in owner.sums():
-                if n in received and received[n] != value:
+            for n in self._plan.checked_of(rank, header):
+                if received[n] != owner.sum(n):
                     name = self._plan.items[n].box.name
                     raise RefitError(f"{name} arrived changed from trainer rank {rank} (version {header.version})")
             owner.begun += 1
@@ -268,10 +268,10 @@ class _Mapped:
             raise RefitError(f"trainer rank {owner} sends by plan {digest}, this end was given plan {plan.digest}")
         self._shared = {n: _open(handle, device) for n, handle in shared.items()}
         self._rings = [_open(handle, device) for handle in rings]
-        self._items = [n for _, chunk in plan.of(owner) for n in chunk.numbers]
+        self._word = {n: word for word, n in enumerate(n for _, chunk in plan.of(owner) for n in chunk.numbers)}
         self._parts = sum(1 for _ in plan.of(owner)) + 1
         self._first, self._rank, self._owner = _FIRST + spec.receivers, rank, owner
-        self.words = Words(_words_file(spec, owner), self._first + len(self._items), create=False)
+        self.words = Words(_words_file(spec, owner), self._first + len(self._word), create=False)
         self.begun = int(self.words.array[_FIRST + rank - 1])
 
     def view(self, number: int, plan: Plan, begun: int) -> Tensor:
@@ -305,8 +305,9 @@ class _Mapped:
         """Give one more part back to its owner."""
         self.words.array[_FIRST + self._rank - 1] += 1
 
-    def sums(self) -> list[tuple[int, int]]:
-        return [(n, int(value)) for n, value in zip(self._items, self.words.array[self._first :])]
+    def sum(self, number: int) -> int:
+        """What the owner announced of item `number`."""
+        return int(self.words.array[self._first + self._word[number]])
 
 
 def _by_owner(plan: Plan, spans: list[Span]) -> list[list[Span]]:

@@ -104,11 +104,15 @@ class Plan:
         layout: Iterable[tuple[str, tuple[int, ...], str]],
         boxes: Sequence[Sequence[Box]] | None = None,
         buffer_bytes: int = 1 << 62,
+        edge_bytes: int = 1 << 62,
     ) -> "Plan":
         """layout: (name, shape, dtype) of every tensor. boxes[r]: what rank r holds (None: rank 0 holds all).
 
-        A box that several ranks hold is sent by the one with the least to send. Raises RefitError when the boxes
-        do not make up every tensor exactly, or when one row of a tensor does not fit `buffer_bytes`.
+        A box that several ranks hold is sent by the one with the least to send. edge_bytes: size of a rank's first
+        and last chunks, whose packing and loading nothing hides; towards the middle they grow to `buffer_bytes`.
+
+        Raises RefitError when the boxes do not make up every tensor exactly, or when one row of a tensor does not fit
+        `buffer_bytes`.
         """
         entries = _entries(layout)
         index = {entry.name: i for i, entry in enumerate(entries)}
@@ -116,16 +120,11 @@ class Plan:
             boxes = [[Box(entry.name, (0,) * len(entry.shape), entry.shape) for entry in entries]]
         shares = _assign(entries, index, boxes)
         _check_coverage(entries, index, shares)
-        cut = [
-            [part for box in share for part in _cut(box, entries[index[box.name]], buffer_bytes)] for share in shares
-        ]
-        return cls._chunked(entries, index, cut, buffer_bytes)
+        return cls._in_turns(entries, [_split(share, entries, index, buffer_bytes, edge_bytes) for share in shares])
 
     @classmethod
-    def _chunked(
-        cls, entries: tuple[Entry, ...], index: dict[str, int], shares: list[list[Box]], buffer_bytes: int
-    ) -> "Plan":
-        parts = [_split(share, entries, index, buffer_bytes) for share in shares]
+    def _in_turns(cls, entries: tuple[Entry, ...], parts: list[list[list[Item]]]) -> "Plan":
+        """parts[r]: rank r's chunks."""
         items: list[Item] = []
         chunks: list[Chunk] = []
         for turn in range(max(map(len, parts), default=0)):
@@ -156,6 +155,10 @@ class Plan:
         return self._samples[step, first]
 
     @cached_property
+    def _sent_by(self) -> dict[int, frozenset[int]]:
+        return {owner: frozenset(n for _, c in self.of(owner) for n in c.numbers) for owner in self.owners}
+
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """The trainer ranks that send anything."""
         return tuple(sorted({chunk.owner for chunk in self.chunks}))
@@ -182,8 +185,7 @@ class Plan:
 
     def checked_of(self, owner: int, header: Header) -> list[int]:
         """Those that `owner` sends, in sending order."""
-        checked = self.checked(header)
-        return [n for _, chunk in self.of(owner) for n in chunk.numbers if n in checked] if checked else []
+        return sorted(self.checked(header) & self._sent_by[owner])
 
     def of(self, owner: int) -> Iterator[tuple[int, Chunk]]:
         """The chunks that `owner` sends, with their indices."""
@@ -239,33 +241,40 @@ def _check_coverage(entries: tuple[Entry, ...], index: dict[str, int], shares: l
             raise RefitError(f"{entry.name}: the trainer ranks hold {count} of its {prod(entry.shape)} numbers")
 
 
-def _cut(box: Box, entry: Entry, limit: int) -> Iterator[Box]:
-    """The box in runs of rows that fit a buffer."""
-    if _nbytes(box, entry) <= limit:
-        yield box
-        return
-    row = _nbytes(box, entry) // box.shape[0]
-    rows = limit // row
-    if rows == 0:
-        raise RefitError(f"{box.name}: one row has {row} bytes, a buffer {limit}: raise refit.buffer_memory_ratio")
-    for begin in range(0, box.shape[0], rows):
-        size = min(rows, box.shape[0] - begin)
-        yield Box(box.name, (box.start[0] + begin, *box.start[1:]), (size, *box.shape[1:]))
-
-
-def _split(share: list[Box], entries: tuple[Entry, ...], index: dict[str, int], limit: int) -> list[list[Item]]:
+def _split(
+    share: list[Box], entries: tuple[Entry, ...], index: dict[str, int], limit: int, edge: int
+) -> list[list[Item]]:
     """A rank's boxes as chunks of items, each filled in order."""
     chunks: list[list[Item]] = []
-    end = limit
+    sent, left = 0, sum(_nbytes(box, entries[index[box.name]]) for box in share)
+    room = end = 0
     for box in share:
-        entry = index[box.name]
-        size = _nbytes(box, entries[entry])
-        if not chunks or end + size > limit:
-            chunks.append([])
-            end = 0
-        chunks[-1].append(Item(entry, box, end, size))
-        end += aligned(size)
+        number = index[box.name]
+        rest: Box | None = box
+        while rest is not None:
+            if not chunks or end + _nbytes(rest, entries[number]) > room:
+                chunks.append([])
+                room, end = min(limit, max(edge, min(sent, left // 2))), 0
+            part, rest = _cut(rest, entries[number], room, limit)
+            size = _nbytes(part, entries[number])
+            chunks[-1].append(Item(number, part, end, size))
+            end += aligned(size)
+            sent, left = sent + size, left - size
     return chunks
+
+
+def _cut(box: Box, entry: Entry, room: int, limit: int) -> tuple[Box, Box | None]:
+    """As many of the box's first rows as have room, at least one, and the rest."""
+    if _nbytes(box, entry) <= room:
+        return box, None
+    row = _nbytes(box, entry) // box.shape[0]
+    if row > limit:
+        raise RefitError(f"{box.name}: one row has {row} bytes, a buffer {limit}: raise refit.buffer_memory_ratio")
+    rows = max(1, room // row)
+    if rows == box.shape[0]:
+        return box, None
+    above = Box(box.name, box.start, (rows, *box.shape[1:]))
+    return above, Box(box.name, (box.start[0] + rows, *box.start[1:]), (box.shape[0] - rows, *box.shape[1:]))
 
 
 def _segments(items: list[Item], first: int) -> tuple[tuple[Segment, ...], int]:

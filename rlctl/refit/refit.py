@@ -22,8 +22,8 @@ MAX_BUFFER_BYTES = 5 << 30
 # Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
 _GRACE_S = 10.0
 _SETTLE_S = 10.0
-# The first chunk's packing and the last one's loading hide behind nothing: a rank's share travels in this many, unless
-# they become so small that starting them takes longer than sending them.
+# A rank's share travels in this many chunks, unless they become so small that starting them takes longer than sending
+# them. The first one's packing and the last one's loading hide behind nothing: those are as small as pays.
 _CHUNKS = 24
 # Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
 _CHUNKS_COLOCATED = 4
@@ -81,7 +81,9 @@ class Refit:
         self._trainers, self.options = trainers, options
         holdings: list[Holding] = trainers.call("refit_holding", options.dtype)
         self.buffer_bytes = _buffer_bytes(holdings, options)
-        self.plan = Plan.build(holdings[0].layout, [holding.boxes for holding in holdings], self.buffer_bytes)
+        edge_bytes = self.buffer_bytes if options.colocated else _LEAST_BUFFER_BYTES
+        boxes = [holding.boxes for holding in holdings]
+        self.plan = Plan.build(holdings[0].layout, boxes, self.buffer_bytes, edge_bytes)
         self._opened = False
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:

@@ -45,10 +45,12 @@ def test_entries_keep_their_order_and_are_aligned() -> None:
     assert plan.payload == 4062
 
 
-@given(layouts, st.integers(1, 4), st.integers(2_000, 50_000))
-def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(rows: list[Row], world: int, limit: int) -> None:
+@given(layouts, st.integers(1, 4), st.integers(2_000, 50_000), st.integers(500, 60_000))
+def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(
+    rows: list[Row], world: int, limit: int, edge: int
+) -> None:
     widest = max((prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in rows), default=0)
-    plan = Plan.build(rows, row_boxes(rows, world), max(limit, widest))
+    plan = Plan.build(rows, row_boxes(rows, world), max(limit, widest), edge)
     covered = [0] * len(rows)
     for item in plan.items:
         covered[item.entry] += prod(item.box.shape)
@@ -94,6 +96,15 @@ def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
     assert [chunk.owner for chunk in plan.chunks] == [0, 1, 0, 1, 0]
     assert [plan.names(chunk) for chunk in plan.chunks] == ["m", "m", "m", "shared", "m"]
     assert plan.owners == (0, 1)
+
+
+def test_chunks_are_small_at_both_ends_and_grow_towards_the_middle() -> None:
+    rows = [(name, (256, 16), "float32") for name in "abcd"]
+    sizes = [chunk.nbytes for chunk in Plan.build(rows, buffer_bytes=16384, edge_bytes=2048).chunks]
+    assert sizes[:4] == [2048, 2048, 4096, 8192]
+    assert sizes[-1] <= 2048
+    assert max(sizes) == 16384
+    assert sum(sizes) == 65536
 
 
 @pytest.mark.parametrize(
