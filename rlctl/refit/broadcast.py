@@ -10,6 +10,7 @@ Measured on two H200s, Qwen3-8B's tensors in bfloat16: groups of 1 GiB run at th
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -101,10 +102,13 @@ class BroadcastSender:
                 sent.append((begin, lane.mark()))
             # Only now, for the wire would stand while they are queued.
             with self._packing:
-                taken = {n: self._pack.sent(segment, n, slot) for segment, n in _numbered(chunk) if n in checked}
-                self._sums.here(taken, taken.__getitem__)
+                taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
+                self._sums.here(taken, partial(self._sent, taken, slot), slot)
         sent.append(self._send_sums(group))
         return packed, sent
+
+    def _sent(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
+        return self._pack.sent(segments[number], number, slot)
 
     def _send_sums(self, group: Group) -> Span:
         with self._packing as lane:
@@ -215,6 +219,7 @@ class BroadcastReceiver:
             in_place = {n for n in singles if sink.target(n) is not None}
             self._ring = Slots(self._plan, self._plan.chunks, self._slots, self._device, in_place)
             self._sink = sink
+            self._sums = Sums(self._device)
             self._found: dict[tuple[int, int], tuple[list[Tensor], Copies]] = {}
         return self._ring
 
@@ -258,11 +263,15 @@ class BroadcastReceiver:
                 copies.run()
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
                 lying = {n: place for n in taken if (place := sink.target(n)) is not None}
-                passing = {n: ring.view(segment, n, slot) for n, segment in taken.items() if n not in lying}
-                self._sums.here(passing, passing.__getitem__)
+                passing = {n: segment for n, segment in taken.items() if n not in lying}
+                self._sums.here(passing, partial(self._passing, passing, slot), slot)
                 loaded.append((begin, lane.mark()))
             self._sums.beside(lying, loaded[-1][1])
+        self._sums.end(loaded[-1][1])
         return arrived, loaded
+
+    def _passing(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
+        return self._ring.view(segments[number], number, slot)
 
     def _listen_for_sums(self, rank: int, header: Header) -> None:
         numbers = self._plan.checked_of(rank, header)
@@ -295,9 +304,7 @@ class BroadcastReceiver:
         return seconds
 
     def _compare(self, header: Header) -> None:
-        # Not on the thread's own stream, where an engine's requests may run.
-        with self._loading:
-            received = self._sums.values()
+        received = self._sums.values()
         deadline = Deadline(self._spec.timeout_s)
         for rank, numbers in self._announced.items():
             late = f"refit: engine worker {self._rank} waited {{}} for trainer rank {rank}'s checksums"

@@ -6,6 +6,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+# A tensor's bytes: int64 [whole rows, words of a row], and uint8 [bytes beyond them], if there are any.
+Laid = tuple[Tensor, Tensor | None]
+# Of a tensor: int64 [whole rows], their sums, and what the bytes beyond them count, int64 [], if there are any.
+Partial = tuple[Tensor, Tensor | None]
+
 _ROW = 512
 _FACTOR = 1_000_003
 
@@ -19,14 +24,7 @@ def checksums(tensors: Iterable[Tensor]) -> Tensor:
     factor, modulo 2^64. A flipped bit always changes it, and so do rows that changed places. Bytes beyond the last
     whole row count one by one.
     """
-    found = list(map(_sums, tensors))
-    if not found:
-        return torch.zeros(0, dtype=torch.int64)
-    totals = _totals([rows for rows, _ in found])
-    for number, (_, rest) in enumerate(found):
-        if rest is not None:
-            totals[number].add_(rest)
-    return totals
+    return finish(list(map(partial, map(lay, tensors))))
 
 
 def checksum(tensor: Tensor) -> int:
@@ -34,13 +32,37 @@ def checksum(tensor: Tensor) -> int:
     return int(checksums([tensor])[0])
 
 
-def _sums(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
-    """int64 [its whole rows], and what the bytes beyond them count, int64 [], if there are any."""
+def lies_right(tensor: Tensor) -> bool:
+    """Whether `lay` finds its bytes as they lie in memory; a copy otherwise."""
+    return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 8 == 0
+
+
+@torch.no_grad()
+def lay(tensor: Tensor) -> Laid:
+    """A tensor's bytes as `partial` goes over them."""
     raw = tensor.contiguous().flatten().view(torch.uint8)
     raw = raw.clone() if raw.storage_offset() % 8 else raw
     whole = raw.numel() // (8 * _ROW) * (8 * _ROW)
-    rows = raw[:whole].view(torch.int64).view(-1, _ROW).sum(1)
-    return rows, _rest(raw[whole:]) if whole < raw.numel() else None
+    return raw[:whole].view(torch.int64).view(-1, _ROW), raw[whole:] if whole < raw.numel() else None
+
+
+@torch.no_grad()
+def partial(laid: Laid) -> Partial:
+    """The pass over a tensor's bytes; `finish` makes checksums of many."""
+    rows, rest = laid
+    return rows.sum(1), None if rest is None else _rest(rest)
+
+
+@torch.no_grad()
+def finish(partials: list[Partial]) -> Tensor:
+    """int64 [n]: the checksums of `partials`, on their device."""
+    if not partials:
+        return torch.zeros(0, dtype=torch.int64)
+    totals = _totals([rows for rows, _ in partials])
+    for number, (_, rest) in enumerate(partials):
+        if rest is not None:
+            totals[number].add_(rest)
+    return totals
 
 
 def _rest(raw: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class IpcSender:
             still = [n for chunk in self._chunks if not self._ring.used(chunk) for n in chunk.numbers if n in checked]
             # Processes take turns on a device: first, if receivers share it, else last, since they need not wait.
             if self._spec.colocated:
-                self._sums.here(still, self._as_delivered)
+                self._begin_sums(still)
+                lane.after(self._sums.end(lane.mark()))
             begun = lane.mark()
             for number, chunk in enumerate(self._chunks):
                 if not self._ring.used(chunk):
@@ -77,12 +78,13 @@ class IpcSender:
                 self._pack.run(number, chunk, slot)
                 packing.append((start, lane.mark()))
                 taken = {n: self._pack.sent(self._segment[n], n, slot) for n in chunk.numbers if n in checked}
-                self._sums.here(taken, taken.__getitem__)
+                self._sums.here(taken, taken.__getitem__, slot)
                 self._announce(packing)
             while self._announce(packing):
                 deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
             if not self._spec.colocated:
-                self._sums.here(still, self._as_delivered)
+                self._begin_sums(still)
+                self._sums.end(lane.mark())
             self._announce_sums()
         self._wait_taken(len(self._chunks) + 1, packing, deadline)
         self._sent += len(self._chunks) + 1
@@ -134,8 +136,13 @@ class IpcSender:
             words[_READY] += 1
         return self._sent + len(packing) - int(words[_READY])
 
-    def _as_delivered(self, number: int) -> Tensor:
-        """An item that lies in place; receivers that share the device convert by themselves."""
+    def _begin_sums(self, still: list[int]) -> None:
+        """Of items that lie in place, as they are delivered: receivers that share the device convert by themselves."""
+        ready = [n for n in still if self._source.ready(n)]
+        self._sums.here(ready, self._source.view, slot=0)
+        self._sums.here([n for n in still if n not in ready], self._converted)
+
+    def _converted(self, number: int) -> Tensor:
         return self._source.view(number).to(self._source.dtype(number))
 
     def _announce_sums(self) -> None:
@@ -181,6 +188,8 @@ class IpcReceiver:
         self._plan.verify(header)
         deadline = Deadline(self._spec.timeout_s)
         checked = self._plan.checked(header)
+        if self._sink is not sink:
+            self._sink, self._copies, self._sums = sink, {}, Sums(self._device)
         self._sums.start()
         copying: list[tuple[int, Span]] = []
         events: list[Span] = []
@@ -199,6 +208,7 @@ class IpcReceiver:
             self._sums.beside(lying, events[-1][1])
             owner.begun += 1
             copying.append((chunk.owner, events[-1]))
+        self._sums.end(*(end for _, end in events))
         while copying:
             self._finish(copying)
             deadline.check(lambda: f"refit: engine worker {self._rank} did not finish copying")
@@ -221,8 +231,6 @@ class IpcReceiver:
     def _load(self, number: int, owner: "_Mapped", sink: Sink) -> Copies:
         """What brings chunk `number` out of the owner's memory; prepared once for each buffer it passes through."""
         chunk, key = self._plan.chunks[number], (number, owner.slot(owner.begun))
-        if self._sink is not sink:
-            self._sink, self._copies = sink, {}
         if key not in self._copies:
             self._copies[key] = sink.copies((n, owner.view(n, self._plan, owner.begun)) for n in chunk.numbers)
         return self._copies[key]

@@ -22,8 +22,9 @@ MAX_BUFFER_BYTES = 5 << 30
 # Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
 _GRACE_S = 10.0
 _SETTLE_S = 10.0
-# A rank's share travels in this many chunks, unless they become so small that starting them takes longer than sending
-# them. The first one's packing and the last one's loading hide behind nothing: those are as small as pays.
+# All weights travel in about this many chunks, and a rank's share in at least a quarter of as many, unless they become
+# so small that starting them takes longer than sending them. The first one's packing and the last one's loading hide
+# behind nothing: those are as small as pays.
 _CHUNKS = 24
 # Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
 _CHUNKS_COLOCATED = 4
@@ -209,9 +210,11 @@ def _first_ranks(engines: list[EngineEnd]) -> list[int]:
 def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
     most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
-    sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout) // len(holdings)
-    chunks = _CHUNKS_COLOCATED if options.colocated else _CHUNKS
-    return min(most, max(sent // chunks, _LEAST_BUFFER_BYTES))
+    sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout)
+    if options.colocated:
+        return min(most, max(sent // _CHUNKS_COLOCATED, _LEAST_BUFFER_BYTES))
+    share = sent // len(holdings)
+    return min(most, max(min(sent // _CHUNKS, 4 * share // _CHUNKS), _LEAST_BUFFER_BYTES))
 
 
 def _blames_others(failure: Exception) -> bool:
