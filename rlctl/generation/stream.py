@@ -3,16 +3,17 @@
 An engine gets no more rollouts than it decodes at a time, and one group ahead; the rest waits here, so that a free
 engine finds work whatever long tail another one is at. A rollout that ended makes room at once, not with its group: of
 eight answers of log-normal lengths (sigma 1) the longest is 3.1 times the mean, so engines would be a third full.
-A thread an engine collects, and one hands out (an engine takes 70 ms for 512 rollouts of the tiny model, which the
-trainer need not wait for); everything that can stop a run (replacing an engine, giving up) is left to the caller's
-thread, in `repair`.
+A thread an engine collects, another tells it what to begin and what to stop (an engine takes 70 ms for 512 rollouts of
+the tiny model, which nobody need wait for, nor for one that hangs); everything that can stop a run (replacing an
+engine, giving up) is left to the caller's thread, in `repair`.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, SampleRequest
@@ -30,10 +31,12 @@ class _Lane:
     """One engine and what it is at. last: when it last did anything. lost: why it must be replaced. ended: of groups
     outstanding, rollouts that are done.
 
-    dropped: groups that nobody waits for any more, but that may have ended before the engine knew.
+    orders: methods and their arguments that it has not been told yet. dropped: groups that nobody waits for any more,
+    but that may have ended before the engine knew.
     """
 
     worker: Worker
+    orders: deque[tuple[str, list[Any]]] = field(default_factory=deque)
     outstanding: dict[str, SampleRequest] = field(default_factory=dict)
     dropped: dict[str, SampleRequest] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
@@ -65,30 +68,27 @@ class RolloutStream:
         # By the pool's slots.
         self._lanes = [_Lane(worker) for worker in pool.engines]
         self._pending: deque[SampleRequest] = deque()
-        self._held = self._closed = self._wanted = False
+        self._held = self._closed = False
         self._changed = threading.Condition(threading.RLock())
-        # Held while engines are told something, and never asked for by who holds `_changed`.
-        self._telling = threading.Lock()
         for index in range(len(self._lanes)):
             threading.Thread(target=self._collect, args=(index,), name=f"collect-{index}", daemon=True).start()
-        threading.Thread(target=self._keep_dispatching, name="dispatch", daemon=True).start()
+            threading.Thread(target=self._tell, args=(index,), name=f"tell-{index}", daemon=True).start()
 
     def submit(self, requests: list[SampleRequest]) -> None:
         """More groups to sample, in this order as far as engines are alike."""
         with self._changed:
             self._pending.extend(requests)
-        self._dispatch()
+            self._hand_out()
 
     def abort(self, ids: list[str]) -> list[SampleRequest]:
         """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet."""
-        with self._telling:
-            with self._changed:
-                found = [request for request in self._pending if request.id in ids]
-                self._pending = deque(request for request in self._pending if request.id not in ids)
-                shares = [(lane, [name for name in ids if name in lane.outstanding]) for lane in self._lanes]
-                for lane, share in shares:
+        with self._changed:
+            found = [request for request in self._pending if request.id in ids]
+            self._pending = deque(request for request in self._pending if request.id not in ids)
+            for lane in self._lanes:
+                if share := [name for name in ids if name in lane.outstanding]:
                     found += lane.drop(share)
-            self._tell("abort", shares)
+                    self._order(lane, "abort", share)
         return found
 
     def drain(self) -> bool:
@@ -102,7 +102,7 @@ class RolloutStream:
         """Begin groups again."""
         with self._changed:
             self._held = False
-        self._dispatch()
+            self._hand_out()
 
     def repair(self, refit: Refit) -> list[str]:
         """Replace engines that were lost or stand still; returns the groups whose sampling begins anew.
@@ -117,9 +117,8 @@ class RolloutStream:
         with self._changed:
             anew = [request for index in range(len(self._lanes)) for request in self._renewed(index)]
             self._pending.extendleft(reversed(anew))
+            self._hand_out()
             self._changed.notify_all()
-        if anew:
-            self._dispatch()
         return [request.id for request in anew]
 
     def describe(self) -> str:
@@ -167,41 +166,34 @@ class RolloutStream:
             lane.lost = lane.lost or WorkerDied("collect", [lane.worker.name], "its node is gone")
         return lane.drop(list(lane.outstanding))
 
-    def _dispatch(self) -> None:
-        with self._changed:
-            self._wanted = True
-            self._changed.notify_all()
-
-    def _keep_dispatching(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted or self._closed)
-                self._wanted = False
-                if self._closed:
-                    return
-            with self._telling:
-                with self._changed:
-                    shares = self._shares()
-                self._tell("submit", shares)
-
-    def _shares(self) -> list[tuple[_Lane, list[SampleRequest]]]:
+    def _hand_out(self) -> None:
         """Who begins what now: each group goes to the engine with the fewest tokens ahead of it."""
-        shares: list[tuple[_Lane, list[SampleRequest]]] = [(lane, []) for lane in self._lanes]
         while self._pending and not self._held and not self._closed:
-            free = [(lane, share) for lane, share in shares if not lane.lost and lane.rollouts < self._pool.at_a_time]
+            free = [lane for lane in self._lanes if not lane.lost and lane.rollouts < self._pool.at_a_time]
             if not free:
-                break
-            lane, share = min(free, key=lambda pair: pair[0].cost)
+                return
+            lane = min(free, key=lambda lane: lane.cost)
             request = self._pending.popleft()
             lane.outstanding[request.id], lane.last = request, time.monotonic()
-            share.append(request)
-        return shares
+            self._order(lane, "submit", [request])
 
-    def _tell(self, method: str, shares: Sequence[tuple[_Lane, Sequence[object]]]) -> None:
-        started = [(lane, lane.worker.start(method, share)) for lane, share in shares if share]
-        for lane, pending in started:
+    def _order(self, lane: _Lane, method: str, what: list[Any]) -> None:
+        if lane.orders and lane.orders[-1][0] == method:
+            lane.orders[-1][1].extend(what)
+        else:
+            lane.orders.append((method, what))
+        self._changed.notify_all()
+
+    def _tell(self, index: int) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._lanes[index].orders)
+                if self._closed:
+                    return
+                lane = self._lanes[index]
+                method, what = lane.orders.popleft()
             try:
-                pending.wait(self._deadline_s)
+                lane.worker.start(method, what).wait(self._deadline_s)
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
                 self._lose(lane, error)
 
@@ -223,7 +215,6 @@ class RolloutStream:
                 self._lose(lane, error)
                 continue
             self._accept(lane, delivery)
-            self._dispatch()
 
     def _accept(self, lane: _Lane, delivery: Delivery) -> None:
         ids = delivery.ids
@@ -233,6 +224,7 @@ class RolloutStream:
             lane.counters, lane.ended = delivery.counters, delivery.ended
             requests = [lane.outstanding.get(name) or lane.dropped[name] for name in ids]
             wanted = [lane.outstanding.pop(name, None) is not None for name in ids]
+            self._hand_out()
         ended = zip(ids, delivery.columns.split(requests), wanted)
         if (groups := [(name, group) for name, group, kept in ended if kept]) and not self._closed:
             self._deliver(groups)

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -224,3 +224,33 @@ def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_
         what for what in warnings if "dropped" in what
     ]
     assert len(set(ids(stage.steps))) == 3 * PROMPTS
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", seed=1)
+    spec = replace(spec_for(folder), max_num_seqs=4)
+    pool = GeneratorPool(spec, [SEAT, SEAT], str(ray_here), DEADLINE, 0, lambda kind, **fields: None)
+    try:
+        for part in pool.built():
+            part.wait(DEADLINE)
+        delivered: list[tuple[str, list[Completion]]] = []
+        stream = RolloutStream(pool, delivered.extend, DEADLINE)
+        hung = pool.engines[0].pid()
+        os.kill(hung, signal.SIGSTOP)
+        stream.submit([SampleRequest(f"g{i}", [5, 9, 12], 2, 8, 1.0, i) for i in range(20)])
+        # It was given as many as it decodes at a time.
+        wait_until(lambda: len(delivered) == 18)
+        os.kill(hung, signal.SIGCONT)
+        wait_until(lambda: len(delivered) == 20)
+        assert {name for name, _ in delivered} == {f"g{i}" for i in range(20)}
+        stream.close()
+    finally:
+        pool.kill()
+
+
+def wait_until(done: Callable[[], bool], patience_s: float = 60.0) -> None:
+    end = time.monotonic() + patience_s
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
