@@ -152,7 +152,7 @@ def choose_loading(
     room: int,
 ) -> Loading:
     """runner: vLLM's model runner. regions: of `find_regions`. in_flight: sampling goes on during a refit. room: bytes
-    that are free on the device of every worker of the engine.
+    that are free on the device of every worker of the engine, beside the transport's buffers.
 
     Raises RefitError for `direct` where the engine rearranges its weights, `staged` without the memory for it,
     or parameters that the plan does not fill.

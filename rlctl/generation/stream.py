@@ -24,6 +24,7 @@ from rlctl.workers.group import Worker
 
 Deliver = Callable[[list[tuple[str, list[Completion]]]], None]
 _POLL_S = 1.0
+_ABORT_S = 5.0
 
 
 @dataclass
@@ -31,13 +32,14 @@ class _Lane:
     """One engine and what it is at. last: when it last did anything. lost: why it must be replaced. ended: of groups
     outstanding, rollouts that are done.
 
-    orders: methods and their arguments that it has not been told yet. dropped: groups that nobody waits for any more,
-    but that may have ended before the engine knew.
+    orders: methods and their arguments that it has not been told yet. leaving: groups that it was not told yet to stop.
+    dropped: groups that nobody waits for any more, but that may have ended before the engine knew.
     """
 
     worker: Worker
     orders: deque[tuple[str, list[Any]]] = field(default_factory=deque)
     outstanding: dict[str, SampleRequest] = field(default_factory=dict)
+    leaving: dict[str, SampleRequest] = field(default_factory=dict)
     dropped: dict[str, SampleRequest] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
     ended: dict[str, int] = field(default_factory=dict)
@@ -45,8 +47,13 @@ class _Lane:
     lost: Exception | None = None
 
     @property
+    def busy(self) -> list[SampleRequest]:
+        """What it samples, wanted or not."""
+        return [*self.outstanding.values(), *self.leaving.values()]
+
+    @property
     def rollouts(self) -> int:
-        return sum(r.num_samples - self.ended.get(r.id, 0) for r in self.outstanding.values())
+        return sum(request.num_samples - self.ended.get(request.id, 0) for request in self.busy)
 
     def drop(self, names: list[str]) -> list[SampleRequest]:
         """Wait for these no more."""
@@ -56,7 +63,7 @@ class _Lane:
 
     @property
     def cost(self) -> int:
-        return sum(request.cost for request in self.outstanding.values())
+        return sum(request.cost for request in self.busy)
 
 
 class RolloutStream:
@@ -81,14 +88,20 @@ class RolloutStream:
             self._hand_out()
 
     def abort(self, ids: list[str]) -> list[SampleRequest]:
-        """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet."""
+        """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet.
+
+        Waits for the engines to know, but not long for one that does not answer: it gets no new work meanwhile.
+        """
         with self._changed:
             found = [request for request in self._pending if request.id in ids]
             self._pending = deque(request for request in self._pending if request.id not in ids)
             for lane in self._lanes:
                 if share := [name for name in ids if name in lane.outstanding]:
-                    found += lane.drop(share)
+                    stopped = lane.drop(share)
+                    lane.leaving |= {request.id: request for request in stopped}
                     self._order(lane, "abort", share)
+                    found += stopped
+            self._changed.wait_for(lambda: not any(lane.leaving and not lane.lost for lane in self._lanes), _ABORT_S)
         return found
 
     def drain(self) -> bool:
@@ -96,7 +109,7 @@ class RolloutStream:
         with self._changed:
             self._held = True
             self._lose_silent()
-            return not any(lane.outstanding and not lane.lost for lane in self._lanes)
+            return not any(lane.busy and not lane.lost for lane in self._lanes)
 
     def go_on(self) -> None:
         """Begin groups again."""
@@ -149,7 +162,7 @@ class RolloutStream:
 
     def _lose_silent(self) -> None:
         for lane in self._lanes:
-            if lane.outstanding and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
+            if lane.busy and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
                 lane.lost = WorkerTimeout("collect", [lane.worker.name], self._deadline_s, "run.deadline_s")
 
     def _is_current(self, index: int) -> bool:
@@ -196,6 +209,16 @@ class RolloutStream:
                 lane.worker.start(method, what).wait(self._deadline_s)
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
                 self._lose(lane, error)
+                continue
+            if method == "abort":
+                self._forget(lane, what)
+
+    def _forget(self, lane: _Lane, names: list[str]) -> None:
+        with self._changed:
+            for name in names:
+                lane.leaving.pop(name, None)
+            self._hand_out()
+            self._changed.notify_all()
 
     def _lose(self, lane: _Lane, error: Exception) -> None:
         with self._changed:
@@ -224,6 +247,8 @@ class RolloutStream:
             lane.counters, lane.ended = delivery.counters, delivery.ended
             requests = [lane.outstanding.get(name) or lane.dropped[name] for name in ids]
             wanted = [lane.outstanding.pop(name, None) is not None for name in ids]
+            for name in ids:
+                lane.leaving.pop(name, None)
             self._hand_out()
         ended = zip(ids, delivery.columns.split(requests), wanted)
         if (groups := [(name, group) for name, group, kept in ended if kept]) and not self._closed:

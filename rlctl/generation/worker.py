@@ -14,7 +14,7 @@ from rlctl.generation.layout import NotPlain, find_regions
 from rlctl.refit.messages import Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.regions import Region
-from rlctl.refit.transport import Report, open_receiver
+from rlctl.refit.transport import Report, open_receiver, receiver_bytes
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -61,6 +61,7 @@ class RefitWorker:
         if self._rl_regions is None:
             # Once, while the engine still has the weights that it loaded itself.
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
+        room -= receiver_bytes(spec, plan)
         loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
         self._rl_intake = Intake(receiver, loading, self.device)

@@ -19,7 +19,7 @@ from rlctl.refit.copies import Copies
 from rlctl.refit.group import Group, meet
 from rlctl.refit.lanes import Lane, Span, elapsed
 from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
-from rlctl.refit.plan import Chunk, Plan, Segment
+from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, Plan, Segment
 from rlctl.refit.ring import Packing, Slots
 from rlctl.refit.shared import Deadline, digest_word
 from rlctl.refit.sink import Sink
@@ -184,9 +184,7 @@ class BroadcastReceiver:
         for owner in plan.owners:
             most = max(_HEADER_WORDS, sum(len(chunk.numbers) for _, chunk in plan.of(owner)))
             self._owners[owner] = _Owner(Group(self._store, spec, owner, rank, device), most)
-        # Owners take turns: with no more slots than one owner has, each would wait for its last chunk to be loaded. Not
-        # for more than two of them: their kernels, which wait for each other across devices, must all find room.
-        self._slots = spec.num_buffers * min(2, len(plan.owners))
+        self._slots = _slots(spec, plan)
         self._loading = Lane(device)
         self._sums = Sums(device)
         self._sink: Sink | None = None
@@ -312,6 +310,16 @@ class BroadcastReceiver:
                 if received[n] != value:
                     name = self._plan.items[n].box.name
                     raise RefitError(f"{name} arrived changed from trainer rank {rank} (version {header.version})")
+
+
+def receiver_bytes(spec: TransportSpec, plan: Plan) -> int:
+    """Memory for buffers that a receiver holds at most."""
+    return _slots(spec, plan) * max(chunk.nbytes for chunk in plan.chunks)
+
+
+def _slots(spec: TransportSpec, plan: Plan) -> int:
+    # Owners take turns: with no more slots than one owner has, each would wait for its last chunk to be loaded.
+    return spec.num_buffers * min(OWNERS_AT_ONCE, len(plan.owners))
 
 
 def _words(header: Header) -> list[int]:

@@ -138,9 +138,8 @@ class IpcSender:
 
     def _begin_sums(self, still: list[int]) -> None:
         """Of items that lie in place, as they are delivered: receivers that share the device convert by themselves."""
-        ready = [n for n in still if self._source.ready(n)]
-        self._sums.here(ready, self._source.view, slot=0)
-        self._sums.here([n for n in still if n not in ready], self._converted)
+        self._sums.here([n for n in still if self._source.ready(n)], self._source.view, slot=0)
+        self._sums.here([n for n in still if not self._source.ready(n)], self._converted)
 
     def _converted(self, number: int) -> Tensor:
         return self._source.view(number).to(self._source.dtype(number))

@@ -21,6 +21,9 @@ ALIGNMENT = 512
 # Grouped NCCL broadcasts of Qwen3-8B's own tensors reached 100% of a raw broadcast's rate (two H200s); a broadcast
 # of its own costs a small tensor more than a copy through a buffer.
 PACKED_BYTES = 16 << 20
+# Owners whose chunks a receiver has buffers for at a time. Not more: their kernels, which wait for each other across
+# devices, must all find room.
+OWNERS_AT_ONCE = 2
 # One check in this many items a refit where checks are sampled; the sample moves on with the version.
 SAMPLE = 16
 

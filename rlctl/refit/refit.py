@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from rlctl.refit.messages import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
-from rlctl.refit.plan import ITEM_BYTES, Plan
+from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Plan
 from rlctl.refit.sending import Holding
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
@@ -209,7 +209,8 @@ def _first_ranks(engines: list[EngineEnd]) -> list[int]:
 
 def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
-    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
+    # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
+    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(OWNERS_AT_ONCE, len(holdings))
     sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout)
     if options.colocated:
         return min(most, max(sent // _CHUNKS_COLOCATED, _LEAST_BUFFER_BYTES))

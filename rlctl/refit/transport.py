@@ -52,6 +52,15 @@ class Receiver(Protocol):
         """Free buffers, files and groups."""
 
 
+def receiver_bytes(spec: TransportSpec, plan: Plan) -> int:
+    """Device memory for buffers that an engine worker's end comes to hold at most."""
+    if spec.kind != "broadcast":
+        return 0
+    from rlctl.refit.broadcast import receiver_bytes
+
+    return receiver_bytes(spec, plan)
+
+
 def open_sender(spec: TransportSpec, source: Source, device: torch.device) -> Sender:
     """The trainer rank's end of the transport named by `spec`."""
     if spec.kind == "shm":

@@ -241,9 +241,15 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
         stream.submit([SampleRequest(f"g{i}", [5, 9, 12], 2, 8, 1.0, i) for i in range(20)])
         # It was given as many as it decodes at a time.
         wait_until(lambda: len(delivered) == 18)
-        os.kill(hung, signal.SIGCONT)
+        asked = {f"g{i}" for i in range(20)}
+        stopped = stream.abort(list(asked))
+        assert {request.id for request in stopped} == asked - {name for name, _ in delivered}
+        stream.submit([replace(request, id=f"{request.id} again") for request in stopped])
         wait_until(lambda: len(delivered) == 20)
-        assert {name for name, _ in delivered} == {f"g{i}" for i in range(20)}
+        assert not stream.drain()
+        os.kill(hung, signal.SIGCONT)
+        wait_until(stream.drain)
+        assert {name.removesuffix(" again") for name, _ in delivered} == asked
         stream.close()
     finally:
         pool.kill()
