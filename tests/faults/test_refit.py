@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,8 +19,8 @@ from rlctl.generation.requests import Columns
 from rlctl.refit.messages import Kind
 from rlctl.refit.plan import Plan
 from rlctl.refit.refit import EnginesLost, Refit
-from rlctl.workers.errors import WorkerTimeout
-from rlctl.workers.group import WorkerGroup, WorkerSpec
+from rlctl.workers.errors import WorkerError, WorkerTimeout
+from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.engines import SEAT, FolderSource, MakeSource, greedy, refit_options, spec_for
 from tests.tiny_models import make_model
 
@@ -81,6 +83,7 @@ def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(sta
     a_trainer_that_stands_still_is_named(stage)
     assert same(stage.sample(0), before)
     an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage)
+    a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(stage)
 
 
 def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: Columns) -> None:
@@ -134,3 +137,13 @@ def an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage: Stage) -> N
     first, second = stage.sample(0), stage.sample(1)
     assert same(first, second)
     assert set(first.versions.tolist()) == set(second.versions.tolist()) == {5}
+
+
+def a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(stage: Stage) -> None:
+    before, begin = stage.sample(0), time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as taken, patch.object(Worker, "meeting_point") as place:
+        place.return_value = taken.getsockname()
+        with pytest.raises(WorkerError, match=r"trainer-0.*nobody could be met at 127\.0\.0\.1"):
+            stage.refit("broadcast")
+    assert time.monotonic() - begin < TIMEOUT
+    assert same(stage.sample(0), before)
