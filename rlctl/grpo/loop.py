@@ -42,7 +42,7 @@ from rlctl.grpo.seeds import VALIDATION, rollout_seeds
 from rlctl.refit.refit import Refit
 from rlctl.refit.transport import Report
 from rlctl.telemetry.recorder import StepRecorder
-from rlctl.telemetry.throughput import mfu
+from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.checkpoints import Checkpoint
 from rlctl.training.client import TrainerClient
 from rlctl.training.interface import Totals
@@ -245,8 +245,8 @@ class GrpoLoop(Loop):
             speed |= generator_metrics(lane)
         else:
             speed |= turn_metrics(metrics, times, devices.generator)
-        length = metrics["tokens/trained"] / max(1, len(batch.sequences))
-        share = mfu(speed["throughput/training"], devices.flops(length), devices.name)
+        flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
+        share = mfu(speed["throughput/training"], flops, devices.name)
         measured = speed | ({} if share is None else {"throughput/mfu": share})
         keeper.step(self.done, {"version": self.done, **metrics, **measured, **vitals, **times})
 

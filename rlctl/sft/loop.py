@@ -51,14 +51,14 @@ class SftLoop(Loop):
         with record.phase("train"):
             metrics = self._parts.trainer.train(batch, NllLoss())
         self.done = number
-        tokens, times = batch.tokens, record.finish()
+        tokens, times = sum(batch.lengths), record.finish()
         speed = {
             "tokens/trained": float(tokens),
             "throughput/effective": throughput.effective(tokens, 0, times, self._parts.devices),
             "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
             "idle/trainer": throughput.idle_share(times, ("train",)),
         }
-        flops = self._parts.flops(tokens / size)
+        flops = self._parts.flops(throughput.length_of_a_token(batch.lengths))
         if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
             speed["throughput/mfu"] = share
         self._parts.keeper.step(number, {"version": number, **metrics, **speed, **times})

@@ -42,6 +42,12 @@ def flops_per_token(parameters: int, layers: int, hidden: int, length: float) ->
     return 6.0 * parameters + 12.0 * layers * hidden * length
 
 
+def length_of_a_token(lengths: Sequence[int]) -> float:
+    """Tokens of the sequence that a token is in, mean over all tokens of sequences of these lengths: what attention
+    costs grows with the square of a sequence's length, and the mean over sequences says too little of a long tail."""
+    return sum(length * length for length in lengths) / max(1, sum(lengths))
+
+
 def mfu(training: float, flops: float, device: str) -> float | None:
     """Model FLOPs utilisation of the trainer, 0 to 1: `training_only` tokens/s/device times FLOPs a token,
     divided by the device's bf16 peak. None where the peak is not known, as on a CPU."""

@@ -21,12 +21,12 @@ from rlctl.workers.group import WorkerGroup
 class Prepared:
     """A batch as it travels: every rank's share, and the normalisers over all of them.
 
-    tokens: of all sequences, each once, however many ranks get it.
+    lengths: of all sequences, each once, however many ranks get it.
     """
 
     shares: list[Share]
     totals: Totals
-    tokens: int
+    lengths: list[int]
 
 
 class TrainerClient:
@@ -47,7 +47,7 @@ class TrainerClient:
     def prepare(self, sequences: Rows[Sequence]) -> Prepared:
         """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
         totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
-        return Prepared(self._shares(self._plan(sequences), sequences), totals, sum(map(len, sequences)))
+        return Prepared(self._shares(self._plan(sequences), sequences), totals, list(map(len, sequences)))
 
     def train(self, batch: Rows[Sequence] | Prepared, loss: Loss, before: Totals | None = None) -> dict[str, float]:
         """One optimizer update on all sequences; normalisers are over all of them.

@@ -7,6 +7,7 @@ from rlctl.telemetry.throughput import (
     flops_per_token,
     generation_only,
     idle_share,
+    length_of_a_token,
     mfu,
     peak_flops,
     split,
@@ -43,6 +44,12 @@ def test_no_time_is_no_throughput() -> None:
 
 def test_flops_a_token_are_those_of_palm_appendix_b() -> None:
     assert flops_per_token(parameters=8_000, layers=2, hidden=16, length=10) == 6 * 8_000 + 12 * 2 * 16 * 10
+
+
+def test_a_token_is_more_often_in_a_long_sequence() -> None:
+    assert length_of_a_token([10, 10]) == 10
+    assert length_of_a_token([1, 9]) == pytest.approx(0.1 * 1 + 0.9 * 9)
+    assert length_of_a_token([]) == 0
 
 
 def test_mfu_is_the_share_of_the_devices_peak() -> None:
