@@ -33,7 +33,8 @@ class _Lane:
     outstanding, rollouts that are done.
 
     orders: methods and their arguments that it has not been told yet. leaving: groups that it was not told yet to stop.
-    dropped: groups that nobody waits for any more, but that may have ended before the engine knew.
+    dropped: groups that nobody waits for any more, but that may have ended before the engine knew; stopped: of them,
+    those of which it knows.
     """
 
     worker: Worker
@@ -41,6 +42,7 @@ class _Lane:
     outstanding: dict[str, SampleRequest] = field(default_factory=dict)
     leaving: dict[str, SampleRequest] = field(default_factory=dict)
     dropped: dict[str, SampleRequest] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
     counters: Counters = field(default_factory=Counters)
     ended: dict[str, int] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
@@ -217,6 +219,7 @@ class RolloutStream:
         with self._changed:
             for name in names:
                 lane.leaving.pop(name, None)
+            lane.stopped += names
             self._hand_out()
             self._changed.notify_all()
 
@@ -232,12 +235,18 @@ class RolloutStream:
                 with self._changed:
                     self._changed.wait(_POLL_S)
                 continue
+            # Of what it knew before it is asked it tells now or never.
+            with self._changed:
+                stopped, lane.stopped = lane.stopped, []
             try:
                 delivery: Delivery = lane.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
                 self._lose(lane, error)
                 continue
             self._accept(lane, delivery)
+            with self._changed:
+                for name in stopped:
+                    lane.dropped.pop(name, None)
 
     def _accept(self, lane: _Lane, delivery: Delivery) -> None:
         ids = delivery.ids

@@ -8,17 +8,18 @@ can be brought to it, and writing goes into pages that exist (fresh ones of a tm
 import mmap
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import checksums
 from rlctl.refit.messages import Header, RefitError, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.shared import Deadline, Words, digest_word
 from rlctl.refit.sink import Sink, whole
 from rlctl.refit.source import Source
+from rlctl.refit.sums import Sums
 
 _SLOTS = 2
 
@@ -38,6 +39,7 @@ class ShmSender:
                 deadline.check(lambda: f"refit: trainer rank {source.rank} waited {{}} for rank 0 to open")
         self._slots = _Slots(self._folder, source.plan)
         self._items = [n for _, chunk in source.plan.of(source.rank) for n in chunk.numbers]
+        self._sums = Sums(torch.device("cpu"))
 
     def send(self, header: Header) -> dict[str, float]:
         """See `Sender.send`."""
@@ -45,12 +47,15 @@ class ShmSender:
         plan, rank, slots = self._source.plan, self._source.rank, self._slots
         checked = plan.checked(header)
         slots.unwrite(header.version, rank)
+        self._sums.start()
+        view = partial(slots.view, header.version)
         for n in self._items:
-            place = slots.view(header.version, n)
-            place.copy_(self._source.view(n))
-        taken = [n for n in self._items if n in checked]
-        # As they stand in the slot: converted once.
-        for n, value in zip(taken, checksums([slots.view(header.version, n) for n in taken]).tolist()):
+            view(n).copy_(self._source.view(n))
+            # As it stands in the slot, converted once; and while it stands in a cache.
+            if n in checked:
+                self._sums.here([n], view, slots.number(header.version))
+        self._sums.end()
+        for n, value in self._sums.values().items():
             slots.set_sum(header.version, n, value)
         slots.written(header, rank)
         seconds = time.perf_counter() - begin
@@ -63,6 +68,7 @@ class ShmSender:
     def close(self) -> None:
         """See `Sender.close`."""
         self._slots.close()
+        self._sums.close()
         if self._source.rank == 0:
             for file in (*map(self._folder.joinpath, _names()), _words_file(self._folder)):
                 file.unlink(missing_ok=True)
@@ -74,6 +80,7 @@ class ShmReceiver:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self._slots: _Slots | None = None
+        self._sums = Sums(torch.device("cpu"))
 
     def receive(self, header: Header, sink: Sink) -> dict[str, float]:
         """See `Receiver.receive`."""
@@ -85,8 +92,11 @@ class ShmReceiver:
             self._slots = _Slots(self._folder, self._plan)
         slots = self._slots
         slots.verify(header)
-        taken = sorted(self._plan.checked(header))
-        for n, value in zip(taken, checksums([slots.view(header.version, n) for n in taken]).tolist()):
+        self._sums.start()
+        checked = self._plan.checked(header)
+        self._sums.here(checked, partial(slots.view, header.version), slots.number(header.version))
+        self._sums.end()
+        for n, value in self._sums.values().items():
             if value != slots.sum(header.version, n):
                 item = self._plan.items[n]
                 raise RefitError(f"{item.box.name} arrived changed (version {header.version})")
@@ -101,6 +111,7 @@ class ShmReceiver:
         """See `Receiver.close`."""
         if self._slots:
             self._slots.close()
+        self._sums.close()
 
 
 class _Slots:
@@ -112,16 +123,23 @@ class _Slots:
         self._words = Words(_words_file(folder), _word_count(plan), create=False)
         self._stride = _word_count(plan) // _SLOTS
         self._owner_words = 1 + len(plan.owners)
+        self._views: dict[tuple[int, int], Tensor] = {}
 
     def flat(self, version: int) -> Tensor:
         """The slot of a version, uint8 [plan.nbytes]."""
-        return self._flats[version % _SLOTS]
+        return self._flats[self.number(version)]
+
+    def number(self, version: int) -> int:
+        """Of its slot."""
+        return version % _SLOTS
 
     def view(self, version: int, number: int) -> Tensor:
-        """Item `number`'s place there."""
-        item = self._plan.items[number]
-        view: Tensor = whole(self.flat(version), self._plan.entries[item.entry])[item.box.slices()]
-        return view
+        """Item `number`'s place there, found once."""
+        key = (self.number(version), number)
+        if key not in self._views:
+            item = self._plan.items[number]
+            self._views[key] = whole(self.flat(version), self._plan.entries[item.entry])[item.box.slices()]
+        return self._views[key]
 
     def unwrite(self, version: int, owner: int) -> None:
         """Say that the owner's part is being written."""
@@ -154,11 +172,11 @@ class _Slots:
         return int(self._words.array[self._place(version, self._owner_words + number)])
 
     def close(self) -> None:
-        self._flats = []
+        self._flats, self._views = [], {}
         self._words.close()
 
     def _place(self, version: int, index: int) -> int:
-        return version % _SLOTS * self._stride + index
+        return self.number(version) * self._stride + index
 
 
 def _names() -> list[str]:

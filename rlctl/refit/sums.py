@@ -62,6 +62,11 @@ class Sums:
         with self._lane:
             return dict(zip(self._numbers, self._sums.tolist()))
 
+    def close(self) -> None:
+        """Keep no memory."""
+        self._laid = {}
+        self.start()
+
     def _lay(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Laid:
         # Laid out once where that makes no copy: it takes the host longer than to queue the sum itself.
         if slot is not None and (number, slot) in self._laid:
