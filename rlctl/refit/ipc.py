@@ -77,8 +77,7 @@ class IpcSender:
                 start, slot = lane.mark(), number % self._spec.num_buffers
                 self._pack.run(number, chunk, slot)
                 packing.append((start, lane.mark()))
-                taken = {n: self._pack.sent(self._segment[n], n, slot) for n in chunk.numbers if n in checked}
-                self._sums.here(taken, taken.__getitem__, slot)
+                self._sums.here([n for n in chunk.numbers if n in checked], partial(self._packed, slot), slot)
                 self._announce(packing)
             while self._announce(packing):
                 deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
@@ -135,6 +134,9 @@ class IpcSender:
         while words[_READY] < self._sent + len(packing) and packing[int(words[_READY]) - self._sent][1].reached():
             words[_READY] += 1
         return self._sent + len(packing) - int(words[_READY])
+
+    def _packed(self, slot: int, number: int) -> Tensor:
+        return self._pack.sent(self._segment[number], number, slot)
 
     def _begin_sums(self, still: list[int]) -> None:
         """Of items that lie in place, as they are delivered: receivers that share the device convert by themselves."""

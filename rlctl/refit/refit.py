@@ -212,10 +212,8 @@ def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
     # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
     most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(OWNERS_AT_ONCE, len(holdings))
     sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout)
-    if options.colocated:
-        return min(most, max(sent // _CHUNKS_COLOCATED, _LEAST_BUFFER_BYTES))
-    share = sent // len(holdings)
-    return min(most, max(min(sent // _CHUNKS, 4 * share // _CHUNKS), _LEAST_BUFFER_BYTES))
+    apart = min(sent, 4 * sent // len(holdings)) // _CHUNKS
+    return min(most, max(sent // _CHUNKS_COLOCATED if options.colocated else apart, _LEAST_BUFFER_BYTES))
 
 
 def _blames_others(failure: Exception) -> bool:
