@@ -83,7 +83,7 @@ class BroadcastSender:
         packed: list[Span] = []
         sent: list[Span] = []
         checked = self._source.plan.checked(header)
-        self._sums.start()
+        self._sums.start(len(checked))
         self._header.copy_(torch.tensor(_words(header)))
         with self._wire:
             group.broadcast([self._header.to(self._device, non_blocking=True)], "the header")
@@ -239,7 +239,7 @@ class BroadcastReceiver:
     def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[list[Span], list[Span]]:
         """Queue everything; returns the spans of each chunk on the wire and in loading."""
         checked = self._plan.checked(header)
-        self._sums.start()
+        self._sums.start(len(checked))
         self._announced: dict[int, list[int]] = {}
         arrived: list[Span] = []
         loaded: list[Span] = []

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.copies import Copies
-from rlctl.refit.lanes import Lane, Span, elapsed
+from rlctl.refit.lanes import Lane, Mark, Span, elapsed
 from rlctl.refit.messages import Header, RefitError, TransportSpec
 from rlctl.refit.plan import Chunk, Plan
 from rlctl.refit.ring import Packing, Slots
@@ -58,7 +58,7 @@ class IpcSender:
         deadline = Deadline(self._spec.timeout_s)
         plan, words = self._source.plan, self._words.array
         checked = plan.checked(header)
-        self._sums.start()
+        self._sums.start(len(checked))
         words[_VERSION], words[_DIGEST] = header.version, digest_word(header.digest)
         self._lane.follow()
         packing: list[Span] = []
@@ -77,10 +77,12 @@ class IpcSender:
                 start, slot = lane.mark(), number % self._spec.num_buffers
                 self._pack.run(number, chunk, slot)
                 packing.append((start, lane.mark()))
+                if not number:
+                    # The wire stands until the first chunk is there.
+                    self._await_packed(packing, deadline)
                 self._sums.here([n for n in chunk.numbers if n in checked], partial(self._packed, slot), slot)
                 self._announce(packing)
-            while self._announce(packing):
-                deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
+            self._await_packed(packing, deadline)
             if not self._spec.colocated:
                 self._begin_sums(still)
                 self._sums.end(lane.mark())
@@ -134,6 +136,10 @@ class IpcSender:
         while words[_READY] < self._sent + len(packing) and packing[int(words[_READY]) - self._sent][1].reached():
             words[_READY] += 1
         return self._sent + len(packing) - int(words[_READY])
+
+    def _await_packed(self, packing: list[Span], deadline: Deadline) -> None:
+        while self._announce(packing):
+            deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing")
 
     def _packed(self, slot: int, number: int) -> Tensor:
         return self._pack.sent(self._segment[number], number, slot)
@@ -191,9 +197,10 @@ class IpcReceiver:
         checked = self._plan.checked(header)
         if self._sink is not sink:
             self._sink, self._copies, self._sums = sink, {}, Sums(self._device)
-        self._sums.start()
+        self._sums.start(len(checked))
         copying: list[tuple[int, Span]] = []
-        events: list[Span] = []
+        ends: dict[int, Mark] = {}
+        self._wire = dict.fromkeys(self._plan.owners, 0.0)
         for lane in self._lanes.values():
             lane.follow()
         for number, chunk in enumerate(self._plan.chunks):
@@ -205,17 +212,16 @@ class IpcReceiver:
                 taken = [n for n in chunk.numbers if n in checked]
                 lying = {n: place for n in taken if (place := sink.target(n)) is not None}
                 self._sums.here([n for n in taken if n not in lying], partial(self._passing, owner))
-                events.append((start, lane.mark()))
-            self._sums.beside(lying, events[-1][1])
+                ends[chunk.owner] = lane.mark()
+            self._sums.beside(lying, ends[chunk.owner])
             owner.begun += 1
-            copying.append((chunk.owner, events[-1]))
-        self._sums.end(*(end for _, end in events))
+            copying.append((chunk.owner, (start, ends[chunk.owner])))
+        self._sums.end(*ends.values())
         while copying:
             self._finish(copying)
             deadline.check(lambda: f"refit: engine worker {self._rank} did not finish copying")
         self._compare(self._sums.values(), header, deadline)
-        seconds = time.perf_counter() - begin
-        wire = max(elapsed(part) for part in _by_owner(self._plan, events))
+        wire, seconds = max(self._wire.values()), time.perf_counter() - begin
         return {"wire": wire, "load": 0.0, "seconds": seconds, "bytes": self._plan.payload, "extra_bytes": 0}
 
     def close(self) -> None:
@@ -245,7 +251,9 @@ class IpcReceiver:
         """Give back what the device has copied; an owner's chunks end in order, those of several owners need not."""
         for part in [part for part in copying if part[1][1].reached()]:
             copying.remove(part)
-            self._owners[part[0]].take()
+            owner, (begin, end) = part
+            self._owners[owner].take()
+            self._wire[owner] += end.seconds_since(begin)
 
     def _compare(self, received: dict[int, int], header: Header, deadline: Deadline) -> None:
         for rank, owner in self._owners.items():
@@ -317,11 +325,6 @@ class _Mapped:
     def sum(self, number: int) -> int:
         """What the owner announced of item `number`."""
         return int(self.words.array[self._first + self._word[number]])
-
-
-def _by_owner(plan: Plan, spans: list[Span]) -> list[list[Span]]:
-    """Of a span a chunk, those of each owner."""
-    return [[span for chunk, span in zip(plan.chunks, spans) if chunk.owner == owner] for owner in plan.owners]
 
 
 def _share(tensor: Tensor) -> Any:

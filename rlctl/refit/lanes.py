@@ -19,6 +19,11 @@ class Mark:
         """Whether the device has come this far."""
         return self.event is None or bool(self.event.query())
 
+    def lead(self) -> None:
+        """The thread's current stream queues behind it."""
+        if self.event is not None:
+            self.event.wait()
+
     def seconds_since(self, earlier: "Mark") -> float:
         """Between two marks that both are reached."""
         if self.event is None:

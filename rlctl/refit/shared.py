@@ -17,6 +17,7 @@ from rlctl.refit.messages import PeerLost
 # chunk is handed over by up to four looks, of which one took 125 us, and 43 so.
 _SHORTEST_S, _LONGEST_S, _LATE = 20e-6, 1e-3, 1e-4
 _PR_SET_TIMERSLACK = 29
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Words:
@@ -43,8 +44,8 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         """For the calling thread, which sleeps precisely from now on."""
         self._seconds, self._end = seconds, time.monotonic() + seconds
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
+        if _LIBC:
+            _LIBC.prctl(_PR_SET_TIMERSLACK, 1)
 
     def check(self, message: Callable[[], str]) -> None:
         """Wait a moment; raises PeerLost when the time is over. `message`'s {} becomes the time waited."""

@@ -47,7 +47,7 @@ class ShmSender:
         plan, rank, slots = self._source.plan, self._source.rank, self._slots
         checked = plan.checked(header)
         slots.unwrite(header.version, rank)
-        self._sums.start()
+        self._sums.start(len(checked))
         view = partial(slots.view, header.version)
         for n in self._items:
             view(n).copy_(self._source.view(n))
@@ -92,8 +92,8 @@ class ShmReceiver:
             self._slots = _Slots(self._folder, self._plan)
         slots = self._slots
         slots.verify(header)
-        self._sums.start()
         checked = self._plan.checked(header)
+        self._sums.start(len(checked))
         self._sums.here(checked, partial(slots.view, header.version), slots.number(header.version))
         self._sums.end()
         for n, value in self._sums.values().items():

@@ -5,35 +5,36 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import Laid, Partial, finish, lay, lies_right, partial
+from rlctl.refit.checksum import Totals, lay, lies_right
 from rlctl.refit.lanes import Lane, Mark
 
 
 class Sums:
-    """Of one refit after the other: queue them with `here` and `beside`, then ask for all.
-
-    A chunk's checksums are begun with it and finished with those of all others: finished chunk by chunk they kept an
-    engine's host busy for 45 of a refit's 48 ms (Qwen3-8B, 2 ranks to 2 engines), so that the wire waited for it.
-    """
+    """Of one refit after the other: queue them with `here` and `beside`, then ask for all."""
 
     def __init__(self, device: torch.device) -> None:
-        self._lane = Lane(device)
-        self._laid: dict[tuple[int, int], Laid] = {}
-        self.start()
+        self._device, self._lane = device, Lane(device)
+        self._laid: dict[tuple[int, int], Tensor] = {}
+        self.start(1)
+        # What a device needs is compiled now, and not while a refit waits for it.
+        self._totals.add(torch.zeros(8, dtype=torch.uint8, device=device))
 
-    def start(self) -> None:
-        """A new refit begins."""
+    def start(self, count: int) -> None:
+        """A new refit begins, of which at most `count` items are asked for."""
         self._numbers: list[int] = []
-        self._begun: list[Partial] = []
-        self._sums: Tensor | None = None
+        with self._lane as lane:
+            self._totals = Totals(count, self._device)
+            self._begun = lane.mark()
 
     def here(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
         """Of items in memory that is soon used again: on the current stream, before it goes on. tensor: of a number.
 
         slot: the same memory at every refit for an item in a slot of this number; None: memory made anew.
         """
+        if numbers:
+            self._begun.lead()
         for number in numbers:
-            self._begun.append(partial(self._lay(number, tensor, slot)))
+            self._totals.add(self._lay(number, tensor, slot))
         self._numbers += numbers
 
     def beside(self, tensors: dict[int, Tensor], arrived: Mark) -> None:
@@ -45,30 +46,29 @@ class Sums:
 
     def all(self) -> Tensor | None:
         """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
-        return finish(self._begun) if self._begun else None
+        return self._totals.all() if self._numbers else None
 
     def end(self, *after: Mark) -> Mark:
-        """Nothing more is queued: finish, once the marks, behind which all of `here` lies, are reached."""
+        """Nothing more is queued; all of `here` lies behind the marks."""
         with self._lane as lane:
             for mark in after:
                 lane.after(mark)
-            self._sums = self.all()
             return lane.mark()
 
     def values(self) -> dict[int, int]:
         """Every item's, after `end`; waits for them."""
-        if self._sums is None:
+        if not self._numbers:
             return {}
         with self._lane:
-            return dict(zip(self._numbers, self._sums.tolist()))
+            return dict(zip(self._numbers, self._totals.all().tolist()))
 
     def close(self) -> None:
         """Keep no memory."""
         self._laid = {}
-        self.start()
+        self.start(0)
 
-    def _lay(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Laid:
-        # Laid out once where that makes no copy: it takes the host longer than to queue the sum itself.
+    def _lay(self, number: int, tensor: Callable[[int], Tensor], slot: int | None) -> Tensor:
+        # Laid out once where that makes no copy: it takes the host as long as to queue the sum itself.
         if slot is not None and (number, slot) in self._laid:
             return self._laid[number, slot]
         given = tensor(number)

@@ -1,0 +1,38 @@
+"""The checksum of `checksum.py` as one CUDA kernel, written to where it belongs: nothing is left to do in the end.
+
+With PyTorch's own operations row sums were made item by item and weighted for all at once: 0.6 to 1.1 ms of host time
+in a refit's last millisecond (Qwen3-8B on two H200s, 44 ms without checks).
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rlctl.refit.checksum import FACTOR, ROW
+
+_ROWS = 8
+
+
+def add(raw: Tensor, totals: Tensor, place: int) -> None:
+    """Add to totals[place] (int64) the checksum of `raw`, uint8 [n], which begins at a multiple of 8 bytes."""
+    size = raw.numel()
+    if size:
+        blocks = triton.cdiv(size, 8 * ROW * _ROWS)
+        _add[(blocks,)](raw, size, totals, place, ROW=ROW, ROWS=_ROWS, FACTOR=FACTOR, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["size", "place"])
+def _add(raw, size, totals, place, ROW: tl.constexpr, ROWS: tl.constexpr, FACTOR: tl.constexpr):
+    count = size // 8
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    places = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
+    words = raw.to(tl.pointer_type(tl.int64))
+    sums = tl.sum(tl.load(words + places, mask=places < count, other=0), 1)
+    folded = sums ^ ((sums >> 32) & 0xFFFFFFFF)
+    total = tl.sum(tl.where(rows < count // ROW, folded * (2 * rows + 3), sums * FACTOR), 0)
+    if tl.program_id(0) == 0:
+        ends = count * 8 + tl.arange(0, 8)
+        rest = tl.load(raw + ends, mask=ends < size, other=0)
+        total += tl.sum(rest.to(tl.int64), 0) * FACTOR * FACTOR
+    tl.atomic_add(totals + place, total)
