@@ -3,7 +3,7 @@ against, in one run on the same processes, devices and bytes; every row's weight
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from rlctl.bench.models import longest, model_folder
 from rlctl.bench.results import Results, Row, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
-from rlctl.cluster.placement import Placement, Seat
+from rlctl.cluster.placement import Placement
 from rlctl.cluster.processes import trainer_environment
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
@@ -66,9 +66,9 @@ class RefitBench:
     def cpu(self) -> bool:
         return self.placement.device == "cpu"
 
-    def gpus(self, seat: Seat) -> list[str]:
-        """Of a process, as CUDA_VISIBLE_DEVICES wants them."""
-        return [] if self.cpu else [visible_gpus()[index] for index in seat.devices]
+    def gpus(self, devices: Sequence[int]) -> list[str]:
+        """As CUDA_VISIBLE_DEVICES wants them."""
+        return [] if self.cpu else [visible_gpus()[index] for index in devices]
 
 
 def run_bench(bench: RefitBench, folder: Path, say: Callable[[str], None]) -> Results:
@@ -105,7 +105,7 @@ def _start_trainers(bench: RefitBench, model: Path) -> WorkerGroup:
     for rank in range(len(places)):
         device = "cpu" if bench.cpu else "cuda:0"
         make = BenchTrainerSpec(str(model), rank, len(places), device, bench.master, init_method)
-        env = trainer_environment(bench.gpus(places[rank]), max(1, usable_cores() // len(places)))
+        env = trainer_environment(bench.gpus(places[rank].devices), max(1, usable_cores() // len(places)))
         specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{bench.logs}/trainer-{rank}.log", threads=2))
     return WorkerGroup(specs, _DEADLINE_S)
 
@@ -132,7 +132,8 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         recompute_kv_cache=False,
         forced_lengths=None,
     )
-    env = environment(bench.placement.device, bench.gpus(bench.placement.engines[index]))
+    seat = bench.placement.engines[index]
+    env = environment(bench.placement.device, bench.gpus(seat.devices), bench.gpus(bench.placement.beside(seat)))
     return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
 
 

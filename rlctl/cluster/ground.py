@@ -54,9 +54,11 @@ class Site:
 
     def devices(self, seat: Seat) -> list[str]:
         """Its GPUs, as CUDA_VISIBLE_DEVICES wants them."""
-        node = self.node(seat)
-        gpus = node.gpus if node else visible_gpus()
-        return [gpus[index] for index in seat.devices]
+        return self._named(seat, seat.devices)
+
+    def beside(self, seat: Seat) -> list[str]:
+        """The GPUs that `Placement.beside` says, likewise."""
+        return self._named(seat, self.placement.beside(seat))
 
     def environment(self, seat: Seat) -> dict[str, str]:
         """What a process there needs to be met from elsewhere."""
@@ -67,6 +69,11 @@ class Site:
         """CPUs of its machine that may be used."""
         node = self.node(seat)
         return node.cores if node else usable_cores()
+
+    def _named(self, seat: Seat, devices: tuple[int, ...]) -> list[str]:
+        node = self.node(seat)
+        gpus = node.gpus if node else visible_gpus()
+        return [gpus[index] for index in devices]
 
     def meeting_point(self) -> str:
         """host:port at which trainer ranks meet: a free port of rank 0's node."""

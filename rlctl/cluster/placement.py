@@ -92,6 +92,11 @@ class Placement:
         """How many ranks and how many engines stand there."""
         return sum(seat.node == node for seat in self.trainers), sum(seat.node == node for seat in self.engines)
 
+    def beside(self, seat: Seat) -> tuple[int, ...]:
+        """Devices of its node that trainer ranks stand on, and it does not."""
+        there = {index for other in self.trainers if other.node == seat.node for index in other.devices}
+        return tuple(sorted(there - set(seat.devices)))
+
     def gpus_on(self, node: int) -> int:
         """GPUs that are to be reserved there."""
         seats = (*self.trainers, *self.engines)

@@ -80,7 +80,7 @@ def engine_seats(site: Site) -> list[EngineSeat]:
     """Where each engine of the run is to stand."""
     device = site.placement.device
     return [
-        EngineSeat(environment(device, site.devices(seat)) | site.environment(seat), site.node(seat))
+        EngineSeat(environment(device, site.devices(seat), site.beside(seat)) | site.environment(seat), site.node(seat))
         for seat in site.placement.engines
     ]
 

@@ -9,6 +9,7 @@ Measured on two H200s, Qwen3-8B's tensors in bfloat16: groups of 1 GiB run at th
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rlctl.refit.copies import Copies
 from rlctl.refit.group import Group, meet
-from rlctl.refit.lanes import Lane, Span, elapsed
+from rlctl.refit.lanes import Lane, Mark, Span, elapsed
 from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, Plan, Segment
 from rlctl.refit.ring import Packing, Slots
@@ -55,7 +56,7 @@ class BroadcastSender:
         """See `Sender.send`."""
         begin, deadline = time.perf_counter(), Deadline(self._spec.timeout_s)
         if self._group is None:
-            return _report([], begin, 0, 0)
+            return _report(None, begin, 0, 0)
         self._packing.follow()
         self._wire.follow()
         try:
@@ -64,7 +65,7 @@ class BroadcastSender:
         except PeerLost:
             self._group.abort()
             raise
-        return _report(sent[:-1], begin, self._size, self._ring.nbytes, pack=elapsed(packed))
+        return _report((packed[0][1], sent[-2]), begin, self._size, self._ring.nbytes, pack=elapsed(packed))
 
     def drop(self, receivers: list[int], reason: str) -> None:
         """See `Sender.drop`. A broadcast cannot go on without one of its receivers."""
@@ -78,10 +79,10 @@ class BroadcastSender:
             self._group.abort()
         self._group = self._store = None
 
-    def _queue(self, header: Header, group: Group) -> tuple[list[Span], list[Span]]:
-        """Queue everything; returns the spans of packing, and of each chunk on the wire with the sums' at the end."""
+    def _queue(self, header: Header, group: Group) -> tuple[list[Span], list[Mark]]:
+        """Queue everything; returns the spans of packing, and the end of each chunk on the wire and of the sums."""
         packed: list[Span] = []
-        sent: list[Span] = []
+        sent: list[Mark] = []
         checked = self._source.plan.checked(header)
         self._sums.start(len(checked))
         self._header.copy_(torch.tensor(_words(header)))
@@ -91,15 +92,14 @@ class BroadcastSender:
             slot = number % self._spec.num_buffers
             with self._packing as lane:
                 if number >= self._spec.num_buffers:
-                    lane.after(sent[number - self._spec.num_buffers][1])
+                    lane.after(sent[number - self._spec.num_buffers])
                 begin = lane.mark()
                 self._pack.run(number, chunk, slot)
                 packed.append((begin, lane.mark()))
             with self._wire as lane:
                 lane.after(packed[-1][1])
-                begin = lane.mark()
                 group.broadcast(self._pieces(number, chunk, slot), self._names[number])
-                sent.append((begin, lane.mark()))
+                sent.append(lane.mark())
             # Only now, for the wire would stand while they are queued.
             with self._packing:
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
@@ -110,18 +110,17 @@ class BroadcastSender:
     def _sent(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
         return self._pack.sent(segments[number], number, slot)
 
-    def _send_sums(self, group: Group) -> Span:
+    def _send_sums(self, group: Group) -> Mark:
         with self._packing as lane:
             sums = self._sums.all()
             taken = lane.mark()
         with self._wire as lane:
             lane.after(taken)
-            begin = lane.mark()
             if sums is not None:
                 group.broadcast([sums], "the checksums")
             # Freed only when the wire is done with it, for it belongs to the other lane's memory.
             self._last = sums
-            return begin, lane.mark()
+            return lane.mark()
 
     def _pieces(self, number: int, chunk: Chunk, slot: int) -> list[Tensor]:
         """What chunk `number` sends, segment by segment; found once for each buffer."""
@@ -132,14 +131,14 @@ class BroadcastSender:
             ]
         return self._found[number, slot]
 
-    def _wait(self, sent: list[Span], deadline: Deadline) -> None:
+    def _wait(self, sent: list[Mark], deadline: Deadline) -> None:
         def message() -> str:
-            late = [name for name, (_, end) in zip(self._names, sent) if not end.reached()]
+            late = [name for name, end in zip(self._names, sent) if not end.reached()]
             place = f"chunk {len(self._names) - len(late) + 1} of {len(self._names)}"
             what = f"{place} ({late[0]})" if late else "the checksums"
             return f"refit: trainer rank {self._source.rank} waited {{}} for the engine workers to receive {what}"
 
-        while not sent[-1][1].reached():
+        while not sent[-1].reached():
             deadline.check(message)
         if self._dropped:
             raise PeerLost(self._dropped)
@@ -198,13 +197,13 @@ class BroadcastReceiver:
             lane.follow()
         try:
             self._await_header(header, deadline)
-            arrived, loaded = self._queue(header, ring, sink)
+            wire, loaded = self._queue(header, ring, sink)
             load = self._wait(loaded, deadline)
             self._compare(header)
         except RefitError:
             self.close()
             raise
-        return _report(arrived, begin, self._plan.payload, ring.nbytes, load=load)
+        return _report(wire, begin, self._plan.payload, ring.nbytes, load=load)
 
     def close(self) -> None:
         """See `Receiver.close`."""
@@ -236,13 +235,13 @@ class BroadcastReceiver:
                     f"version {words[0]} of {known}"
                 )
 
-    def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[list[Span], list[Span]]:
-        """Queue everything; returns the spans of each chunk on the wire and in loading."""
+    def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[Span, deque[Span]]:
+        """Queue everything; returns the span of the wire, and of each chunk in loading."""
         checked = self._plan.checked(header)
         self._sums.start(len(checked))
         self._announced: dict[int, list[int]] = {}
-        arrived: list[Span] = []
-        loaded: list[Span] = []
+        wire: list[Mark] = []
+        loaded: deque[Span] = deque()
         for number, chunk in enumerate(self._plan.chunks):
             slot = number % self._slots
             places, copies = self._prepared(number, slot, ring, sink)
@@ -250,13 +249,13 @@ class BroadcastReceiver:
             with owner.wire as lane:
                 if number >= self._slots:
                     lane.after(loaded[number - self._slots][1])
-                begin = lane.mark()
+                wire = wire or [lane.mark()]
                 owner.group.broadcast(places, self._names[number])
-                arrived.append((begin, lane.mark()))
+                arrived = lane.mark()
             if self._ends[chunk.owner] == number:
                 self._listen_for_sums(chunk.owner, header)
             with self._loading as lane:
-                lane.after(arrived[-1][1])
+                lane.after(arrived)
                 begin = lane.mark()
                 copies.run()
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
@@ -266,7 +265,7 @@ class BroadcastReceiver:
                 loaded.append((begin, lane.mark()))
             self._sums.beside(lying, loaded[-1][1])
         self._sums.end(loaded[-1][1])
-        return arrived, loaded
+        return (wire[0], arrived), loaded
 
     def _passing(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
         return self._ring.view(segments[number], number, slot)
@@ -286,19 +285,21 @@ class BroadcastReceiver:
             self._found[number, slot] = places, sink.copies(passing)
         return self._found[number, slot]
 
-    def _wait(self, loaded: list[Span], deadline: Deadline) -> float:
-        """Until everything is loaded; returns the seconds of loading, summed while there is time for it."""
+    def _wait(self, loaded: deque[Span], deadline: Deadline) -> float:
+        """Until everything is loaded; returns the seconds of loading. Marks are let go while there is time for it."""
 
         def message() -> str:
-            number = next(number for number, (_, end) in enumerate(loaded) if not end.reached())
+            number = len(self._names) - len(loaded)
             who = f"trainer rank {self._plan.chunks[number].owner}"
             return f"refit: engine worker {self._rank} waited {{}} for {who} to send {self._names[number]}"
 
         seconds = 0.0
-        for begin, end in loaded:
+        while loaded:
+            begin, end = loaded[0]
             while not end.reached():
                 deadline.check(message)
             seconds += end.seconds_since(begin)
+            loaded.popleft()
         return seconds
 
     def _compare(self, header: Header) -> None:
@@ -351,11 +352,11 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 def _report(
-    wire: list[Span], begin: float, size: int, extra: int, pack: float = 0.0, load: float = 0.0
+    wire: Span | None, begin: float, size: int, extra: int, pack: float = 0.0, load: float = 0.0
 ) -> dict[str, float]:
     return {
         "pack": pack,
-        "wire": wire[-1][1].seconds_since(wire[0][0]) if wire else 0.0,
+        "wire": wire[1].seconds_since(wire[0]) if wire else 0.0,
         "load": load,
         "seconds": time.perf_counter() - begin,
         "bytes": size,

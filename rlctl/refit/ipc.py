@@ -13,6 +13,7 @@ import pickle
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ class IpcReceiver:
 
     def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
-        self._lanes = {owner: Lane(device) for owner in plan.owners}
+        self._order = _in_turn(plan, rank)
+        lane = Lane(device)
+        self._lanes = dict.fromkeys(plan.owners, lane)
         self._sums = Sums(device)
         self._owners: dict[int, _Mapped] = {}
         self._sink: Sink | None = None
@@ -203,7 +206,7 @@ class IpcReceiver:
         self._wire = dict.fromkeys(self._plan.owners, 0.0)
         for lane in self._lanes.values():
             lane.follow()
-        for number, chunk in enumerate(self._plan.chunks):
+        for number, chunk in self._order:
             owner = self._owner(chunk.owner, deadline)
             owner.await_ready(header, self._message(chunk), deadline, lambda: self._finish(copying))
             with self._lanes[chunk.owner] as lane:
@@ -325,6 +328,15 @@ class _Mapped:
     def sum(self, number: int) -> int:
         """What the owner announced of item `number`."""
         return int(self.words.array[self._first + self._word[number]])
+
+
+def _in_turn(plan: Plan, rank: int) -> list[tuple[int, Chunk]]:
+    """All chunks with their indices, each owner's in order: one of each owner in turn, for every rank of receivers
+    beginning with another, so that several do not share one owner's link while the others' stand still."""
+    by_owner = [list(plan.of(owner)) for owner in plan.owners]
+    first = (rank - 1) % len(by_owner)
+    turns = zip_longest(*by_owner[first:], *by_owner[:first])
+    return [part for turn in turns for part in turn if part is not None]
 
 
 def _share(tensor: Tensor) -> Any:

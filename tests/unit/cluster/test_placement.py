@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rlctl.cluster.ground import Site
 from rlctl.cluster.placement import Pools, Room, Seat, Strategy, place, this_machine
-from rlctl.cluster.processes import usual_transport
+from rlctl.cluster.processes import engine_seats, usual_transport
 from rlctl.telemetry.devices import count_gpus
 
 few = st.integers(1, 6)
@@ -121,6 +121,18 @@ def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytes
     site = Site(placement, [None], lambda prefix, root: "")
     assert site.devices(placement.trainers[0]) == ["6"]
     assert site.devices(placement.engines[0]) == ["3", "GPU-1a"]
+
+
+def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a,2")
+    apart = place(this_machine(4), Pools(ranks=2, engines=1, colocated=False))
+    (seat,) = engine_seats(Site(apart, [None], lambda prefix, root: ""))
+    assert seat.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a,6,3"
+    shared = place(this_machine(4), Pools(ranks=2, engines=2, colocated=True))
+    seats = engine_seats(Site(shared, [None], lambda prefix, root: ""))
+    assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["6,3", "3,6"]
+    nodes = place([Room("a", 2), Room("b", 2)], Pools(ranks=2, engines=2, colocated=False))
+    assert [nodes.beside(seat) for seat in nodes.engines] == [(), ()]
 
 
 @pytest.mark.parametrize(
