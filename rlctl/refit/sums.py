@@ -17,7 +17,8 @@ class Sums:
         self._laid: dict[tuple[int, int], Tensor] = {}
         self.start(1)
         # What a device needs is compiled now, and not while a refit waits for it.
-        self._totals.add(torch.zeros(8, dtype=torch.uint8, device=device))
+        with self._lane:
+            self._totals.add(torch.zeros(8, dtype=torch.uint8, device=device))
 
     def start(self, count: int) -> None:
         """A new refit begins, of which at most `count` items are asked for."""
