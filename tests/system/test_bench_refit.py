@@ -1,13 +1,17 @@
 """`rlctl bench refit` on CPU: real engines, real transports; a changed bit ends it with 1; memory does not grow."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.faults.runs import survivors
 from tests.tiny_models import make_model
 
 MIB = 1 << 20
@@ -40,6 +44,42 @@ def bench(*arguments: str, program: tuple[str, ...] = ("-m", "rlctl.cli.main")) 
 
 def rows(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
     return {row["label"]: row for row in json.loads(result.stdout)["rows"]}
+
+
+@pytest.mark.slow
+def test_three_hundred_refits_through_host_memory_deliver_every_bit_and_leave_memory_as_it_was(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    result = bench("--model", str(folder), "--rounds", "300", "--updates", "1", "--no-references", "--json")
+    assert result.returncode == 0, result.stderr
+    found = rows(result)
+    ours = {label: row for label, row in found.items() if label.startswith("rlctl")}
+    assert [*found] == ["memcpy", *ours]
+    assert [*ours] == [f"rlctl shm, staged, 2 buffers, checks {checks}" for checks in ("all", "off")]
+    for row in ours.values():
+        assert row["checked"] and row["wrong"] == []
+        assert row["trainer_growth"] < 16 * MIB
+        assert row["engine_growth"] < 16 * MIB
+
+
+@pytest.mark.long  # variant: of a bench
+@pytest.mark.slow
+def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model")
+    command = [sys.executable, "-m", "rlctl.cli.main", "bench", "refit", "--model", str(folder), "--rounds", "100000"]
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as running:
+        assert running.stderr is not None
+        while "rlctl: shm" not in running.stderr.readline():
+            assert running.poll() is None
+        weights = list(Path("/dev/shm").glob("rlctl-bench-*"))
+        family = psutil.Process(running.pid).children(recursive=True)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=100)
+    assert running.returncode == 130, said
+    assert said.splitlines()[-1] == "interrupted"
+    assert len(family) > 2 and survivors(family) == []
+    assert list(tmp_path.glob("rlctl-*")) == []
+    assert weights and not any(folder.exists() for folder in weights)
 
 
 @pytest.mark.long  # a bench, and repetitions
