@@ -133,7 +133,8 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         forced_lengths=None,
     )
     seat = bench.placement.engines[index]
-    env = environment(bench.placement.device, bench.gpus(seat.devices), bench.gpus(bench.placement.beside(seat)))
+    beside = bench.placement.beside(seat) if "ipc" in bench.transports else ()
+    env = environment(bench.placement.device, bench.gpus(seat.devices), bench.gpus(beside))
     return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
 
 

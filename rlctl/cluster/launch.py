@@ -81,7 +81,7 @@ def _assembled(
     group = start_trainers(session, config, files, site, updates, generation.temperature)
     stack.callback(group.kill)
     pool = GeneratorPool(
-        spec, engine_seats(site), str(session.logs), config.run.deadline_s, generation.max_restarts, events.emit
+        spec, engine_seats(config, site), str(session.logs), config.run.deadline_s, generation.max_restarts, events.emit
     )
     stack.callback(pool.kill)
     prompts = loading.result()

@@ -76,13 +76,15 @@ def start_trainers(
     return WorkerGroup(specs, config.run.deadline_s)
 
 
-def engine_seats(site: Site) -> list[EngineSeat]:
+def engine_seats(config: GrpoConfig, site: Site) -> list[EngineSeat]:
     """Where each engine of the run is to stand."""
-    device = site.placement.device
-    return [
-        EngineSeat(environment(device, site.devices(seat), site.beside(seat)) | site.environment(seat), site.node(seat))
-        for seat in site.placement.engines
-    ]
+    reads = _transport(config, site.placement) == "ipc"
+    seats = []
+    for seat in site.placement.engines:
+        beside = site.beside(seat) if reads else []
+        env = environment(site.placement.device, site.devices(seat), beside) | site.environment(seat)
+        seats.append(EngineSeat(env, site.node(seat)))
+    return seats
 
 
 def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> EngineSpec:
@@ -124,7 +126,7 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
         )
     checks: Checks = ("all" if cpu else "sampled") if refit.checksum == "auto" else refit.checksum
     return Options(
-        kind=usual_transport(placement, engines) if refit.transport == "auto" else refit.transport,
+        kind=_transport(config, placement),
         dtype=dtype,
         mode=refit.mode,
         num_buffers=refit.num_buffers,
@@ -135,6 +137,11 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
         colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
     )
+
+
+def _transport(config: GrpoConfig, placement: Placement) -> Kind:
+    given = config.refit.transport
+    return usual_transport(placement, config.generation.num_engines) if given == "auto" else given
 
 
 def usual_transport(placement: Placement, engines: int) -> Kind:

@@ -5,12 +5,14 @@ never this one.
 """
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
+from shutil import which
 from typing import Literal
 
 from rlctl.environment.machine import Machine, read_machine
@@ -49,7 +51,7 @@ def examine(folder: Path) -> list[Check]:
     machine = read_machine(folder)
     extra = "gpu" if machine.gpus else "cpu"
     packages = [*check_packages(extra), *check_companions(), *check_bytecode()]
-    return [*check_machine(machine), *packages, *check_gpus(machine)]
+    return [*check_machine(machine), *packages, *check_gpus(machine), *check_compiler(machine)]
 
 
 def check_machine(machine: Machine) -> list[Check]:
@@ -113,6 +115,14 @@ def check_gpus(machine: Machine) -> list[Check]:
     if _version("torch").endswith("+cpu"):
         return [Check("GPUs", "warning", f"{found}; torch is built for the CPU", "pip install 'rlctl[gpu]'")]
     return [Check("GPUs", "ok", found)]
+
+
+def check_compiler(machine: Machine) -> list[Check]:
+    """Triton builds what starts its kernels with a C compiler: vLLM's, compiled trainers' and checksums'."""
+    if not machine.gpus:
+        return []
+    found = os.environ.get("CC") or which("gcc") or which("clang")
+    return [Check("C compiler", "ok", found) if found else Check("C compiler", "broken", "none", "install gcc")]
 
 
 def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str, str | None]:

@@ -63,8 +63,8 @@ class EngineSpec:
 def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
     """Environment variables of an engine's process; set before anything imports torch or vllm.
 
-    devices: the engine's own. beside: other GPUs of the node, whose memory it reads in a refit; it sees them, for
-    memory of a device that it does not see comes at 364 GB/s instead of 383 (CUDA IPC between two H200s).
+    devices: the engine's own. beside: other GPUs of the node, whose memory it reads in a refit. It is to see them:
+    what a trainer holds in expandable segments of a device out of sight comes at 364 GB/s instead of 383 (two H200s).
 
     The engine core runs in the actor's own process (weights change by a function call, and a token's version is
     exact). On CPU, dynamo would spend 19 s compiling two elementwise sampling operations, and two OpenMP

@@ -46,7 +46,7 @@ class Totals:
 
     def __init__(self, count: int, device: torch.device) -> None:
         """On CUDA the memory for them is made on the current stream."""
-        self._added = 0
+        self._count, self._added = count, 0
         self._there = torch.zeros(count, dtype=torch.int64, device=device) if device.type == "cuda" else None
         self._rows: list[Tensor] = []
         self._rests: dict[int, Tensor] = {}
@@ -54,6 +54,7 @@ class Totals:
     @torch.no_grad()
     def add(self, raw: Tensor) -> None:
         """The pass over the bytes of the next one, from `lay`; queued on the current stream."""
+        assert self._added < self._count, "a kernel would write beyond the memory"
         if self._there is not None:
             from rlctl.refit.checksum_cuda import add
 

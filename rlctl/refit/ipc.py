@@ -13,7 +13,6 @@ import pickle
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +67,12 @@ class IpcSender:
             # Processes take turns on a device: first, if receivers share it, else last, since they need not wait.
             if self._spec.colocated:
                 self._begin_sums(still)
-                lane.after(self._sums.end(lane.mark()))
+                self._sums.end(lane.mark())
             begun = lane.mark()
             for number, chunk in enumerate(self._chunks):
                 if not self._ring.used(chunk):
                     packing.append((begun, begun))
+                    self._announce(packing)
                     continue
                 self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
                 start, slot = lane.mark(), number % self._spec.num_buffers
@@ -184,9 +184,8 @@ class IpcReceiver:
 
     def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
-        self._order = _in_turn(plan, rank)
-        lane = Lane(device)
-        self._lanes = dict.fromkeys(plan.owners, lane)
+        self._order = plan.taken_by(rank)
+        self._lanes = {owner: Lane(device) for owner in plan.owners}
         self._sums = Sums(device)
         self._owners: dict[int, _Mapped] = {}
         self._sink: Sink | None = None
@@ -328,15 +327,6 @@ class _Mapped:
     def sum(self, number: int) -> int:
         """What the owner announced of item `number`."""
         return int(self.words.array[self._first + self._word[number]])
-
-
-def _in_turn(plan: Plan, rank: int) -> list[tuple[int, Chunk]]:
-    """All chunks with their indices, each owner's in order: one of each owner in turn, for every rank of receivers
-    beginning with another, so that several do not share one owner's link while the others' stand still."""
-    by_owner = [list(plan.of(owner)) for owner in plan.owners]
-    first = (rank - 1) % len(by_owner)
-    turns = zip_longest(*by_owner[first:], *by_owner[:first])
-    return [part for turn in turns for part in turn if part is not None]
 
 
 def _share(tensor: Tensor) -> Any:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from math import prod
 
 from rlctl.refit.messages import Header, RefitError
@@ -193,6 +194,14 @@ class Plan:
     def of(self, owner: int) -> Iterator[tuple[int, Chunk]]:
         """The chunks that `owner` sends, with their indices."""
         return ((i, chunk) for i, chunk in enumerate(self.chunks) if chunk.owner == owner)
+
+    def taken_by(self, receiver: int) -> list[tuple[int, Chunk]]:
+        """All chunks, with their indices, as an engine worker (ranks from 1) that reads them itself takes them: one of
+        each owner in turn, neighbours beginning with different owners, so that they do not share one's link."""
+        by_owner = [list(self.of(owner)) for owner in self.owners]
+        first = (receiver - 1) % len(by_owner)
+        turns = zip_longest(*by_owner[first:], *by_owner[:first])
+        return [part for turn in turns for part in turn if part is not None]
 
     def names(self, chunk: Chunk) -> str:
         """What a chunk carries, for messages."""

@@ -15,10 +15,7 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self._device, self._lane = device, Lane(device)
         self._laid: dict[tuple[int, int], Tensor] = {}
-        self.start(1)
-        # What a device needs is compiled now, and not while a refit waits for it.
-        with self._lane:
-            self._totals.add(torch.zeros(8, dtype=torch.uint8, device=device))
+        self.start(0)
 
     def start(self, count: int) -> None:
         """A new refit begins, of which at most `count` items are asked for."""
@@ -49,12 +46,11 @@ class Sums:
         """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
         return self._totals.all() if self._numbers else None
 
-    def end(self, *after: Mark) -> Mark:
+    def end(self, *after: Mark) -> None:
         """Nothing more is queued; all of `here` lies behind the marks."""
         with self._lane as lane:
             for mark in after:
                 lane.after(mark)
-            return lane.mark()
 
     def values(self) -> dict[int, int]:
         """Every item's, after `end`; waits for them."""

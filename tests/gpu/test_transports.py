@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +28,16 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
-def see(device: int) -> None:
-    """Of a new process: the one device that it sees."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = ""
+def see(device: int, *beside: int) -> None:
+    """Of a new process: the device that it uses, and others that it sees, as an engine those that it reads from."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, (device, *beside)))
+    # As trainer ranks have it; engines do not.
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "" if beside else "expandable_segments:True"
 
 
 @contextmanager
-def process(device: int) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), see, (device,)) as pool:
+def process(device: int, *beside: int) -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), see, (device, *beside)) as pool:
         yield pool
 
 
@@ -189,7 +190,7 @@ def test_ipc_within_a_device(tmp_path: Path, master: str, fused: bool) -> None:
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_between_devices(tmp_path: Path, kind: Kind, master: str) -> None:
     spec, plan = make_spec(kind, tmp_path, 1), make_plan(1)
-    with process(0) as trainer, process(1) as engine:
+    with process(0) as trainer, process(1, 0) as engine:
         sending = trainer.submit(send, spec, plan, 0, master, 3, "")
         sent, received = check_all([sending, engine.submit(receive, spec, plan, 1, 3, True)])
         assert sent[-1]["extra_bytes"] <= 2 * BUFFER + (1 << 20)
@@ -206,6 +207,21 @@ def test_several_trainers_and_engines(tmp_path: Path, kind: Kind, trainers: int,
         sending = [pools[r].submit(send, spec, plan, r, "bfloat16", 3, "") for r in range(trainers)]
         ranks = range(1, engines + 1)
         receiving = [pools[trainers + r - 1].submit(receive, spec, plan, r, 3, True) for r in ranks]
+        check_all([*receiving, *sending])
+
+
+@pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
+@pytest.mark.parametrize("master", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("trainers", "engines"), [(2, 2), (3, 1), (1, 2)])
+def test_engines_of_one_device_read_from_trainers_of_another(
+    tmp_path: Path, trainers: int, engines: int, master: str
+) -> None:
+    spec, plan = make_spec("ipc", tmp_path, engines), make_plan(trainers)
+    with ExitStack() as stack:
+        senders = [stack.enter_context(process(0)) for _ in range(trainers)]
+        receivers = [stack.enter_context(process(1, 0)) for _ in range(engines)]
+        sending = [pool.submit(send, spec, plan, rank, master, 3, "") for rank, pool in enumerate(senders)]
+        receiving = [pool.submit(receive, spec, plan, rank, 3, True) for rank, pool in enumerate(receivers, 1)]
         check_all([*receiving, *sending])
 
 

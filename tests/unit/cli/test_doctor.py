@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from rlctl.environment import doctor
-from rlctl.environment.doctor import Check, check_bytecode, check_gpus, check_machine, check_packages, import_errors
+from rlctl.environment.doctor import (
+    Check,
+    check_bytecode,
+    check_compiler,
+    check_gpus,
+    check_machine,
+    check_packages,
+    import_errors,
+)
 from rlctl.environment.machine import Gpu, Machine, read_machine
 from tests.unit.cli.conftest import Rlctl
 
@@ -61,6 +69,17 @@ def test_a_broken_companion_of_torch_is_uninstalled(tmp_path: Path, monkeypatch:
     (check,) = doctor.check_companions()
     assert (check.state, check.fix) == ("broken", "pip uninstall -y torchvision")
     assert "torchvision 0.28.0: RuntimeError: operator torchvision::nms" in check.found
+
+
+def test_gpus_need_a_c_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpu = replaced(gpus=[Gpu("H200", 140 * GIB)])
+    assert check_compiler(GOOD) == []
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check_compiler(with_gpu) == [Check("C compiler", "broken", "none", "install gcc")]
+    (tmp_path / "gcc").write_text("")
+    (tmp_path / "gcc").chmod(0o755)
+    assert check_compiler(with_gpu) == [Check("C compiler", "ok", str(tmp_path / "gcc"))]
 
 
 def test_a_torch_for_the_cpu_beside_gpus_is_a_warning() -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from rlctl.cluster.ground import Site
 from rlctl.cluster.placement import Pools, Room, Seat, Strategy, place, this_machine
 from rlctl.cluster.processes import engine_seats, usual_transport
+from rlctl.config.load import load
 from rlctl.telemetry.devices import count_gpus
 
 few = st.integers(1, 6)
@@ -126,10 +127,14 @@ def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytes
 def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a,2")
     apart = place(this_machine(4), Pools(ranks=2, engines=1, colocated=False))
-    (seat,) = engine_seats(Site(apart, [None], lambda prefix, root: ""))
-    assert seat.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a,6,3"
+    config = load("grpo", None, []).config
+    one = place(this_machine(4), Pools(ranks=1, engines=1, colocated=False))
+    (seat,) = engine_seats(config, Site(one, [None], lambda prefix, root: ""))
+    assert seat.environment["CUDA_VISIBLE_DEVICES"] == "3,6"
+    (seat,) = engine_seats(config, Site(apart, [None], lambda prefix, root: ""))
+    assert seat.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a", "by broadcast it reads no other's memory"
     shared = place(this_machine(4), Pools(ranks=2, engines=2, colocated=True))
-    seats = engine_seats(Site(shared, [None], lambda prefix, root: ""))
+    seats = engine_seats(config, Site(shared, [None], lambda prefix, root: ""))
     assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["6,3", "3,6"]
     nodes = place([Room("a", 2), Room("b", 2)], Pools(ranks=2, engines=2, colocated=False))
     assert [nodes.beside(seat) for seat in nodes.engines] == [(), ()]

@@ -96,6 +96,23 @@ def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
     assert [chunk.owner for chunk in plan.chunks] == [0, 1, 0, 1, 0]
     assert [plan.names(chunk) for chunk in plan.chunks] == ["m", "m", "m", "shared", "m"]
     assert plan.owners == (0, 1)
+    assert [[number for number, _ in plan.taken_by(receiver)] for receiver in (1, 2, 3)] == [
+        [0, 1, 2, 3, 4],
+        [1, 0, 3, 2, 4],
+        [0, 1, 2, 3, 4],
+    ]
+
+
+@given(layouts, st.integers(1, 4), st.integers(1, 5))
+def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Row], world: int, receiver: int) -> None:
+    plan = Plan.build(rows, row_boxes(rows, world)[::-1], 1 << 20, 2_000)
+    if not plan.chunks:
+        return
+    taken = plan.taken_by(receiver)
+    assert sorted(number for number, _ in taken) == list(range(len(plan.chunks)))
+    for owner in plan.owners:
+        assert [part for part in taken if part[1].owner == owner] == list(plan.of(owner))
+    assert taken[0][1].owner == plan.owners[(receiver - 1) % len(plan.owners)]
 
 
 def test_chunks_are_small_at_both_ends_and_grow_towards_the_middle() -> None:
