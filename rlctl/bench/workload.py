@@ -30,7 +30,7 @@ def make_tokenizer(shape: Path) -> None:
 def make_random_model(shape: Path, folder: Path) -> None:
     """shape: as for `make_tokenizer`. Writes model/. Raises RuntimeError."""
     make_tokenizer(shape)
-    command = [sys.executable, "-m", "rlctl.training.random_init", str(shape), str(folder / "model"), "0"]
+    command = [sys.executable, "-m", "rlctl.training.random_init", str(shape), str(folder / "model"), "0", "quick"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")

@@ -212,7 +212,7 @@ def test_several_trainers_and_engines(tmp_path: Path, kind: Kind, trainers: int,
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 @pytest.mark.parametrize("master", ["bfloat16", "float32"])
-@pytest.mark.parametrize(("trainers", "engines"), [(2, 2), (3, 1), (1, 2)])
+@pytest.mark.parametrize(("trainers", "engines"), [(2, 2), (4, 1), (1, 2)])
 def test_engines_of_one_device_read_from_trainers_of_another(
     tmp_path: Path, trainers: int, engines: int, master: str
 ) -> None:
