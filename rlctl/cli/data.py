@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.arguments import Arguments, split
-from rlctl.cli.output import console, examples
+from rlctl.cli.output import busy, console, examples
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
 
@@ -53,10 +53,11 @@ def preview(
     if section.path is None:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
     try:
-        if isinstance(config, SftConfig):
-            seen = _sft(config, section, samples, tokens)
-        else:
-            seen = _grpo(config, section, samples)
+        with busy(f"reading {section.path}"):
+            if isinstance(config, SftConfig):
+                seen = _sft(config, section, samples, tokens)
+            else:
+                seen = _grpo(config, section, samples)
     except DataError as error:
         raise ConfigError([Problem("data", "", str(error))]) from error
     if as_json:

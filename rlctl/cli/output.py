@@ -1,7 +1,8 @@
 """How the command line speaks: results on stdout, one line a problem on stderr, colour only on a terminal."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from rlctl.config.errors import Problem
@@ -24,6 +25,14 @@ def console(*, stderr: bool = False) -> "Console":
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return Console(stderr=stderr, soft_wrap=not terminal, highlight=False, emoji=False)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """A moving line on a terminal's stderr while something slow is done; elsewhere nothing."""
+    out = console(stderr=True)
+    with out.status(what) if out.is_terminal else nullcontext():
+        yield
 
 
 def report(problems: Iterable[Problem]) -> None:

@@ -1,4 +1,9 @@
 import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 from rlctl.config.shipped import RECIPES
 from tests.unit.cli.conftest import Rlctl
@@ -39,3 +44,13 @@ def test_preview_cuts_long_text_and_says_what_it_cannot_show(rlctl: Rlctl) -> No
     )
     done = rlctl("data", "preview", "sft-tiny", "data.train.answer_key=reply")
     assert done.code == 2 and "reply" in done.err
+
+
+def test_a_terminal_sees_what_is_read_and_a_pipe_does_not(rlctl: Rlctl, home: Path) -> None:
+    command = ("data", "preview", "sft-tiny", "--json")
+    assert rlctl(*command).err == ""
+    ours, theirs = pty.openpty()
+    program = [sys.executable, "-m", "rlctl.cli.main", *command]
+    subprocess.run(program, stdout=subprocess.DEVNULL, stderr=theirs, cwd=home, check=True, timeout=100)
+    os.close(theirs)
+    assert b"reading " in os.read(ours, 1 << 16)
