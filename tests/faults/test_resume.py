@@ -3,7 +3,10 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +53,26 @@ def without_its_trainer_it_ends_with_one_line(run: Run) -> None:
     assert f"rlctl train grpo --resume {run.path}" in run.text()
 
 
-def interrupted_twice_it_stops_at_once(run: Run) -> None:
-    """Though the step cannot end: the trainer stands still."""
+def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str]) -> list[str]:
+    """Though the step cannot end: the trainer stands still. Returns what `interrupt` gave."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
-    run.interrupt()
+    first = interrupt(run)
     run.wait_for_event("warning")
-    run.interrupt()
+    said = [first, interrupt(run)]
     assert run.end() == 130
     assert survivors(family) == []
+    return said
+
+
+def ctrl_c(run: Run) -> str:
+    run.interrupt()
+    return ""
+
+
+def runs_stop(run: Run) -> str:
+    command = [sys.executable, "-m", "rlctl.cli.main", "runs", "stop", str(run.path)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
 
 
 @pytest.mark.slow
@@ -76,7 +90,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     whole = Run(tmp_path, "whole", *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
     same(run, whole, last)
-    interrupted_twice_it_stops_at_once(whole)
+    interrupted_twice_it_stops_at_once(whole, ctrl_c)
     assert in_transit("hurt") == in_transit("whole") == []
 
 
@@ -94,8 +108,8 @@ def test_killed_again_and_again_equals_uninterrupted(tmp_path: Path) -> None:
             killed(run, moments)
         run = Run(tmp_path, "killed", resume=True)
     last = run.wait_for_event("checkpoint")["step"]
-    run.interrupt()
-    assert run.end() == 130
+    first, second = interrupted_twice_it_stops_at_once(run, runs_stop)
+    assert first.startswith("killed ends after its step, and is saved") and second == "killed ends now\n"
     whole = Run(tmp_path, "whole", *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
     whole.interrupt()
