@@ -193,9 +193,9 @@ class _Stage:
         spec = TransportSpec("broadcast", self.workers, bench.timeout_s, host="127.0.0.1", port=free_port())
         self._clear()
         self._fill()
-        opening = self.trainers.start("open_scheme", spec, self.refit.allowed_bytes)
+        opening = self.trainers.start("open_scheme", spec, self.refit.buffer_bytes)
         joining = [
-            engine.start("rpc", "bench_open_scheme", spec, self.refit.allowed_bytes, 1 + i * bench.tensor_parallel)
+            engine.start("rpc", "bench_open_scheme", spec, self.refit.buffer_bytes, 1 + i * bench.tensor_parallel)
             for i, engine in enumerate(self.engines)
         ]
         for part in (opening, *joining):

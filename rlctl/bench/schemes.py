@@ -3,8 +3,9 @@
 - `raw`: large buffers and nothing else: what the link gives.
 - `each`: one broadcast a tensor, loaded as it arrives.
 - `packed`: tensors concatenated to chunks, broadcast, cut apart and loaded; with two chunks in turn on two streams it
-  is the packed broadcast of NeMo-RL (after its public description: chunks of 2% of device memory, at most 5 GiB, new
-  memory for every chunk, boundaries found on each side).
+  is the packed broadcast of NeMo-RL (after its public description: new memory for every chunk, boundaries found on
+  each side). Its chunks are as large as rlctl's: at 2% of an H200's memory, as described there, it takes 116 ms for
+  Qwen3-8B, and 59 so.
 """
 
 from collections.abc import Callable, Iterator

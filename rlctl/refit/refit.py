@@ -81,10 +81,7 @@ class Refit:
     def __init__(self, trainers: WorkerGroup, options: Options) -> None:
         self._trainers, self.options = trainers, options
         holdings: list[Holding] = trainers.call("refit_holding", options.dtype)
-        smallest = min(holding.device_bytes for holding in holdings)
-        # What a buffer may take; those in use are smaller where that is as fast.
-        self.allowed_bytes = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES)
-        self.buffer_bytes = _buffer_bytes(holdings, options, self.allowed_bytes)
+        self.buffer_bytes = _buffer_bytes(holdings, options)
         edge_bytes = self.buffer_bytes if options.colocated else _LEAST_BUFFER_BYTES
         boxes = [holding.boxes for holding in holdings]
         self.plan = Plan.build(holdings[0].layout, boxes, self.buffer_bytes, edge_bytes)
@@ -210,9 +207,10 @@ def _first_ranks(engines: list[EngineEnd]) -> list[int]:
     return [1 + sum(engine.ranks for engine in engines[:index]) for index in range(len(engines))]
 
 
-def _buffer_bytes(holdings: list[Holding], options: Options, allowed: int) -> int:
+def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
+    smallest = min(holding.device_bytes for holding in holdings)
     # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
-    most = allowed // min(OWNERS_AT_ONCE, len(holdings))
+    most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(OWNERS_AT_ONCE, len(holdings))
     sent = sum(prod(shape) * ITEM_BYTES[dtype] for _, shape, dtype in holdings[0].layout)
     apart = min(sent, 4 * sent // len(holdings)) // _CHUNKS[options.kind]
     return min(most, max(sent // _CHUNKS_COLOCATED if options.colocated else apart, _LEAST_BUFFER_BYTES))
