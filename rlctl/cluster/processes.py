@@ -149,8 +149,8 @@ def usual_transport(placement: Placement, engines: int) -> Kind:
 
     On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
     link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
-    sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL ranks cannot share a device. Other nodes have
-    neither this one's memory nor its GPUs.
+    sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL
+    ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs.
     """
     if len(placement.used) > 1:
         return "broadcast"
