@@ -70,11 +70,6 @@ class Site:
         node = self.node(seat)
         return node.cores if node else usable_cores()
 
-    def _named(self, seat: Seat, devices: tuple[int, ...]) -> list[str]:
-        node = self.node(seat)
-        gpus = node.gpus if node else visible_gpus()
-        return [gpus[index] for index in devices]
-
     def meeting_point(self) -> str:
         """host:port at which trainer ranks meet: a free port of rank 0's node."""
         from rlctl.workers.ports import LOOPBACK, free_port
@@ -84,6 +79,11 @@ class Site:
             return f"{LOOPBACK}:{free_port()}"
         host = f"[{node.address}]" if ":" in node.address else node.address
         return f"{host}:{node.free_port()}"
+
+    def _named(self, seat: Seat, devices: tuple[int, ...]) -> list[str]:
+        node = self.node(seat)
+        gpus = node.gpus if node else visible_gpus()
+        return [gpus[index] for index in devices]
 
 
 class ThisMachine:

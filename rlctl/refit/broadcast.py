@@ -49,7 +49,6 @@ class BroadcastSender:
         self._packing, self._wire = Lane(device), Lane(device, urgent=True)
         self._found: dict[tuple[int, int], list[Tensor]] = {}
         self._sums = Sums(device)
-        self._last: Tensor | None = None
         self._dropped = ""
 
     def send(self, header: Header) -> dict[str, float]:
@@ -118,8 +117,6 @@ class BroadcastSender:
             lane.after(taken)
             if sums is not None:
                 group.broadcast([sums], "the checksums")
-            # Freed only when the wire is done with it, for it belongs to the other lane's memory.
-            self._last = sums
             return lane.mark()
 
     def _pieces(self, number: int, chunk: Chunk, slot: int) -> list[Tensor]:

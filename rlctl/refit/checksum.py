@@ -5,7 +5,6 @@ factor, modulo 2^64. A flipped bit always changes it, and so do rows that change
 whole row count one by one.
 """
 
-from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -13,20 +12,6 @@ from torch import Tensor
 
 ROW = 512
 FACTOR = 1_000_003
-
-
-@torch.no_grad()
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [n] of several tensors of one device, on it; equal on every device for equal bytes."""
-    totals = Totals(len(tensors), tensors[0].device if tensors else torch.device("cpu"))
-    for tensor in tensors:
-        totals.add(lay(tensor))
-    return totals.all()
-
-
-def checksum(tensor: Tensor) -> int:
-    """Of one tensor; waits for its device."""
-    return int(checksums([tensor])[0])
 
 
 def lies_right(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlctl.bench.models import SHAPES, model_folder
 from rlctl.bench.workload import word_tokenizer
+from rlctl.training.random_init import write_random_model
 
 REWARD = '''"""Rewards even words: something that a random model can learn to do more of."""
 
@@ -24,20 +25,16 @@ def score(prompt: str, completion: str, answer: str | None, row: dict) -> float:
 
 def make(folder: Path, shape: str, prompts: int = 512, prompt_tokens: int = 64) -> Path:
     """Write everything into `folder`; returns it. The same bytes every time, device aside."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
+    source = model_folder(shape, folder)
     # The tokenizer's own.
-    config = AutoConfig.from_pretrained(model_folder(shape, folder), eos_token_id=1, pad_token_id=0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "model")
-    word_tokenizer(config.vocab_size).save_pretrained(folder / "model")
+    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": 1, "pad_token_id": 0}
+    (source / "config.json").write_text(json.dumps(config))
+    size = config["vocab_size"]
+    word_tokenizer(size).save_pretrained(source)
+    write_random_model(source, folder / "model", 0, quick=True)
     rng = random.Random(0)
     for name, count in (("train", prompts), ("validation", 64)):
-        rows = (" ".join(f"w{rng.randrange(3, config.vocab_size)}" for _ in range(prompt_tokens)) for _ in range(count))
+        rows = (" ".join(f"w{rng.randrange(3, size)}" for _ in range(prompt_tokens)) for _ in range(count))
         text = "".join(json.dumps({"prompt": row, "answer": ""}) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text)
     (folder / "reward.py").write_text(REWARD)

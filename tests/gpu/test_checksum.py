@@ -28,7 +28,7 @@ def put(part: "Tensor", first: int) -> "Tensor":
 def test_a_device_finds_what_the_host_finds_and_the_host_never_waits() -> None:
     import torch
 
-    from rlctl.refit.checksum import checksums
+    from tests.checksums import checksums
 
     generator = torch.Generator().manual_seed(0)
     large = (1 << 31) + 4099

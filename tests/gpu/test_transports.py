@@ -275,7 +275,7 @@ def test_a_receiver_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kin
 @pytest.mark.parametrize("kind", ["ipc", "broadcast"])
 def test_a_sender_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind) -> None:
     spec, plan = make_spec(kind, tmp_path, 1, timeout_s=5), make_plan(1)
-    with process(1) as engine:
+    with process(1, 0) as engine:
         receiving = engine.submit(receive, spec, plan, 1, 10_000, True)
         trainer = multiprocessing.get_context("spawn").Process(target=seen_send, args=(0, spec, plan))
         trainer.start()
@@ -290,7 +290,7 @@ def test_a_sender_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind)
 
 
 def seen_receive(device: int, spec: TransportSpec, plan: Plan) -> None:
-    see(device)
+    see(device, 0)
     receive(spec, plan, 1, 10_000, True)
 
 

@@ -1,6 +1,7 @@
 """The parallel layout: who trains what, every contradiction as one line, and the nearest layout that works."""
 
 import json
+import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -276,7 +277,8 @@ def test_the_nearest_layout_has_a_sequence_for_each_shard(
     assert list(clashes(found, sizes)) == []
 
 
-@pytest.mark.timeout(60)
-def test_the_nearest_layout_of_thousands_of_ranks_is_found() -> None:
+def test_the_nearest_layout_of_thousands_of_ranks_is_found_at_once() -> None:
+    start = time.perf_counter()
     assert nearest(Layout(1000, 16, 8, 2, 1), QWEN3_8B, sequences=8) == Layout(64, 8, 1, 1, 1)
     assert nearest(Layout(4096, 16, 8, 1, 1), QWEN3_8B) == Layout(4096, 8, 4, 1, 1)
+    assert time.perf_counter() - start < 2

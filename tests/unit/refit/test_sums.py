@@ -3,9 +3,9 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlctl.refit.checksum import checksum
 from rlctl.refit.lanes import Lane
 from rlctl.refit.sums import Sums
+from tests.checksums import checksum
 
 CPU = torch.device("cpu")
 
