@@ -80,21 +80,16 @@ class BroadcastSender:
 
     def _queue(self, header: Header, group: Group) -> tuple[list[Span], list[Mark]]:
         """Queue everything; returns the spans of packing, and the end of each chunk on the wire and of the sums."""
-        packed: list[Span] = []
         sent: list[Mark] = []
-        checked = self._source.plan.checked(header)
-        self._sums.start(len(checked))
+        # The first chunk is packed while the header is under way.
+        packed = [self._packed(0, sent)]
         self._header.copy_(torch.tensor(_words(header)))
         with self._wire:
             group.broadcast([self._header.to(self._device, non_blocking=True)], "the header")
+        checked = self._source.plan.checked(header)
+        self._sums.start(len(checked))
         for number, chunk in enumerate(self._chunks):
             slot = number % self._spec.num_buffers
-            with self._packing as lane:
-                if number >= self._spec.num_buffers:
-                    lane.after(sent[number - self._spec.num_buffers])
-                begin = lane.mark()
-                self._pack.run(number, chunk, slot)
-                packed.append((begin, lane.mark()))
             with self._wire as lane:
                 lane.after(packed[-1][1])
                 group.broadcast(self._pieces(number, chunk, slot), self._names[number])
@@ -103,8 +98,19 @@ class BroadcastSender:
             with self._packing:
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
                 self._sums.here(taken, partial(self._sent, taken, slot), slot)
+            if number + 1 < len(self._chunks):
+                packed.append(self._packed(number + 1, sent))
         sent.append(self._send_sums(group))
         return packed, sent
+
+    def _packed(self, number: int, sent: list[Mark]) -> Span:
+        """Queue the packing of chunk `number` once its buffer is free; sent: the ends of those before it."""
+        with self._packing as lane:
+            if number >= self._spec.num_buffers:
+                lane.after(sent[number - self._spec.num_buffers])
+            begin = lane.mark()
+            self._pack.run(number, self._chunks[number], number % self._spec.num_buffers)
+            return begin, lane.mark()
 
     def _sent(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
         return self._pack.sent(segments[number], number, slot)
@@ -192,6 +198,8 @@ class BroadcastReceiver:
         ring = self._ring_for(sink)
         for lane in (*(owner.wire for owner in self._owners.values()), self._loading):
             lane.follow()
+        # Before the header comes: from then on the wire waits for what is queued.
+        self._sums.start(len(self._plan.checked(header)))
         try:
             self._await_header(header, deadline)
             wire, loaded = self._queue(header, ring, sink)
@@ -235,7 +243,6 @@ class BroadcastReceiver:
     def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[Span, deque[Span]]:
         """Queue everything; returns the span of the wire, and of each chunk in loading."""
         checked = self._plan.checked(header)
-        self._sums.start(len(checked))
         self._announced: dict[int, list[int]] = {}
         wire: list[Mark] = []
         loaded: deque[Span] = deque()
