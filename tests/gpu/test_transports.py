@@ -17,7 +17,7 @@ from rlctl.refit.messages import Header, Kind, PeerLost, RefitError, TransportSp
 from rlctl.refit.plan import Box, Plan
 from rlctl.workers.ports import free_port
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 BUFFER = 64 << 20
 ROWS, COLUMNS = 4096, 2048
 
@@ -38,7 +38,13 @@ def see(device: int, *beside: int) -> None:
 @contextmanager
 def process(device: int, *beside: int) -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), see, (device, *beside)) as pool:
-        yield pool
+        try:
+            yield pool
+        except BaseException:
+            # The pool would wait for one that hangs, and a stopped one would stay.
+            for child in multiprocessing.active_children():
+                child.kill()
+            raise
 
 
 def layout(dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
