@@ -191,7 +191,10 @@ class TrainerSection:
     dtype: Literal["auto", "float32", "bfloat16"] = spec("compute dtype; auto: float32 on CPU, bfloat16 on GPU")
     activation_checkpointing: bool = spec("recompute layers in the backward pass to save memory")
     logprob_chunk_tokens: int = spec("tokens whose logits exist at one time", ge=1)
-    compile: bool = spec("torch.compile each layer (fsdp) and the loss; the first step takes a minute longer")
+    compile: bool = spec(
+        "torch.compile each layer (fsdp), or norms and rotary embedding (megatron), and the loss; the first step takes "
+        "up to a minute longer"
+    )
     threads: int | None = spec("CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1)
     offload_optimizer_for_logprob: bool = spec("move optimizer state to the host while log-probs are computed")
     offload_optimizer_for_generation: bool = spec(

@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlctl.training.compiling import compile_for_packs
+
 
 @dataclass(frozen=True)
 class Split:
@@ -66,7 +68,7 @@ def _forward_split(
     """`_forward` where each rank of `group` has some columns of the logits; targets count from this rank's first."""
     peak = logits.amax(-1).float() / temperature
     dist.all_reduce(peak, dist.ReduceOp.MAX, group)
-    sums = (_compiled(_sums) if compiled else _sums)(logits, targets, temperature, peak)
+    sums = (_for_chunks(_sums) if compiled else _sums)(logits, targets, temperature, peak)
     dist.all_reduce(sums, group=group)
     total, chosen, weighted = sums
     log_sum = total.log()
@@ -105,9 +107,9 @@ def _backward(
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _for_chunks(function: Callable[..., Any]) -> Callable[..., Any]:
     # The last chunk of every pack has another size.
-    fused = torch.compile(function, dynamic=True)
+    fused = compile_for_packs(function)
 
     def work(logits: Tensor, *rest: Any) -> Any:
         # A size of one is a constant to torch.compile, which would compile for 10 s for a single row; and so it would
@@ -131,7 +133,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         compiled: bool,
         split: Split | None,
     ) -> tuple[Tensor, Tensor]:
-        work: Callable[..., Any] = _compiled(_forward) if compiled else _forward
+        work: Callable[..., Any] = _for_chunks(_forward) if compiled else _forward
         if split:
             targets = targets - split.first
             work = partial(_forward_split, group=split.group, compiled=compiled)
@@ -149,7 +151,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
-        work = _compiled(_backward) if ctx.compiled else _backward
+        work = _for_chunks(_backward) if ctx.compiled else _backward
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for at in range(0, len(hidden), ctx.chunk):

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlctl.config.schema import TrainerSection
+from rlctl.training.compiling import compile_for_packs
 from rlctl.training.hf_folder import WeightFiles
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed
@@ -67,9 +68,8 @@ def build_policy(
     for i, layer in enumerate(lm.model.layers):
         _materialize(layer, f"model.layers.{i}.", files, device)
         if section.compile:
-            # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers, and packs
-            # of every shape: else each new number of tokens or sequences, or longest one, would be compiled for.
-            layer.forward = torch.compile(layer.forward, dynamic=True, options=_compile_options())
+            # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers.
+            layer.forward = compile_for_packs(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", files, device)
     if lm.config.tie_word_embeddings:
@@ -77,15 +77,6 @@ def build_policy(
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     _sum_gradients(policy)
     return policy
-
-
-def _compile_options() -> dict[str, Any]:
-    """Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles anew
-    for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py;
-    pytorch pull request 171941)."""
-    from torch._inductor import config
-
-    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
 
 
 def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: torch.device) -> None:

@@ -4,6 +4,7 @@ Context parallelism is Ulysses' (DeepSpeed-Ulysses, arXiv 2309.14509): each rank
 tokens, and for attention all tokens of its part of the heads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=config)
         self._scale = config.kv_channels**-0.5
         self._group = pg_collection.cp if config.context_parallel_size > 1 else None
+        self.turn: Callable[..., tuple[Tensor, Tensor]] = turned
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Pack, **kwargs: Any
@@ -43,16 +45,21 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         assert pack.cu_seqlens is not None and pack.cos is not None and pack.sin is not None
         if self._group:
             query, key, value = (_whole_tokens(x, self._group) for x in (query, key, value))
-        query, key = rotated(query, pack.cos, pack.sin), rotated(key, pack.cos, pack.sin)
+        query, key = self.turn(query, key, pack.cos, pack.sin)
         out = packed_attention(query, key, value, pack.cu_seqlens, pack.max_len, self._scale)
         return _whole_heads(out, self._group) if self._group else out
+
+
+def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Both `rotated`."""
+    return rotated(query, cos, sin), rotated(key, cos, sin)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, dim] turned by its position: x cos + rotate_half(x) sin (RoFormer, arXiv 2104.09864)."""
     half = x.shape[-1] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
-    return x * cos[:, None] + turned * sin[:, None]
+    crossed = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos[:, None] + crossed * sin[:, None]
 
 
 def _whole_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from rlctl.config.parallel import layout
 from rlctl.config.schema import TrainerSection
-from rlctl.training.megatron.attention import CoreAttention, Pack
+from rlctl.training.compiling import compile_for_packs
+from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.megatron.experts import GroupedExperts
 
 # Without Transformer Engine 0.16.1 leaves this name undefined, and a router with a dtype of its own fails on it.
@@ -33,14 +34,19 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
         self._eps = eps
+        self.norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size], which may be wider than the weight, as a float32 residual is; the result is as wide as
-        the weight, rounded once."""
-        weight = self.weight.to(x.dtype)
-        return F.rms_norm(x, weight.shape, weight, self._eps).to(self.weight.dtype)
+        """x [..., hidden_size]; see `rms_norm`."""
+        return self.norm(x, self.weight, self._eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x may be wider than the weight, as a float32 residual is; the result is as wide as the weight, rounded once."""
+    wide = weight.to(x.dtype)
+    return F.rms_norm(x, wide.shape, wide, eps).to(weight.dtype)
 
 
 def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
@@ -99,7 +105,22 @@ def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: t
             # Megatron says so only where experts are shared out; but every tensor-parallel rank holds whole ones, and
             # sees its own tokens alone: without it their gradients would not be summed over those ranks.
             parameter.allreduce = False
+    if section.compile:
+        _fuse(policy)
     return policy
+
+
+def _fuse(policy: Policy) -> None:
+    """Norms and rotary embedding as few kernels; all layers share what is compiled.
+
+    Not whole layers: between these lie Megatron's own autograd functions and its communication.
+    """
+    norm, turn = compile_for_packs(rms_norm), compile_for_packs(turned)
+    for module in policy.modules():
+        if isinstance(module, RMSNorm):
+            module.norm = norm
+        elif isinstance(module, CoreAttention):
+            module.turn = turn
 
 
 def _transformer_config(

@@ -1,0 +1,22 @@
+"""torch.compile as every backend uses it: once, for packs of every size."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def compile_options() -> dict[str, Any]:
+    """Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles anew
+    for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py;
+    pytorch pull request 171941)."""
+    from torch._inductor import config
+
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
+
+
+def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One graph for arguments of every size: else each new number of tokens or sequences would be compiled for."""
+    return torch.compile(function, dynamic=True, options=compile_options())
