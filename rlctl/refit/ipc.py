@@ -64,10 +64,9 @@ class IpcSender:
         packing: list[Span] = []
         with self._lane as lane:
             still = [n for chunk in self._chunks if not self._ring.used(chunk) for n in chunk.numbers if n in checked]
-            # Processes take turns on a device: first, if receivers share it, else last, since they need not wait.
-            if self._spec.colocated:
-                self._begin_sums(still)
-                self._sums.end(lane.mark())
+            # Processes take turns on a device: first and to the end, if receivers share it, so that nothing of this
+            # one's runs while they copy; else last, since they need not wait.
+            sums = self._sums_of(still) if self._spec.colocated else {}
             begun = lane.mark()
             for number, chunk in enumerate(self._chunks):
                 if not self._ring.used(chunk):
@@ -84,10 +83,7 @@ class IpcSender:
                 self._sums.here([n for n in chunk.numbers if n in checked], partial(self._packed, slot), slot)
                 self._announce(packing)
             self._await_packed(packing, deadline)
-            if not self._spec.colocated:
-                self._begin_sums(still)
-                self._sums.end(lane.mark())
-            self._announce_sums()
+            self._announce_sums(sums or self._sums_of(still))
         self._wait_taken(len(self._chunks) + 1, packing, deadline)
         self._sent += len(self._chunks) + 1
         seconds = time.perf_counter() - begin
@@ -145,17 +141,20 @@ class IpcSender:
     def _packed(self, slot: int, number: int) -> Tensor:
         return self._pack.sent(self._segment[number], number, slot)
 
-    def _begin_sums(self, still: list[int]) -> None:
-        """Of items that lie in place, as they are delivered: receivers that share the device convert by themselves."""
+    def _sums_of(self, still: list[int]) -> dict[int, int]:
+        """Those begun, and of items that lie in place, as they are delivered: receivers that share the device convert
+        by themselves. Waits for the device."""
         self._sums.here([n for n in still if self._source.ready(n)], self._source.view, slot=0)
         self._sums.here([n for n in still if not self._source.ready(n)], self._converted)
+        self._sums.end(self._lane.mark())
+        return self._sums.values()
 
     def _converted(self, number: int) -> Tensor:
         return self._source.view(number).to(self._source.dtype(number))
 
-    def _announce_sums(self) -> None:
+    def _announce_sums(self, sums: dict[int, int]) -> None:
         first = _FIRST + self._spec.receivers
-        for n, value in self._sums.values().items():
+        for n, value in sums.items():
             self._words.array[first + self._place[n]] = value
         self._words.array[_READY] += 1
 
