@@ -82,8 +82,13 @@ def _make(store: Any, rank: int, world: int, timeout_s: float, device: torch.dev
 
 @contextmanager
 def _errors_stay_here() -> Iterator[None]:
-    """A group made meanwhile reports a dead peer as an error; by default its watchdogs would end this process."""
-    changed = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    """A group made meanwhile reports a dead peer as an error; by default its watchdogs would end this process.
+
+    Nor does it ask the store every second whether others failed: the store is in rank 0, and a question that a stopped
+    rank 0 never answers is waited for when the group is let go (torch 2.11, `HeartbeatMonitor::join`).
+    """
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    changed = dict.fromkeys(names, "0")
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)
     try:
