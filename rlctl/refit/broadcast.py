@@ -83,11 +83,12 @@ class BroadcastSender:
         sent: list[Mark] = []
         # The first chunk is packed while the header is under way.
         packed = [self._packed(0, sent)]
+        checked = self._source.plan.checked(header)
+        # Before anything is on the wire: asking for memory may wait for the device, and so for receivers.
+        self._sums.start(len(checked))
         self._header.copy_(torch.tensor(_words(header)))
         with self._wire:
             group.broadcast([self._header.to(self._device, non_blocking=True)], "the header")
-        checked = self._source.plan.checked(header)
-        self._sums.start(len(checked))
         for number, chunk in enumerate(self._chunks):
             slot = number % self._spec.num_buffers
             with self._wire as lane:

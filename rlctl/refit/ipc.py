@@ -55,6 +55,9 @@ class IpcSender:
     def send(self, header: Header) -> dict[str, float]:
         """See `Sender.send`."""
         begin = time.perf_counter()
+        if not self._chunks:
+            # Receivers take nothing from this rank, not even checksums.
+            return self._report([], begin)
         deadline = Deadline(self._spec.timeout_s)
         plan, words = self._source.plan, self._words.array
         checked = plan.checked(header)
@@ -66,7 +69,7 @@ class IpcSender:
             still = [n for chunk in self._chunks if not self._ring.used(chunk) for n in chunk.numbers if n in checked]
             # Processes take turns on a device: first and to the end, if receivers share it, so that nothing of this
             # one's runs while they copy; else last, since they need not wait.
-            sums = self._sums_of(still) if self._spec.colocated else {}
+            sums = self._sums_of(still) if self._spec.colocated else None
             begun = lane.mark()
             for number, chunk in enumerate(self._chunks):
                 if not self._ring.used(chunk):
@@ -83,18 +86,10 @@ class IpcSender:
                 self._sums.here([n for n in chunk.numbers if n in checked], partial(self._packed, slot), slot)
                 self._announce(packing)
             self._await_packed(packing, deadline)
-            self._announce_sums(sums or self._sums_of(still))
+            self._announce_sums(self._sums_of(still) if sums is None else sums)
         self._wait_taken(len(self._chunks) + 1, packing, deadline)
         self._sent += len(self._chunks) + 1
-        seconds = time.perf_counter() - begin
-        size = sum(plan.items[n].nbytes for n in self._items)
-        return {
-            "pack": elapsed(packing),
-            "wire": 0.0,
-            "seconds": seconds,
-            "bytes": size,
-            "extra_bytes": self._ring.nbytes,
-        }
+        return self._report(packing, begin)
 
     def drop(self, receivers: list[int], reason: str) -> None:
         """See `Sender.drop`."""
@@ -105,6 +100,15 @@ class IpcSender:
         self._words.close()
         for file in (_words_file(self._spec, self._source.rank), _handles_file(self._spec, self._source.rank)):
             file.unlink(missing_ok=True)
+
+    def _report(self, packing: list[Span], begin: float) -> dict[str, float]:
+        return {
+            "pack": elapsed(packing),
+            "wire": 0.0,
+            "seconds": time.perf_counter() - begin,
+            "bytes": sum(self._source.plan.items[n].nbytes for n in self._items),
+            "extra_bytes": self._ring.nbytes,
+        }
 
     def _lying(self) -> set[int]:
         """Items that receivers copy from the trainer's own memory. They can convert, but only within one device."""

@@ -17,7 +17,7 @@ from rlctl.refit.messages import Header, Kind, PeerLost, RefitError, TransportSp
 from rlctl.refit.plan import Box, Plan
 from rlctl.workers.ports import free_port
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 BUFFER = 64 << 20
 ROWS, COLUMNS = 4096, 2048
 

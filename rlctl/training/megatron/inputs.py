@@ -32,7 +32,9 @@ class Feed:
     def __call__(self, packed: Packed) -> Inputs:
         """Tokens that fill up are a sequence of their own, which no loss looks at."""
         tokens, positions, cu_seqlens = packed.tokens, packed.positions, packed.cu_seqlens
-        filler = -len(tokens) % self._multiple
+        # Two tokens a rank at least, where the whole pack of a rank without work has two: torch.compile takes a single
+        # one for a constant, and compiles for it while other ranks wait.
+        filler = max(-len(tokens) % self._multiple, 2 * self._multiple - len(tokens))
         if filler:
             tokens = torch.cat((tokens, tokens.new_zeros(filler)))
             positions = torch.cat((positions, torch.arange(filler, device=positions.device)))

@@ -62,6 +62,9 @@ LAYOUTS: dict[str, tuple[Kind, MegatronSection, dict[str, Any], int]] = {
     "tensor, whole experts": ("qwen3_moe", split(tensor_model_parallel_size=2), {}, 1),
     "tensor, expert": ("qwen3_moe", split(tensor_model_parallel_size=2, expert_model_parallel_size=2), {}, 1),
 }
+if shutil.which("g++"):
+    # What torch.compile needs on a CPU.
+    LAYOUTS["tensor, sequence, compiled"] = ("qwen3", split(tensor_model_parallel_size=2), {"compile": True}, 1)
 
 
 def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:

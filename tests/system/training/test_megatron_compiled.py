@@ -1,12 +1,14 @@
 """`trainer.compile` under Megatron: norms, rotary embedding and loss compiled once, and nothing else comes of it."""
 
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.system.training.scenario import (
     MEGATRON,
@@ -25,6 +27,21 @@ DATA = sequences(9, seed=4)
 LOSS = WeightedLoss()
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 RECOMPUTE = {"activation_checkpointing": True}
+
+
+@pytest.fixture(autouse=True)
+def never_uncompiled() -> Iterator[None]:
+    """What torch would run as it is, having compiled too often, is an error."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield
+
+
+def variants(function: Callable[..., Any]) -> int:
+    """How many graphs there are of it."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(function.__code__))  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -52,20 +69,32 @@ def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_pat
     assert_close(results[0][2], results[1][2], atol=1e-5)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, tmp_path: Path) -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("wide", "options"),
+    [
+        (False, {}),
+        pytest.param(False, RECOMPUTE, marks=pytest.mark.long),
+        pytest.param(True, {}, marks=pytest.mark.long),
+    ],
+)
+def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[str, Any], tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
+
+    from rlctl.training.megatron.attention import turned
+    from rlctl.training.megatron.model import rms_norm
 
     def graphs(most: int) -> int:
         before = counters["stats"]["unique_graphs"]
-        one.train(share(DATA, most), LOSS, totals(DATA))
+        one.log_probs(share(DATA, most))
+        one.train([*share(DATA, most), []], LOSS, totals(DATA))
         return int(counters["stats"]["unique_graphs"] - before)
 
     make_model(tmp_path / "qwen3", "qwen3")
-    section = replace(MEGATRON, fp32_residual_connection=wide)
-    torch._dynamo.reset()
-    with trainer(tmp_path / "qwen3", tmp_path, backend="megatron", megatron=section, compile=True) as one:
-        # Norms of hidden states and of heads, their turning, and the loss there and back.
-        assert graphs(64) >= 5
+    options = options | {"megatron": replace(MEGATRON, fp32_residual_connection=wide)}
+    dtype = "bfloat16" if wide else "float32"
+    with trainer(tmp_path / "qwen3", tmp_path, backend="megatron", compile=True, dtype=dtype, **options) as one:
+        graphs(64)
+        # Norms of hidden states and of heads, with gradient and without.
+        assert variants(rms_norm) >= 4
+        assert variants(turned) >= 2
         assert [graphs(most) for most in (20, 45, 64)] == [0, 0, 0]

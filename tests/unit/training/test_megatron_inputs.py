@@ -1,0 +1,53 @@
+"""A pack as each of several context-parallel ranks takes it."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlctl.training.packing import pack
+from rlctl.training.sequences import Sequence
+
+pytest.importorskip("megatron.core")
+CPU = torch.device("cpu")
+
+
+def table(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """As a rotary module gives it: [1, T, dim] each; here of the positions themselves."""
+    both = positions[..., None].to(like.dtype).expand(-1, -1, 4)
+    return both, -both
+
+
+def sequence(*tokens: int) -> Sequence:
+    return Sequence(np.array(tokens, np.int32), np.ones(len(tokens), bool))
+
+
+@pytest.mark.parametrize(("lengths", "multiple", "total"), [([3, 2], 4, 8), ([7, 5], 4, 12), ([9], 4, 12), ([5], 1, 5)])
+def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
+    lengths: list[int], multiple: int, total: int
+) -> None:
+    from rlctl.training.megatron.inputs import Feed
+
+    packed = pack([sequence(*range(1, length + 1)) for length in lengths], CPU)
+    ranks = min(2, multiple)
+    parts = [Feed(table, torch.float32, multiple, rank, ranks)(packed) for rank in range(ranks)]
+    assert [len(part.tokens) for part in parts] == [total // ranks] * ranks
+    assert torch.cat([part.tokens for part in parts])[: sum(lengths)].equal(packed.tokens)
+    filler = total - sum(lengths)
+    bounds = np.cumsum([0, *lengths, *[filler] * bool(filler)]).tolist()
+    whole = torch.cat([part.positions for part in parts])
+    for part in parts:
+        assert part.pack.cu_seqlens is not None and part.pack.cos is not None
+        assert part.pack.cu_seqlens.tolist() == bounds
+        assert part.pack.max_len == max(*lengths, filler)
+        assert part.pack.cos[:, 0].tolist() == whole.tolist() and part.tokens.equal(
+            torch.cat([p.tokens for p in parts])[part.first : part.first + len(part.tokens)]
+        )
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4, 8])
+def test_a_rank_without_work_has_two_tokens_for_each_of_those_that_share_them(multiple: int) -> None:
+    from rlctl.training.megatron.inputs import Feed
+
+    given = Feed(table, torch.float32, multiple, 0, 1)(pack([], CPU))
+    assert len(given.tokens) == 2 * multiple
