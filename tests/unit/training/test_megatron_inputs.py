@@ -32,17 +32,16 @@ def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
     ranks = min(2, multiple)
     parts = [Feed(table, torch.float32, multiple, rank, ranks)(packed) for rank in range(ranks)]
     assert [len(part.tokens) for part in parts] == [total // ranks] * ranks
-    assert torch.cat([part.tokens for part in parts])[: sum(lengths)].equal(packed.tokens)
+    tokens, positions = (torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "positions"))
+    assert tokens[: sum(lengths)].equal(packed.tokens)
     filler = total - sum(lengths)
     bounds = np.cumsum([0, *lengths, *[filler] * bool(filler)]).tolist()
-    whole = torch.cat([part.positions for part in parts])
     for part in parts:
+        assert part.tokens.equal(tokens[part.first : part.first + len(part.tokens)])
         assert part.pack.cu_seqlens is not None and part.pack.cos is not None
         assert part.pack.cu_seqlens.tolist() == bounds
         assert part.pack.max_len == max(*lengths, filler)
-        assert part.pack.cos[:, 0].tolist() == whole.tolist() and part.tokens.equal(
-            torch.cat([p.tokens for p in parts])[part.first : part.first + len(part.tokens)]
-        )
+        assert part.pack.cos[:, 0].tolist() == positions.tolist()
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])
