@@ -12,7 +12,7 @@ _VARIANTS = 64
 
 
 @cache
-def compile_options() -> dict[str, Any]:
+def _compile_options() -> dict[str, Any]:
     """Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles anew
     for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py;
     pytorch pull request 171941)."""
@@ -26,4 +26,4 @@ def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
-    return torch.compile(function, dynamic=True, options=compile_options())
+    return torch.compile(function, dynamic=True, options=_compile_options())

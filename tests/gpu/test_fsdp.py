@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.compiled import new_graphs
 from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer
 from tests.tiny_models import Kind, make_model
 
@@ -38,16 +39,13 @@ def test_compiled_layers_and_loss_train_alike(kind: Kind, checkpointing: bool, t
 
 def test_packs_of_any_size_share_what_is_compiled(tmp_path: Path) -> None:
     """A pack smaller than all before cost a step of a run 10 s."""
-    from torch._dynamo.utils import counters
-
     sizes = {"hidden": 2048, "layers": 1, "heads": 16, "kv_heads": 8, "head_dim": 128}
     model = make_model(tmp_path / "wide", "qwen3", scale=1.0, **sizes)
     options = {"compile": True, "micro_batch_tokens": 16384, "logprob_chunk_tokens": 4096}
 
     def graphs(count: int) -> int:
-        before, data = counters["stats"]["unique_graphs"], sequences(count)
-        one.train(share(data, 16384), LOSS, totals(data))
-        return int(counters["stats"]["unique_graphs"] - before)
+        data = sequences(count)
+        return new_graphs(lambda: one.train(share(data, 16384), LOSS, totals(data)))
 
     torch._dynamo.reset()
     with trainer(model, tmp_path, device="cuda:0", dtype="bfloat16", **options) as one:

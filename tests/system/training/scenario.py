@@ -103,6 +103,24 @@ def trainer(
         one.close()
 
 
+def assert_compiled_trains_alike(model: Path, folder: Path, data: list[Sequence], **options: Any) -> None:
+    """Compiled and not: micro-batches of many shapes, as a run has them, with passes without a gradient between."""
+    results, loss = [], WeightedLoss()
+    for on in (False, True):
+        with (
+            torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+            trainer(model, folder, compile=on, **options) as one,
+        ):
+            log_probs = [one.log_probs(share(data, most)) for most in (30, 64)]
+            metrics = [one.train(share(data, most), loss, totals(data)) for most in (20, 45, 64)]
+            results.append((log_probs, metrics, weights(one)))
+    for one, other in zip(*[[row for part in found[0] for batch in part for row in batch] for found in results]):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    for one, other in zip(results[0][1], results[1][1]):
+        assert_close(one, other, atol=1e-5)
+    assert_close(results[0][2], results[1][2], atol=1e-5)
+
+
 def weights(one: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in one.export()}
 

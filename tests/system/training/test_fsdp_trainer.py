@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.schedule import learning_rate
 from rlctl.training.sequences import Sequence
+from tests.compiled import new_graphs
 from tests.system.training.scenario import (
     CONFIG,
     OPTIMIZER,
     TOTAL_UPDATES,
     WeightedLoss,
     assert_close,
+    assert_compiled_trains_alike,
     plain_log_probs,
     plain_loss,
     sequences,
@@ -203,18 +205,7 @@ def test_activation_checkpointing_changes_nothing(models: dict[Kind, Path], tmp_
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_layers_and_loss_train_alike(models: dict[Kind, Path], tmp_path: Path, checkpointing: bool) -> None:
-    """Micro-batches of many shapes, as a run has them, with passes without a gradient between."""
-    results = []
-    for on in (False, True):
-        with trainer(models["qwen3"], tmp_path, compile=on, activation_checkpointing=checkpointing) as one:
-            log_probs = [one.log_probs(share(DATA, most)) for most in (30, 64)]
-            metrics = [one.train(share(DATA, most), LOSS, totals(DATA)) for most in (20, 45, 64)]
-            results.append((log_probs, metrics, weights(one)))
-    for one, other in zip(*[[row for part in found[0] for batch in part for row in batch] for found in results]):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    for one, other in zip(results[0][1], results[1][1]):
-        assert_close(one, other, atol=1e-5)
-    assert_close(results[0][2], results[1][2], atol=1e-5)
+    assert_compiled_trains_alike(models["qwen3"], tmp_path, DATA, activation_checkpointing=checkpointing)
 
 
 @pytest.mark.long  # compiles for minutes
@@ -223,12 +214,10 @@ def test_nothing_is_compiled_anew_for_a_rank_without_work_or_a_chunk_of_one_row(
     models: dict[Kind, Path], tmp_path: Path
 ) -> None:
     """Either cost a step of a run 10 s, whenever it came."""
-    from torch._dynamo.utils import counters
 
     def graphs(micro_batches: list[MicroBatch]) -> int:
-        before = counters["stats"]["unique_graphs"]
-        one.train(micro_batches, LOSS, totals([sequence for batch in micro_batches for sequence in batch]))
-        return int(counters["stats"]["unique_graphs"] - before)
+        data = [sequence for batch in micro_batches for sequence in batch]
+        return new_graphs(lambda: one.train(micro_batches, LOSS, totals(data)))
 
     pair = [DATA[2], DATA[5]]
     assert totals(pair).tokens == CONFIG.logprob_chunk_tokens + 1

@@ -1,24 +1,23 @@
 """`trainer.compile` under Megatron: norms, rotary embedding and loss compiled once, and nothing else comes of it."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from tests.compiled import new_graphs
 from tests.system.training.scenario import (
     MEGATRON,
     WeightedLoss,
-    assert_close,
+    assert_compiled_trains_alike,
     sequences,
     share,
     totals,
     trainer,
-    weights,
 )
 from tests.tiny_models import Kind, make_model
 
@@ -30,11 +29,8 @@ RECOMPUTE = {"activation_checkpointing": True}
 
 
 @pytest.fixture(autouse=True)
-def never_uncompiled() -> Iterator[None]:
-    """What torch would run as it is, having compiled too often, is an error."""
+def nothing_compiled_before() -> None:
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield
 
 
 def variants(function: Callable[..., Any]) -> int:
@@ -54,19 +50,8 @@ def variants(function: Callable[..., Any]) -> int:
     ],
 )
 def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_path: Path) -> None:
-    """Packs of many sizes, with passes without a gradient between."""
     make_model(tmp_path / kind, kind)
-    results = []
-    for on in (False, True):
-        with trainer(tmp_path / kind, tmp_path, backend="megatron", compile=on, **options) as one:
-            log_probs = [one.log_probs(share(DATA, most)) for most in (30, 64)]
-            metrics = [one.train(share(DATA, most), LOSS, totals(DATA)) for most in (20, 45, 64)]
-            results.append((log_probs, metrics, weights(one)))
-    for one, other in zip(*[[row for part in found[0] for batch in part for row in batch] for found in results]):
-        np.testing.assert_allclose(one, other, atol=1e-5)
-    for one, other in zip(results[0][1], results[1][1]):
-        assert_close(one, other, atol=1e-5)
-    assert_close(results[0][2], results[1][2], atol=1e-5)
+    assert_compiled_trains_alike(tmp_path / kind, tmp_path, DATA, backend="megatron", **options)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +63,15 @@ def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_pat
     ],
 )
 def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[str, Any], tmp_path: Path) -> None:
-    from torch._dynamo.utils import counters
-
     from rlctl.training.megatron.attention import turned
     from rlctl.training.megatron.model import rms_norm
 
-    def graphs(most: int) -> int:
-        before = counters["stats"]["unique_graphs"]
+    def work(most: int) -> None:
         one.log_probs(share(DATA, most))
         one.train([*share(DATA, most), []], LOSS, totals(DATA))
-        return int(counters["stats"]["unique_graphs"] - before)
+
+    def graphs(most: int) -> int:
+        return new_graphs(lambda: work(most))
 
     make_model(tmp_path / "qwen3", "qwen3")
     options = options | {"megatron": replace(MEGATRON, fp32_residual_connection=wide)}

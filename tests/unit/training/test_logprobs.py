@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlctl.training.logprobs import chunked_log_probs
+from tests.compiled import new_graphs
 
 
 def naive(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -88,16 +89,15 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_a_pack_of_one_chunk_and_one_of_several_share_what_is_compiled() -> None:
     """Whichever comes later cost a step of a run 10 s."""
-    from torch._dynamo.utils import counters
-
     hidden, weight, targets = example(40)
 
-    def graphs(rows: int) -> int:
-        before = counters["stats"]["unique_graphs"]
+    def work(rows: int) -> None:
         h, w = hidden[:rows].clone().requires_grad_(), weight.clone().requires_grad_()
         log_probs, entropy = chunked_log_probs(h, w, targets[:rows].clone(), 1.0, 8, compiled=True)
         (log_probs + entropy).sum().backward()
-        return int(counters["stats"]["unique_graphs"] - before)
+
+    def graphs(rows: int) -> int:
+        return new_graphs(lambda: work(rows))
 
     torch._dynamo.reset()
     assert graphs(21) > 0
