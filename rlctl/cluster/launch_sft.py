@@ -74,7 +74,10 @@ def _assembled(
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
     cost = training_cost(trainer.info(), files)
     parts = SftParts(trainer, source, validation, session.keeper, site.placement.trainer_devices, *cost)
-    SftLoop(config, parts, lambda: session.interrupts.asked).run(session.start)
+    loop = SftLoop(config, parts, lambda: session.interrupts.asked)
+    if session.checkpoint:
+        loop.resume(session.checkpoint)
+    loop.run(session.start)
 
 
 def _load(config: SftConfig, files: ModelFiles, session: Session) -> Samples:

@@ -285,6 +285,32 @@ class CheckpointSection:
 
 
 @dataclass
+class HealthSection:
+    stop: bool = spec("a warning of the run's health stops the run, with a checkpoint; false: it is said and counted")
+    max_grad_norm_ratio: float = spec(
+        "warn of a gradient norm above this many times the median of the steps before", gt=1
+    )
+    grad_norm_window: int = spec("steps that this median is over; judged once half as many are there", ge=2)
+
+
+@dataclass
+class GrpoHealthSection(HealthSection):
+    max_token_mult_prob_error: float = spec(
+        "warn of a token_mult_prob_error above this: of a step's tokens in a synchronous run, of the tokens of "
+        "parity_every in an asynchronous one, where a step's tokens are of older weights",
+        gt=1,
+    )
+    max_accuracy_drop: float = spec(
+        "warn when held-out accuracy is below its start by more than this share", ge=0, le=1
+    )
+
+
+@dataclass
+class SftHealthSection(HealthSection):
+    max_loss_rise: float = spec("warn when the held-out loss is above its start by more than this, nats a token", ge=0)
+
+
+@dataclass
 class TelemetrySection:
     dashboard: Literal["auto", "on", "off"] = spec("auto: live view on a terminal, a line a step elsewhere")
     tensorboard: bool = spec("write TensorBoard events into the run directory")
@@ -329,6 +355,7 @@ class GrpoConfig:
     refit: RefitSection = spec("from trainer to generator")
     validation: ValidationSection = spec("held-out prompts")
     checkpoint: CheckpointSection = spec("what is kept")
+    health: GrpoHealthSection = spec("bounds on the run's health")
     telemetry: TelemetrySection = spec("what is shown")
 
 
@@ -346,6 +373,7 @@ class SftConfig:
     placement: PlacementSection = spec("which nodes its ranks stand on")
     validation: ValidationSection = spec("held-out samples")
     checkpoint: CheckpointSection = spec("what is kept")
+    health: SftHealthSection = spec("bounds on the run's health")
     telemetry: TelemetrySection = spec("what is shown")
 
 

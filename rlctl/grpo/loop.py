@@ -24,6 +24,7 @@ from rlctl.generation.running import Counters
 from rlctl.generation.stream import Deliver, RolloutStream
 from rlctl.grpo.batch import Batch, Group, make_batch, with_field
 from rlctl.grpo.feed import Feed, Span
+from rlctl.grpo.health import grpo_health
 from rlctl.grpo.loss import GrpoLoss
 from rlctl.grpo.metrics import (
     Lane,
@@ -100,7 +101,8 @@ class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
     def __init__(self, config: GrpoConfig, parts: Parts, stop: Callable[[], bool]) -> None:
-        super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
+        write, health = parts.trainer.save, grpo_health(config)
+        super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, write, stop, health)
         self._config, self._parts, self._async = config, parts, config.async_.enabled
         self._loss, self._needs_log_probs = GrpoLoss.from_config(config), needs_log_probs(config)
         self._streams = streams_training(config)
@@ -113,6 +115,7 @@ class GrpoLoop(Loop):
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up the groups that waited for their step, or were being sampled, at a checkpoint."""
+        super().resume(checkpoint)
         if "groups" in checkpoint.state:
             self._feed.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
 

@@ -11,6 +11,7 @@ from rlctl.sft.loss import NllLoss
 from rlctl.telemetry import throughput
 from rlctl.telemetry.recorder import StepRecorder
 from rlctl.training.client import Prepared, TrainerClient
+from rlctl.training.health import Decline, Health, gradient_jump
 from rlctl.training.keeper import Keeper
 from rlctl.training.loop import Loop
 from rlctl.training.sequences import Sequence
@@ -35,7 +36,8 @@ class SftLoop(Loop):
     """The steps of a run, see `Loop`."""
 
     def __init__(self, config: SftConfig, parts: SftParts, stop: Callable[[], bool]) -> None:
-        super().__init__(config.sft.num_steps, parts.keeper, parts.source.cursor, parts.trainer.save, stop)
+        write, health = parts.trainer.save, _health(config)
+        super().__init__(config.sft.num_steps, parts.keeper, parts.source.cursor, write, stop, health)
         self._config, self._parts = config, parts
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next = self._prepare()
@@ -76,6 +78,19 @@ class SftLoop(Loop):
                 losses = self._parts.trainer.evaluate(_sequences(self._parts.validation), NllLoss())
                 metrics["validation/loss"] = losses["loss/nll"]
                 metrics["validation/prompts"] = float(len(self._parts.validation))
+
+
+def _health(config: SftConfig) -> Health:
+    bounds = config.health
+    rise = Decline(
+        "loss",
+        "validation/loss",
+        bounds.max_loss_rise,
+        1,
+        "held-out loss is {value:.4g}, {lost:.3g} above its start of {start:.4g}, at most {bound:g} "
+        "(health.max_loss_rise)",
+    )
+    return Health([gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window), rise], stop=bounds.stop)
 
 
 def _sequences(samples: list[Sample]) -> list[Sequence]:

@@ -34,6 +34,8 @@ class RunState:
     validations: History = field(default_factory=History)
     checkpoints: dict[int, Record] = field(default_factory=dict)
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
+    # Warnings of the run's health: check -> step -> event.
+    health: dict[str, dict[int, Record]] = field(default_factory=dict)
     status: Status = "new"
     checkpoint_metric: str = ""
 
@@ -97,6 +99,8 @@ class RunState:
             self.phase = ("validation", int(event.get("step", self.step)), float(event["time"]))
         elif kind == "checkpoint":
             self.checkpoints[int(event["step"])] = event
+        elif kind == "warning" and "check" in event:
+            self.health.setdefault(str(event["check"]), {})[int(event.get("step", 0))] = event
         elif kind == "submitted":
             # Its driver is yet to say that it has begun; an earlier one's end is no end of it.
             self.start, self.end, self.phase, self.startup, self.status = {}, {}, None, {}, "new"
@@ -113,6 +117,11 @@ class RunState:
         self.start, self.end, self.phase, self.startup = event, {}, None, {}
         self.steps.drop_after(done)
         self.validations.drop_after(done)
+        self.health = {
+            check: kept
+            for check, said in self.health.items()
+            if (kept := {step: each for step, each in said.items() if step <= done})
+        }
 
     def _starting(self, what: str, at: float, seconds: float | None) -> None:
         if seconds is None:

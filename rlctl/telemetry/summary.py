@@ -71,6 +71,8 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     # Where older weights sample, the largest says how far training came in between, not that anything is wrong.
     if (mismatch := state.values("mismatch/token_mult_prob_error")) and not any(state.values("age/max")):
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
+    if state.health:
+        yield "warnings", " · ".join(_warned(check, list(said)) for check, said in state.health.items())
     peaks = [
         f"{side} {gib(max(values))}"
         for side in ("trainer", "engine", "driver")
@@ -78,6 +80,12 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     ]
     if peaks:
         yield "peak memory", " · ".join(peaks)
+
+
+def _warned(check: str, steps: list[int]) -> str:
+    shown = f"{', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''}"
+    times = f" {len(steps)} times" if len(steps) > 1 else ""
+    return f"{check.replace('_', ' ')}{times} (step {shown})"
 
 
 def _checkpoints(state: RunState) -> Iterator[tuple[str, str]]:

@@ -37,7 +37,7 @@ class Keeper:
         self._checkpoint, self._validation, self._telemetry = checkpoint, validation, telemetry
         self.checkpoints = Checkpoints(run_dir.checkpoints, checkpoint.keep_last, checkpoint.keep_best)
         # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
-        self._measured: dict[str, float] = {}
+        self.measured: dict[str, float] = {}
         self.saved: int | None = None
 
     def validation_due(self, step: int, last: bool) -> bool:
@@ -54,7 +54,7 @@ class Keeper:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The record of one step."""
-        self._measured = dict(metrics)
+        self.measured = dict(metrics)
         self.metrics.write("step", step, metrics)
 
     def rollouts(self, step: int, fates: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
@@ -70,7 +70,7 @@ class Keeper:
         begin, metrics = time.perf_counter(), dict[str, float]()
         yield metrics
         metrics["time/validation"] = time.perf_counter() - begin
-        self._measured |= metrics
+        self.measured |= metrics
         self.metrics.write("validation", step, metrics)
 
     def save(
@@ -95,5 +95,5 @@ class Keeper:
 
     def _score(self) -> float | None:
         name = self._checkpoint.metric
-        value = self._measured.get(name.removeprefix("-"))
+        value = self.measured.get(name.removeprefix("-"))
         return value if value is None or not name.startswith("-") else -value

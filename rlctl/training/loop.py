@@ -1,4 +1,5 @@
-"""What every loop does around its steps: validates and saves when due, and leaves a checkpoint at Ctrl-C."""
+"""What every loop does around its steps: validates and saves when due, judges the run's health, and leaves a checkpoint
+at Ctrl-C."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -6,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.cursor import Cursor
+from rlctl.training.checkpoints import Checkpoint
+from rlctl.training.health import Health, HealthStop
 from rlctl.training.keeper import Keeper, WriteTrainer
 
 
@@ -13,25 +16,53 @@ class Loop(ABC):
     """Runs steps until `num_steps`, or until `stop()` is true between two steps. `done`: steps done, the version."""
 
     def __init__(
-        self, num_steps: int, keeper: Keeper, cursor: Cursor, write: WriteTrainer, stop: Callable[[], bool]
+        self,
+        num_steps: int,
+        keeper: Keeper,
+        cursor: Cursor,
+        write: WriteTrainer,
+        stop: Callable[[], bool],
+        health: Health,
     ) -> None:
         self._num_steps, self._keeper, self._cursor, self._write, self._stop = num_steps, keeper, cursor, write, stop
+        self._health = health
         self.done = 0
 
     def run(self, start: int) -> None:
-        """From the step after `start` on. Validates and saves as the config says, and saves when it is stopped."""
+        """From the step after `start` on. Validates and saves as the config says, and saves when it is stopped.
+
+        Raises HealthStop, with a checkpoint saved.
+        """
         self.done = start
         if start == 0 and not self._stop() and self._keeper.validation_due(0, last=False):
             self.validate()
+            self._judge()
         while self.done < self._num_steps and not self._stop():
             self.step()
             if self._keeper.validation_due(self.done, self._last()):
                 self.validate()
+            self._judge()
             if self._keeper.checkpoint_due(self.done, self._last()):
                 self.save()
         # A stop may have come after the checkpoint was found not to be due.
         if start < self.done < self._num_steps and self._keeper.saved != self.done:
             self.save()
+
+    def resume(self, checkpoint: Checkpoint) -> None:
+        """Take up what `save_with` kept."""
+        self._health.load_state_dict(checkpoint.state.get("health", {}))
+
+    def _judge(self) -> None:
+        """Say what of the step just done is outside its bound. Raises HealthStop, with a checkpoint of the step."""
+        warnings = self._health.look(self.done, self._keeper.measured)
+        for each in warnings:
+            what = f"step {each.step}: {each.what}"
+            fields = {"check": each.check, "step": each.step, "value": each.value, "bound": each.bound}
+            self._keeper.events.emit("warning", what=what, **fields)
+        if fatal := next((each for each in warnings if each.fatal), None):
+            if self.done and self._keeper.saved != self.done:
+                self.save()
+            raise HealthStop(f"step {fatal.step}: {fatal.what}")
 
     @abstractmethod
     def step(self) -> None:
@@ -47,7 +78,7 @@ class Loop(ABC):
 
     def save_with(self, own: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
         """With more state, and what `write` puts into the checkpoint's folder."""
-        state = {"version": self.done, "cursor": self._cursor.state_dict(), **own}
+        state = {"version": self.done, "cursor": self._cursor.state_dict(), "health": self._health.state_dict(), **own}
         self._keeper.save(self.done, state, self._write, write)
 
     def _last(self) -> bool:

@@ -1,6 +1,7 @@
 """The end of a run in a table, and what to type next."""
 
 import io
+import json
 from pathlib import Path
 
 from rich.console import Console
@@ -51,3 +52,15 @@ def test_an_asynchronous_run_is_told_by_its_ages_and_what_to_change(tmp_path: Pa
     assert "age of groups mean 0.750 · at most 2 steps · mixed versions 25.0%" in text
     assert "advice trainer waits 20% for stragglers: raise async.max_trajectory_age_steps" in text
     assert "mismatch" not in text
+
+
+def test_warnings_of_the_runs_health_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ended=None)
+    for check, step in (("grad_norm", 3), ("accuracy", 5), *(("grad_norm", step) for step in (7, 9, 12, 14))):
+        EventLog(run.events).emit("warning", what=f"step {step}: ...", check=check, step=step, value=2.0, bound=1.0)
+    assert "warnings grad norm 5 times (step 3, 7, 9, ...) · accuracy (step 5)" in " ".join(summary(run.path).split())
+    started = json.loads(run.events.read_text().splitlines()[0])
+    EventLog(run.events).emit(
+        "run_started", **{k: v for k, v in started.items() if k not in ("kind", "time")} | {"start_step": 4}
+    )
+    assert "warnings grad norm (step 3)" in " ".join(summary(run.path).split())

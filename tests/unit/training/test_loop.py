@@ -8,7 +8,9 @@ import pytest
 from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
 from rlctl.data.cursor import Cursor
 from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.run_dir import RunDir
+from rlctl.training.health import Ceiling, Health, HealthStop
 from rlctl.training.keeper import Keeper
 from rlctl.training.loop import Loop
 
@@ -26,6 +28,7 @@ class Diary(Loop):
         save: int = 0,
         at_end: bool = True,
         stop: Callable[[list[str]], bool] = lambda _: False,
+        ill_at: int = 0,
     ) -> None:
         run = RunDir.create("r", root)
         events = EventLog(run.events)
@@ -38,13 +41,16 @@ class Diary(Loop):
             TelemetrySection("off", False, None, 0, None),
         )
         self.book: list[str] = []
+        self.run_dir, self._ill_at = run, ill_at
         self.kept = keeper.checkpoints
-        super().__init__(steps, keeper, Cursor(100, 0, False), self._save, lambda: stop(self.book))
+        health = Health([Ceiling("height", "height", 2, "height {value}, at most {bound}")], stop=True)
+        super().__init__(steps, keeper, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)
 
     def step(self) -> None:
         self._cursor.draw(1)
         self.done += 1
         self.book.append(f"step {self.done}")
+        self._keeper.step(self.done, {"height": 3.0 if self.done == self._ill_at else 1.0})
 
     def validate(self) -> None:
         self.book.append(f"validate {self.done}")
@@ -126,3 +132,32 @@ def test_a_checkpoint_says_where_the_data_goes_on(tmp_path: Path) -> None:
     following = Cursor(100, 0, False)
     following.load_state_dict(latest.state["cursor"])
     assert [draw.row for draw in following.draw(1)] == [4]
+
+
+def test_a_run_whose_health_forbids_to_go_on_is_saved_and_says_why(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, steps=9, ill_at=2)
+    with pytest.raises(HealthStop, match=r"^step 2: height 3\.0, at most 2$"):
+        diary.run(0)
+    assert diary.book == ["step 1", "step 2", "save 2"]
+    (warning,) = (event for event in read_records(diary.run_dir.events) if event["kind"] == "warning")
+    assert warning["what"] == "step 2: height 3.0, at most 2"
+    assert (warning["check"], warning["step"], warning["value"], warning["bound"]) == ("height", 2, 3.0, 2)
+
+
+def test_a_stop_for_health_does_not_save_twice(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, steps=9, ill_at=2, save=1)
+    with pytest.raises(HealthStop):
+        diary.run(0)
+    assert diary.book == ["step 1", "save 1", "step 2", "save 2"]
+
+
+def test_a_resumed_run_knows_what_it_has_said(tmp_path: Path) -> None:
+    first = Diary(tmp_path / "first", steps=9, ill_at=2)
+    with pytest.raises(HealthStop):
+        first.run(0)
+    latest = first.kept.latest()
+    assert latest is not None
+    second = Diary(tmp_path / "second", steps=3, ill_at=3)
+    second.resume(latest)
+    second.run(2)
+    assert second.book == ["step 3", "save 3"]

@@ -1,0 +1,195 @@
+"""Bounds on a run's health: a step's metrics in, warnings out. Pure; the loop says them and may stop.
+
+A check warns once, and again only after a step in which its metric was measured within the bound.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Protocol
+
+Metrics = Mapping[str, float]
+# (metric's value, its bound, what is wrong), or None within the bound.
+Finding = tuple[float, float, str] | None
+
+
+class HealthStop(RuntimeError):
+    """A run that must not go on. It leaves a checkpoint of the last whole step."""
+
+
+@dataclass(frozen=True)
+class HealthWarning:
+    """A bound that was left. check: its name. fatal: the run stops whatever `health.stop` says."""
+
+    check: str
+    step: int
+    value: float
+    bound: float
+    what: str
+    fatal: bool
+
+
+class Check(Protocol):
+    """One bound. name: of the check, for warnings and the summary. fatal: leaving it stops the run in any case."""
+
+    name: str
+    fatal: bool
+
+    def measured(self, metrics: Metrics) -> bool:
+        """Return True if the metrics say anything about this bound."""
+
+    def find(self, metrics: Metrics) -> Finding:
+        """Return what is wrong; called once a step, in order, where the bound was measured."""
+
+    def state_dict(self) -> Any:
+        """Return what a resumed run goes on with."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take up what `state_dict` returned."""
+
+
+@dataclass
+class Ceiling:
+    """A metric that stays at or below `bound`; it may exceed it in fewer than `patience` measured steps in a row.
+
+    what: the warning's words, with {value}, {bound} and {steps}. A NaN is above every bound.
+    """
+
+    name: str
+    metric: str
+    bound: float
+    what: str
+    fatal: bool = False
+    patience: int = 1
+    above: int = 0
+
+    def measured(self, metrics: Metrics) -> bool:
+        return self.metric in metrics
+
+    def find(self, metrics: Metrics) -> Finding:
+        value = metrics[self.metric]
+        self.above = 0 if value <= self.bound else self.above + 1
+        if self.above < self.patience:
+            return None
+        return value, self.bound, self.what.format(value=value, bound=self.bound, steps=self.above)
+
+    def state_dict(self) -> Any:
+        return self.above
+
+    def load_state_dict(self, state: Any) -> None:
+        self.above = state
+
+
+@dataclass
+class Jump:
+    """A metric that stays within `bound` times its median over the last `window` values, once half of them are there.
+
+    A value of 0 is no neighbour: nothing was learnt from in such a step.
+    """
+
+    name: str
+    metric: str
+    bound: float
+    window: int
+    what: str
+    fatal: bool = False
+    values: deque[float] = field(default_factory=deque)
+
+    def measured(self, metrics: Metrics) -> bool:
+        return self.metric in metrics
+
+    def find(self, metrics: Metrics) -> Finding:
+        value, usual = metrics[self.metric], self.values
+        known = len(usual) >= (self.window + 1) // 2
+        middle = median(usual) if known else value
+        if value != 0:
+            usual.append(value)
+        while len(usual) > self.window:
+            usual.popleft()
+        if not known or value <= self.bound * middle:
+            return None
+        ratio = value / middle
+        return ratio, self.bound, self.what.format(value=value, ratio=ratio, bound=self.bound, window=self.window)
+
+    def state_dict(self) -> Any:
+        return list(self.values)
+
+    def load_state_dict(self, state: Any) -> None:
+        self.values = deque(state)
+
+
+@dataclass
+class Decline:
+    """A metric that gets no worse than its first value by more than `bound`. worse: 1 if small is good, else -1."""
+
+    name: str
+    metric: str
+    bound: float
+    worse: int
+    what: str
+    fatal: bool = False
+    start: float | None = None
+
+    def measured(self, metrics: Metrics) -> bool:
+        return self.metric in metrics
+
+    def find(self, metrics: Metrics) -> Finding:
+        value = metrics[self.metric]
+        self.start = value if self.start is None else self.start
+        lost = self.worse * (value - self.start)
+        # Shares of few prompts are coarse numbers: what equals the bound but for rounding is within it.
+        if lost <= self.bound + 1e-9:
+            return None
+        return lost, self.bound, self.what.format(value=value, start=self.start, lost=lost, bound=self.bound)
+
+    def state_dict(self) -> Any:
+        return self.start
+
+    def load_state_dict(self, state: Any) -> None:
+        self.start = state
+
+
+class Health:
+    """The checks of one run. stop: every warning stops it."""
+
+    def __init__(self, checks: Sequence[Check], *, stop: bool) -> None:
+        self._checks, self._stop = checks, stop
+        self._ill: set[str] = set()
+
+    def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:
+        """Return the warnings of a step's metrics: of bounds that were left in this step."""
+        found = []
+        for check in self._checks:
+            if not check.measured(metrics):
+                continue
+            wrong = check.find(metrics)
+            if wrong is None:
+                self._ill.discard(check.name)
+            elif check.name not in self._ill:
+                self._ill.add(check.name)
+                found.append(HealthWarning(check.name, step, *wrong, fatal=check.fatal or self._stop))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with."""
+        return {"ill": sorted(self._ill), **{check.name: check.state_dict() for check in self._checks}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned; checks that it does not know begin anew."""
+        self._ill = set(state.get("ill", ()))
+        for check in self._checks:
+            if check.name in state:
+                check.load_state_dict(state[check.name])
+
+
+def gradient_jump(ratio: float, window: int) -> Jump:
+    """Return the check of every kind of training."""
+    return Jump(
+        "grad_norm",
+        "train/grad_norm",
+        ratio,
+        window,
+        "the gradient norm is {value:.4g}, {ratio:.3g} times the median of the last {window} steps, at most {bound:g} "
+        "times (health.max_grad_norm_ratio)",
+    )
