@@ -16,7 +16,7 @@ def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
     assert shown["rewards"][1] == {"name": "regex", "weight": 1.0, "pattern": "(a): b", "timeout_s": 5.0}
     assert shown["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
     sections = ["run", "model", "data", "grpo", "async", "trainer", "generation", "refit", "validation", "checkpoint"]
-    sections += ["placement"]
+    sections += ["placement", "health"]
     assert set(shown) == {"kind", "rewards", "telemetry", *sections}
 
 
