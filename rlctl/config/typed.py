@@ -14,7 +14,8 @@ from rlctl.config import paths
 from rlctl.config.broken import BROKEN
 from rlctl.config.errors import Problem, did_you_mean
 from rlctl.config.schema import KINDS
-from rlctl.config.tree import MISSING, Node
+from rlctl.config.tree import MISSING, Node, leaves
+from rlctl.config.unknown_keys import KnownKeys
 
 T = TypeVar("T")
 
@@ -41,6 +42,9 @@ class Converter:
         self.parents = parents
         self.away = away
         self.problems: list[Problem] = []
+        keys = [key for kind in self.kinds for key, _ in schema_keys(kind)]
+        sections = {key.rpartition(".")[0] for key in keys}
+        self._known = KnownKeys({key: key in sections for key in keys}, peers=self.kinds == tuple(KINDS.values()))
 
     def section(self, kind: type[T], node: Node, key: str = "") -> T:
         """A dataclass from a mapping, in which what was wrong is BROKEN."""
@@ -49,7 +53,7 @@ class Converter:
         hints = _hints(kind)
         for name, child in node.value.items():
             if name not in hints:
-                self._wrong(child, _join(key, name), f"unknown key{self._where_it_belongs(name, key, list(hints))}")
+                self._unknown(child, _join(key, name), list(hints))
         values: dict[str, Any] = {}
         for each in fields(cast(Any, kind)):
             name = key_of(each.name)
@@ -98,19 +102,19 @@ class Converter:
         self.problems.append(Problem(str(node.origin), key, what))
         return BROKEN
 
-    def _where_it_belongs(self, name: str, section: str, here: list[str]) -> str:
-        """Words that lead to the right key: the same name elsewhere, a near name here, a near name elsewhere."""
-        every = {key: None for kind in self.kinds for key, _ in schema_keys(kind)}
-        same = [key for key in every if key.rpartition(".")[2] == name]
-        if same and not section.startswith("rewards."):
-            return f"; it belongs at {' or '.join(same)}"
-        if near := did_you_mean(name, here):
-            return near
-        last = {key.rpartition(".")[2]: key for key in reversed(every)}
-        if near := did_you_mean(name, last):
-            word = near.removeprefix("; did you mean ").removesuffix("?")
-            return f"; did you mean {last[word]}?"
-        return f"; {section or 'a config'} has {', '.join(here)}"
+    def _unknown(self, node: Node, key: str, here: list[str]) -> None:
+        """Report a key that no section has; of a section that nobody knows, each key within that leads somewhere."""
+        is_section = isinstance(node.value, dict)
+        if isinstance(node.value, dict) and not self._known.knows(key, list(node.value)):
+            inside = list(leaves(node, key))
+            leading = [(name, leaf) for name, leaf in inside if self._known.leads(name)]
+            for name, leaf in leading:
+                self._wrong(leaf, name, f"unknown key{self._known.remark(name, [])}")
+            if leading:
+                if others := len(inside) - len(leading):
+                    self._wrong(node, key, f"unknown section; rlctl has nothing for {others} more of its keys")
+                return
+        self._wrong(node, key, f"unknown key{self._known.remark(key, here, is_section)}")
 
 
 def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:

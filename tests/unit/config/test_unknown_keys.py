@@ -1,0 +1,79 @@
+"""What a person is told who writes a key as another tool has it, or in the wrong place."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.errors import ConfigError
+from rlctl.config.load import load
+from rlctl.config.peer_keys import PEER_KEYS, PeerKey
+from rlctl.config.schema import KINDS
+from rlctl.config.typed import schema_keys
+from tests.unit.config.folders import GRPO
+
+OURS = {key for kind in KINDS.values() for key, _ in schema_keys(kind)}
+
+
+def problems(overrides: list[str], recipe: str = "grpo.recipe.yaml") -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", recipe, overrides)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def named(text: str) -> list[str]:
+    """The dotted keys, or top-level ones, in a row's `ours`."""
+    return [word for word in re.findall(r"[\w.]+", text) if word not in ("and", "or")]
+
+
+@pytest.mark.parametrize("peer", PEER_KEYS, ids=lambda peer: f"{peer.tool}:{peer.key}")
+def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is(home: Path, peer: PeerKey) -> None:
+    assert set(named(peer.ours)) <= OURS and (peer.ours or peer.note) and peer.key not in OURS
+    [found] = problems([f"{peer.key}=1"])
+    if not peer.ours:
+        assert found.endswith(f"unknown key; rlctl has no {peer.note}")
+    else:
+        assert any(name in found for name in named(peer.ours)), found
+        assert peer.note in found or "did you mean" in found
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        # In whatever section, and by the end of its path.
+        ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
+        ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),
+        ("rollout.n=8", "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt"),
+        ("grpo.loss_type=dapo", "TRL's loss_type is grpo.loss.reduction: its dapo is token, its grpo is sequence; "
+         "rlctl has no others"),
+        ("lora.rank=8", "rlctl has no LoRA: every weight of the model is trained"),
+        ("model.peft_config.r=8", "rlctl has no LoRA: every weight of the model is trained"),
+        # A name of the section itself in another form comes before another tool's.
+        ("trainer.optimizer.beta=0.9", "did you mean betas?"),
+        ("trainer.optimizer.epsilon=1e-8", "did you mean eps?"),
+        ("grpo.num_generations=8", "did you mean num_generations_per_prompt?"),
+        # The nearest by the whole path and the last word.
+        ("generator.temperature=1", "did you mean generation.temperature?"),
+        ("genration.max_new_token=3", "did you mean generation.max_new_tokens?"),
+        ("grpo.kl_coef=0.1", "did you mean grpo.loss.kl_coef?"),
+        ("vllm.gpu_memory_utilization=0.5", "it belongs at generation.gpu_memory_utilization"),
+        ("rewards.0.function=x", "rewards.0 has name, weight, pattern, timeout_s"),
+    ],
+)  # fmt: skip
+def test_words_of_others_and_misplaced_ones_are_answered(home: Path, override: str, expected: str) -> None:
+    [found] = problems([override])
+    assert found.endswith(f"unknown key; {expected}")
+
+
+def test_a_section_of_another_tool_is_answered_key_by_key_with_file_and_line(home: Path) -> None:
+    theirs = "actor_rollout_ref:\n  rollout: {n: 8, free_cache_engine: true}\n  actor:\n    optim: {lr: 1e-6}\n"
+    (home / "x.yaml").write_text(GRPO + theirs + "critic:\n  optim: {lr: 1e-5}\n")
+    first = GRPO.count("\n") + 1
+    assert problems([], "x.yaml") == [
+        f"x.yaml:{first + 1}: actor_rollout_ref.rollout.n: unknown key; "
+        "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt",
+        f"x.yaml:{first + 3}: actor_rollout_ref.actor.optim.lr: unknown key; "
+        "verl's actor_rollout_ref.actor.optim.lr is trainer.optimizer.lr",
+        f"x.yaml:{first}: actor_rollout_ref: unknown section; rlctl has nothing for 1 more of its keys",
+        f"x.yaml:{first + 4}: critic: unknown key; rlctl has no critic: baselines are of the group",
+    ]
