@@ -65,9 +65,9 @@ app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from rlctl.environment.package import own_version
 
-        typer.echo(f"rlctl {version('rlctl')}")
+        typer.echo(f"rlctl {own_version()}")
         raise typer.Exit
 
 

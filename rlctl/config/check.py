@@ -25,6 +25,7 @@ from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
 from rlctl.config.check_offload import check_offload, idle_offload
 from rlctl.config.check_parallel import check_backend, check_batch, check_cpu_optimizer, check_layout
+from rlctl.config.check_trackers import check_trackers
 from rlctl.config.errors import Problem
 from rlctl.config.nearest import KEYS
 from rlctl.config.parallel import layout
@@ -70,8 +71,9 @@ def _lateness(origin: Origin) -> tuple[int, int]:
     return origin.override, int(users)
 
 
-def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> list[Problem]:
-    """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist."""
+def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: bool = False) -> list[Problem]:
+    """Every contradiction in `config`, whose wrong values are `Broken`. resume: its run may exist. away: it is to be
+    elsewhere, where what is installed is looked at again."""
     view = View(config, origins)
     shared = (_model, _lengths, _micro_batch, _optimizer, _offload, _parallel, _chat, _validation, _data, _profile)
     checks = [each(view) for each in shared]
@@ -80,6 +82,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool) -> lis
     else:
         checks += [_graph(view, config)]
     checks += [_batch(view)] if resume else [_batch(view), _run(view)]
+    checks += [] if away else [_trackers(view)]
     found: list[Problem] = []
     for problems in checks:
         # What a check found before it met a broken value counts.
@@ -301,6 +304,10 @@ def _profile(view: View) -> Problems:
     updates = view.config.telemetry.profile_updates
     if updates is not None and (len(updates) != 2 or updates[0] > updates[1]):
         yield view.problem("telemetry.profile_updates", f"must be [first, last], not {updates}")
+
+
+def _trackers(view: View) -> Problems:
+    yield from (view.problem(f"telemetry.{key}", what) for key, what in check_trackers(view.config.telemetry))
 
 
 def _run(view: View) -> Problems:

@@ -38,7 +38,8 @@ def _inherit(path: Path, below: tuple[Path, ...]) -> Node:
     own = Node({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
     merged = Node({}, root.origin)
     for name, origin in _parents(root.value.get("defaults")):
-        parent = find(name, path.parent)
+        # A recipe of one's own may be named sft.yaml and inherit the shipped one of that name.
+        parent = find(name, path.parent, other_than=path) or find(name, path.parent)
         if parent is None:
             known = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
             hint = did_you_mean(Path(name).stem, [*known, *recipe_names()])

@@ -66,7 +66,7 @@ def _checked(
     root = compose(file, overrides)
     config, problems = _typed(root, kind, file, away)
     origins = {key: node.origin for key, node in leaves(root)}
-    return root, config, problems + check(config, origins, resume=resume)
+    return root, config, problems + check(config, origins, resume=resume, away=away)
 
 
 def _typed(root: Node, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:

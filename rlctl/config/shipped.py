@@ -16,11 +16,14 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def find(name: str, beside: Path) -> Path | None:
-    """`name`, with or without .yaml, in `beside`, then among the shipped recipes, then the shipped configs."""
+def find(name: str, beside: Path, other_than: Path | None = None) -> Path | None:
+    """`name`, with or without .yaml, in `beside`, then among the shipped recipes, then the shipped configs.
+
+    other_than: a file that is not meant, so that a recipe may have the name of what it inherits.
+    """
     for folder in (beside, RECIPES, CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
-            if candidate.is_file():
+            if candidate.is_file() and candidate.resolve() != other_than:
                 return candidate.resolve()
     return None
 

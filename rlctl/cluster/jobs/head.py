@@ -42,7 +42,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     if request["files"] is not None:
         _unpack(request["files"], work)
     try:
-        if request["files"] is not None and (problems := _problems(request["config"], work)):
+        if request["files"] is not None and (problems := _problems(request["config"], work, request["secrets"])):
             return _refused(request, work, problems)
         os.chdir(work)
         run, fresh = _run_dir(request)
@@ -223,13 +223,15 @@ def _unpack(files: str, work: Path) -> None:
         packed.extractall(work)
 
 
-def _problems(config: str, work: Path) -> list[str]:
-    """What `rlctl config check` has to say of a config in the files that came with it."""
+def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
+    """What `rlctl config check` has to say of a config in the files that came with it, and with the run's secrets."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(config)
         file.flush()
         command = [sys.executable, "-m", "rlctl.cli.main", "config", "check", file.name]
-        done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=work, env={**os.environ, **secrets}, capture_output=True, text=True, check=False
+        )
         lines = [line.replace(f"{file.name}:", "line ") for line in done.stderr.splitlines() if line.strip()]
     found = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return found or ([] if done.returncode == 0 else lines[-1:])

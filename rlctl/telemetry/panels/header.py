@@ -1,7 +1,7 @@
 """The head of the dashboard: which run, how far, what it does at this moment."""
 
 from rlctl.telemetry.describe import one_line
-from rlctl.telemetry.formats import span, ticking
+from rlctl.telemetry.formats import model_name, span, ticking
 from rlctl.telemetry.panels.canvas import Row, box, row, spread
 from rlctl.telemetry.state import RunState
 
@@ -17,7 +17,7 @@ SIGNS = {
 
 
 def header(state: RunState, width: int) -> list[Row]:
-    model = str(state.start.get("model", "")).rstrip("/").rsplit("/", 1)[-1]
+    model = model_name(str(state.start.get("model", "")))
     attempt = int(state.start.get("attempt", 1))
     aside = " · ".join(part for part in (model, f"attempt {attempt}" if attempt > 1 else "") if part)
     inner = width - 4

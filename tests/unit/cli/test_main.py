@@ -1,11 +1,15 @@
+import json
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
+import rlctl as rlctl_package
 from tests.unit.cli.conftest import Rlctl
 
-COMMAND = [sys.executable, "-m", "rlctl.cli.main"]
+COMMAND = [sys.executable, "-m", "rlctl"]
+SOURCE = Path(rlctl_package.__file__).parents[1]
 
 
 def imported(code: str) -> set[str]:
@@ -43,6 +47,27 @@ def test_every_command_has_help_with_an_example(rlctl: Rlctl) -> None:
 
 def test_version(rlctl: Rlctl) -> None:
     assert rlctl("--version").out == "rlctl 0.1.0\n"
+
+
+def test_a_source_tree_that_pip_knows_nothing_of_runs_as_a_module(home: Path) -> None:
+    """Without site-packages, but for what stands in a folder: all but rlctl's metadata, and engines, which are slow."""
+    packages = home / "packages"
+    packages.mkdir()
+    left_out = ("rlctl", "_rlctl", "torch", "vllm", "transformers", "__pycache__")
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if path.suffix != ".pth" and not path.name.startswith(left_out):
+            (packages / path.name).symlink_to(path)
+    bare = {**os.environ, "PYTHONPATH": f"{SOURCE}:{packages}"}
+
+    def told(*words: str) -> str:
+        command = [sys.executable, "-S", "-m", "rlctl", *words]
+        return subprocess.run(command, env=bare, capture_output=True, text=True, check=False).stdout
+
+    assert told("--version") == "rlctl 0.1.0\n"
+    checks = {check["name"]: check for check in json.loads(told("doctor", "--json"))}
+    assert checks["rlctl"]["found"] == "0.1.0, from a source tree"
+    # What it asks for is read from pyproject.toml: the pin of torch is known, that of Ray is a range.
+    assert checks["torch"]["found"] == "not installed" and checks["ray"]["state"] == "ok"
 
 
 def test_an_unknown_command_or_option_is_bad_input(rlctl: Rlctl) -> None:

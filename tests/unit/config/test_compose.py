@@ -39,6 +39,22 @@ def test_a_parent_beside_the_file_wins_over_a_shipped_one_of_the_same_name(home:
     assert plain(compose(write(home / "b.yaml", "defaults: base.yaml\n"), [])) == {"mine": True}
 
 
+@pytest.mark.parametrize("name", ["sft.yaml", "sft"])
+def test_a_recipe_may_have_the_name_of_the_shipped_one_that_it_inherits(home: Path, name: str) -> None:
+    path = write(home / "sft.yaml", f"defaults: {name}\nsft: {{batch_size: 7}}\n")
+    assert find_recipe(name) == path
+    root = compose(path, [])
+    assert origin_of(root, "sft.batch_size") == "sft.yaml:2"
+    assert origin_of(root, "sft.num_steps").startswith("configs/sft.yaml:")
+    # It is the parent that others beside it mean.
+    assert origin_of(compose(write(home / "x.yaml", f"defaults: {name}\n"), []), "sft.batch_size") == "sft.yaml:2"
+
+
+def test_files_that_inherit_from_each_other_are_refused(home: Path) -> None:
+    write(home / "grpo.yaml", "defaults: x\n")
+    assert lines(write(home / "x.yaml", "defaults: grpo.yaml\n")) == ["grpo.yaml:1: defaults: x inherits from itself"]
+
+
 def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) -> None:
     root = compose(home / "grpo.recipe.yaml", ["run.seed=3", "trainer.optimizer.lr=1e-4"])
     assert origin_of(root, "model.path") == "grpo.recipe.yaml:3"

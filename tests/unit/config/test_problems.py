@@ -236,8 +236,8 @@ def test_a_name_in_use_is_fine_when_resuming(home: Path) -> None:
 
 
 def test_text_keeps_the_digits_it_was_written_with(home: Path) -> None:
-    config = load("grpo", "grpo.recipe.yaml", ["run.name=007", "telemetry.wandb_project=1e3"]).config
-    assert (config.run.name, config.telemetry.wandb_project) == ("007", "1e3")
+    config = load("grpo", "grpo.recipe.yaml", ["run.name=007", "data.train.split=1e3"]).config
+    assert (config.run.name, config.data.train.split) == ("007", "1e3")
 
 
 def test_combinations_that_are_fine(home: Path) -> None:

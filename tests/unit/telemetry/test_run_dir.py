@@ -53,6 +53,15 @@ def test_automatic_names_count_up(tmp_path: Path) -> None:
     assert automatic_name("grpo", "Qwen/Qwen3-0.6B", tmp_path) == "grpo--qwen3-0.6b--11"
 
 
+def test_a_run_from_a_checkpoint_is_named_after_the_run_and_its_step(tmp_path: Path) -> None:
+    model = "runs/sft--qwen3-tiny--1/checkpoints/step_800/hf"
+    assert automatic_name("grpo", model, tmp_path) == "grpo--sft-qwen3-tiny-1-step_800--1"
+    assert automatic_name("grpo", "exports/hf", tmp_path) == "grpo--hf--1"
+    again = model.replace("sft--qwen3-tiny--1", "grpo--sft-qwen3-tiny-1-step_800--1" * 6)
+    RunDir.create(name := automatic_name("grpo", again, tmp_path), tmp_path)
+    assert name.endswith("step_800--1") and len(name) < 100
+
+
 def test_a_resume_drops_the_records_of_later_steps_and_torn_lines(tmp_path: Path) -> None:
     run = RunDir.create("a", tmp_path)
     records = [{"kind": kind, "step": step} for step in (1, 2, 3) for kind in ("step", "validation")]
