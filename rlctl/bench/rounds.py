@@ -7,7 +7,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from rlctl.workers.ports import LOOPBACK, open_store
 
 _PATIENCE_S = 300.0
 
@@ -17,7 +18,7 @@ class Meeting:
 
     def __init__(self, port: int, parties: int, keeper: bool) -> None:
         patience = timedelta(seconds=_PATIENCE_S)
-        self._store: Any = TCPStore("127.0.0.1", port, is_master=keeper, timeout=patience, wait_for_workers=False)
+        self._store: Any = open_store(LOOPBACK, port, keeper=keeper, timeout=patience)
         self._parties, self._count = parties, 0
 
     def wait(self) -> None:

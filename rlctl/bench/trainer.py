@@ -12,6 +12,7 @@ from rlctl.refit.group import Group, meet
 from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.sending import SendingEnd, SendsWeights
+from rlctl.training.process import met_at
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class BenchTrainer(SendsWeights):
         if spec.world > 1:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
             torch.distributed.init_process_group(
-                backend, init_method=spec.init_method, rank=spec.rank, world_size=spec.world
+                backend, store=met_at(spec.init_method, spec.rank, spec.world), rank=spec.rank, world_size=spec.world
             )
         self._weights = RandomShards(Path(spec.folder), spec.rank, spec.world, spec.master, self._device)
         self._sending = SendingEnd(self._weights, spec.rank, self._device)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from rlctl.cli.arguments import Arguments, split
-from rlctl.cli.output import console, examples, note
+from rlctl.cli.output import console, examples, note, say
 from rlctl.config.errors import ConfigError
 
 app = typer.Typer(help="The config of a run: show, check, compare.", no_args_is_help=True)
@@ -48,7 +48,7 @@ def check(arguments: Arguments = None) -> None:
     composed = load(None, recipe or DEFAULT, overrides)
     note(composed.notes)
     command = " ".join(["rlctl train", composed.config.kind, *([recipe] if recipe else []), *overrides])
-    typer.echo(f"{show_path(composed.recipe)}: no problems; run it: {command}")
+    say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 
 
 @app.command(

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import typer
 
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, say
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def explained() -> Iterator[None]:
         yield
     except ClusterError as error:
         sys.stdout.flush()
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT if isinstance(error, NoSuchCluster) else FAILED) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

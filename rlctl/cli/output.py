@@ -5,7 +5,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+import typer
+
 from rlctl.config.errors import Problem
+from rlctl.telemetry.escapes import neutral
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,10 +24,15 @@ def examples(*lines: str) -> str:
 
 def console(*, stderr: bool = False) -> "Console":
     """A console that breaks lines between words on a terminal and not at all in a pipe; rich honours NO_COLOR."""
-    from rich.console import Console
+    from rlctl.telemetry.safe_console import SafeConsole
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, soft_wrap=not terminal, highlight=False, emoji=False)
+    return SafeConsole(stderr=stderr, soft_wrap=not terminal, highlight=False, emoji=False)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line in which names and messages of others may stand."""
+    typer.echo(neutral(text), err=err)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.explained import explained
+from rlctl.cli.output import say
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -31,7 +32,7 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([entry.as_dict() for entry in entries]))
     elif not entries:
-        typer.echo(f"no runs in {_root(root)}; start one with: rlctl train grpo")
+        say(f"no runs in {_root(root)}; start one with: rlctl train grpo")
     else:
         _print(table(entries))
 
@@ -65,17 +66,16 @@ def dash(
     height: Annotated[int | None, typer.Option(help="Rows; the terminal's if left out.", min=4)] = None,
 ) -> None:
     """Live view of a running run until it ends or Ctrl-C (the run goes on); one screen of a finished one."""
-    from rich.console import Console
-
     from rlctl.telemetry.dashboard import LiveDashboard, render
     from rlctl.telemetry.picture import write_svg
     from rlctl.telemetry.run_dir import RunDir
+    from rlctl.telemetry.safe_console import SafeConsole
     from rlctl.telemetry.state import read_state
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
     state = read_state(folder)
-    console = Console(width=width, height=height)
+    console = SafeConsole(width=width, height=height)
     if svg is not None:
         write_svg(state, svg, *console.size)
     elif state.status in ("new", "running") and console.is_terminal:
@@ -85,7 +85,7 @@ def dash(
             with followed(folder) as following, LiveDashboard(RunDir(folder), console) as live:
                 live.wait(following.is_lost)
             if following.lost:
-                typer.echo(f"error: {following.lost}", err=True)
+                say(f"error: {following.lost}", err=True)
                 raise typer.Exit(1)
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
@@ -104,7 +104,7 @@ def stop(run: Run = "", root: Root = None) -> None:
     _bring_up_to_date(folder)
     state, record = read_state(folder), JobRecord.read(folder)
     if state.status not in ("new", "running"):
-        typer.echo(f"{folder.name} does not run: {state.status}")
+        say(f"{folder.name} does not run: {state.status}")
         return
     again = any("finishing this step" in str(event.get("what")) for event in state.events)
     with explained():
@@ -113,7 +113,7 @@ def stop(run: Run = "", root: Root = None) -> None:
         else:
             _interrupt(folder, state.start)
     what = "ends now" if again else f"ends after its step, and is saved; watch: rlctl runs dash {folder}"
-    typer.echo(f"{folder.name} {what}")
+    say(f"{folder.name} {what}")
 
 
 @app.command(epilog="Example: rlctl runs logs grpo--tiny--1 --follow")
@@ -139,7 +139,7 @@ def _interrupt(folder: Path, start: "dict[str, Any]") -> None:
 
     if start.get("host") != socket.gethostname():
         where = start.get("host") or "no machine that is known"
-        typer.echo(f"error: {folder.name} is driven on {where}: stop it there, or press Ctrl-C", err=True)
+        say(f"error: {folder.name} is driven on {where}: stop it there, or press Ctrl-C", err=True)
         raise typer.Exit(2)
     os.kill(int(start["pid"]), signal.SIGINT)
 
@@ -156,9 +156,9 @@ def _bring_up_to_date(folder: Path) -> None:
 
 
 def _print(table: "RenderableType") -> "Console":
-    from rich.console import Console
+    from rlctl.telemetry.safe_console import SafeConsole
 
-    console = Console()
+    console = SafeConsole()
     console.print(table)
     return console
 
@@ -182,12 +182,12 @@ def _find(run: str, root: Path | None) -> Path:
     if not run:
         latest = newest(folder)
         if latest is None:
-            typer.echo(f"no runs in {folder}; start one with: rlctl train grpo", err=True)
+            say(f"no runs in {folder}; start one with: rlctl train grpo", err=True)
             raise typer.Exit(2)
         return latest
     path = folder / run if (folder / run).is_dir() else Path(run)
     try:
         return RunDir.open(path).path
     except RunDirError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(2) from None

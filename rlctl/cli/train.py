@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.arguments import Arguments, split
-from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report
+from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report, say
 from rlctl.cli.train_there import Where, train_there
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
@@ -137,7 +137,7 @@ def _check_here(composed: "Composed", dry_run: bool, elsewhere: bool) -> None:
     if absent := [name for name in needed if find_spec(name) is None]:
         extra = "gpu" if plan.placement and plan.placement.device == "cuda" else "cpu"
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
-        typer.echo(f"error: {', '.join(absent)} not installed: {mend}", err=True)
+        say(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
 
 
@@ -149,7 +149,7 @@ def show_plan(composed: "Composed", plan: "Plan", where: str = "") -> None:
     console().print(format_plan(plan))
     refuse(composed, plan.too_large)
     path = _write(composed)
-    typer.echo(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}{where}")
+    say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}{where}")
     raise typer.Exit(OK)
 
 
@@ -174,8 +174,16 @@ def _plan(composed: "Composed") -> "Plan":
 
 def _write(composed: "Composed") -> Path:
     """The resolved config, beside the run directories; the same recipe's is written over."""
+    from rlctl.telemetry.files import foreign_link, write_whole
+
     run = composed.config.run
     path = Path(run.dir) / f"{run.name or composed.recipe.stem}.dry-run.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(composed.to_yaml(), encoding="utf-8")
+    try:
+        if link := foreign_link(path.parent):
+            raise OSError(f"{link} is another user's symbolic link")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, composed.to_yaml())
+    except OSError as error:
+        why = f"cannot write {path}: {error.strerror or error}"
+        raise ConfigError([Problem(str(composed.origins.get("run.dir", "")), "run.dir", why)]) from error
     return path

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from rlctl.cli.explained import explained
-from rlctl.cli.output import FAILED, INTERRUPTED, OK, note
+from rlctl.cli.output import FAILED, INTERRUPTED, OK, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -75,33 +73,33 @@ def train_there(where: Where, target: "Target", composed: "Composed", resume: Pa
     flags = ["--wait"] * where.wait + ["--probe"] * where.probe
     with explained():
         run = submit(target, Order(composed.values(), resume, where.secrets, flags, RECIPES))
-    typer.echo(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
+    say(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
     return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 
 
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     """Shows a run that a job drives until it ends or Ctrl-C, which leaves it running; returns its exit code."""
-    from rich.console import Console
 
     from rlctl.cluster.jobs.following import bring_up_to_date, followed
     from rlctl.telemetry.dashboard import LiveDashboard
     from rlctl.telemetry.lines import LineView
     from rlctl.telemetry.run_dir import RunDir
+    from rlctl.telemetry.safe_console import SafeConsole
     from rlctl.telemetry.state import read_state
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
     with suppress(KeyboardInterrupt), followed(run) as following:
         # What is here may be the end of an earlier attempt.
         bring_up_to_date(run)
-        view = LiveDashboard(RunDir(run), Console()) if screen else LineView(RunDir(run), every, _begun(run))
+        view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, _begun(run))
         with view:
             view.wait(following.is_lost)
         if following.lost:
-            typer.echo(f"error: {following.lost}; the run may go on: rlctl runs dash {run.name}", err=True)
+            say(f"error: {following.lost}; the run may go on: rlctl runs dash {run.name}", err=True)
             return FAILED
     status = read_state(run).status
     if status not in _CODES:
-        typer.echo(f"{run.name} runs on; {_later(run)}", err=True)
+        say(f"{run.name} runs on; {_later(run)}", err=True)
     return _CODES.get(status, INTERRUPTED)
 
 

@@ -16,7 +16,7 @@ from rlctl.telemetry.cores import usable_cores
 from rlctl.telemetry.devices import count_gpus, visible_gpus
 from rlctl.telemetry.run_dir import RunDir, RunDirError
 from rlctl.telemetry.state import read_state
-from rlctl.workers.reaper import Reaper
+from rlctl.workers.reaper import Reaper, leftovers, sweep
 
 if TYPE_CHECKING:
     from rlctl.cluster.session import Session
@@ -108,9 +108,17 @@ class ThisMachine:
         placement = place(this_machine(count_gpus()), pools)
         announce(placement)
         with ExitStack() as stack:
+            _clear_leftovers(session)
             with session.starting("ray"):
                 reaper = stack.enter_context(local_ray(session.logs))
             yield Site(placement, [None], _folders_of(stack, reaper))
+
+
+def _clear_leftovers(session: "Session") -> None:
+    """Remove what drivers of this user left that were killed together with their reapers; say each."""
+    for each in leftovers():
+        sweep([each.path])
+        session.events.emit("warning", what=f"removed what a killed run left: {each}")
 
 
 def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None], str]:

@@ -16,10 +16,14 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.data.prompts import Prompt
 from rlctl.telemetry.process import identity
+from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
     from rlctl.grpo.loop import Devices, Parts
     from rlctl.workers.group import WorkerGroup
+
+# Room in shared memory beside the weights in transit, for what else a run keeps there.
+_BESIDE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,13 @@ def _assembled(
     if session.checkpoint:
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
+    trainer = TrainerClient(group, config.trainer)
     with session.starting("refit"):
-        folder = site.folder(f"rlctl-{session.run_dir.name}-", shared_memory()) if len(placement.used) == 1 else ""
+        folder = _transit(session, site, trainer.info(), spec.dtype) if len(placement.used) == 1 else ""
         refit = Refit(group, refit_options(config, placement, spec.dtype, folder))
         pool.open_refit(refit)
     stack.push(closing(group))
     score = GroupScorer(scorer, _decoder(prompts.tokenizer))
-    trainer = TrainerClient(group, config.trainer)
     devices = _devices(placement, trainer.info(), files)
     memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
     vitals = Vitals(placement.device, memories)
@@ -155,9 +159,20 @@ def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts
     loop.run(session.start)
 
 
-def shared_memory() -> str | None:
-    """Where weights in transit stand: in memory, where the system has a place for it."""
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+def shared_memory(nbytes: int = 0) -> str | None:
+    """Return the folder for weights in transit: in memory, where there is room for as many bytes."""
+    return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
+
+
+def _transit(session: Session, site: Site, facts: dict[str, Any], dtype: str) -> str:
+    """Return a new folder for weights in transit, which stand there twice. facts: of `TrainerClient.info`."""
+    nbytes = 2 * int(facts["parameters"]) * (4 if dtype == "float32" else 2)
+    root = shared_memory(nbytes + _BESIDE_BYTES) if site.placement.device == "cpu" else shared_memory()
+    if root is None:
+        has, needs = f"{free_bytes(SHARED_MEMORY) >> 20} MiB free", f"2 x {nbytes >> 21} MiB"
+        what = f"{SHARED_MEMORY} has {has}, weights in transit take {needs}: they go through the disk, which is slower"
+        session.events.emit("warning", what=f"{what}; in a container: docker run --shm-size=2g")
+    return site.folder(f"rlctl-{session.run_dir.name}-", root)
 
 
 def announce(session: Session, config: RunConfig, num_steps: int, placement: Placement) -> None:

@@ -6,21 +6,26 @@ Tokens are on, nothing of the dashboard listens, and Ray's own chatter goes to t
 import functools
 import os
 import secrets
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+from rlctl.cluster.placement import PlacementError
 from rlctl.cluster.ray_session import ray_session
 from rlctl.telemetry.cores import usable_cores
-from rlctl.workers.reaper import Reaper
+from rlctl.workers import LOOPBACK_ONLY, changed_environment
+from rlctl.workers.ports import LOOPBACK
+from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 
 _OBJECT_STORE_BYTES = 1 << 30
+# Ray refuses a smaller one.
+_LEAST_STORE_BYTES = 75 << 20
 # Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.
 _ATTEMPTS = 2
 # A Unix socket's path has at most 107 bytes; Ray's own part of it, with the name of the folder, takes this many.
-_SOCKET_BYTES, _RAYS_BYTES = 107, 82
+_SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _TOO_SLOW = "timed out during startup"
 
 
@@ -59,29 +64,54 @@ def _root() -> str:
 
 @contextmanager
 def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
-    shm = shutil.disk_usage("/dev/shm").total if Path("/dev/shm").exists() else _OBJECT_STORE_BYTES
-    store = min(_OBJECT_STORE_BYTES, shm // 2)
     session = ray_session(
-        logs, include_dashboard=False, num_cpus=usable_cores(), object_store_memory=store, _temp_dir=str(folder)
+        logs,
+        include_dashboard=False,
+        num_cpus=usable_cores(),
+        **_object_store(folder),
+        # Ray opens its folder to everybody: below the run's, which nobody else enters.
+        _temp_dir=str(folder / "r"),
+        _node_ip_address=LOOPBACK,
     )
     with ExitStack() as stack:
-        with _temporary_files_in(folder):
+        with changed_environment(_of_processes(folder)), _loopback_only():
             stack.enter_context(session)
         yield
 
 
+def _object_store(folder: Path) -> dict[str, Any]:
+    """Return Ray's options for its object store: in shared memory, or on disk where that is too small."""
+    room = free_bytes(SHARED_MEMORY) // 2
+    if room >= _LEAST_STORE_BYTES:
+        return {"object_store_memory": min(_OBJECT_STORE_BYTES, room)}
+    room = free_bytes(folder) // 2
+    if room < _LEAST_STORE_BYTES:
+        least = f"{2 * _LEAST_STORE_BYTES >> 20} MiB free"
+        raise PlacementError(
+            f"neither {SHARED_MEMORY} nor {folder.parent} has room for Ray's object store, which needs {least}: "
+            "free some, set TMPDIR to a larger folder, or in a container: docker run --shm-size=2g"
+        )
+    return {"object_store_memory": min(_OBJECT_STORE_BYTES, room), "_plasma_directory": str(folder)}
+
+
+def _of_processes(folder: Path) -> dict[str, str]:
+    """Return the environment that Ray's processes, and the run's in them, inherit."""
+    # gloo and NCCL listen at the address that the host's name stands for, if nothing is said.
+    faces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    # What engines leave in the temporary folder, compiled kernels too, is nobody else's and goes with ours.
+    return LOOPBACK_ONLY | faces | {"TMPDIR": str(folder)}
+
+
 @contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
-    # Ray's processes inherit it, so that what engines leave in the temporary folder goes with ours.
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder)
+def _loopback_only() -> Iterator[None]:
+    # Ray reads the switch at its import, which may have been before.
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def _token(folder: Path) -> Path:

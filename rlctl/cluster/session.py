@@ -12,8 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from rlctl.cluster.ground import Ground
 from rlctl.cluster.interrupts import Interrupts
@@ -23,6 +25,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.refit.messages import RefitError
 from rlctl.rewards.base import RewardError
+from rlctl.telemetry.escapes import neutral
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.files import write_whole
 from rlctl.telemetry.jsonl import read_records
@@ -91,20 +94,26 @@ def run_session(
     try:
         run_dir, claim, checkpoint = _open(config, resolved, resume, ground)
     except (RunDirError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {neutral(str(error))}", file=sys.stderr)
         return 2
     try:
-        return _driven(config, run_dir, checkpoint, body, ground)
+        return _driven(config, resolved, run_dir, checkpoint, body, ground)
     finally:
         os.close(claim)
 
 
 def _driven(
-    config: RunConfig, run_dir: RunDir, checkpoint: Checkpoint | None, body: Callable[[Session], None], ground: Ground
+    config: RunConfig,
+    resolved: str,
+    run_dir: RunDir,
+    checkpoint: Checkpoint | None,
+    body: Callable[[Session], None],
+    ground: Ground,
 ) -> int:
     events = EventLog(run_dir.events)
     shown = config.telemetry
-    trackers = open_trackers(run_dir, events, asdict(config), shown.tensorboard, shown.wandb_project)
+    # As it stands on disk: trackers show it, and what came from the environment may be secret.
+    trackers = open_trackers(run_dir, events, yaml.safe_load(resolved), shown.tensorboard, shown.wandb_project)
     metrics = MetricsLog(run_dir.metrics, events, trackers)
     keeper = _keeper(config, run_dir, events, metrics)
 

@@ -4,6 +4,7 @@ Order, the later winning: the files of `defaults:` from left to right (each with
 file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
@@ -117,6 +118,7 @@ def _interpolate(root: Node) -> Node:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    secrets = _secrets({key: str(node.value) for key, node in marked})
     problems = []
     try:
         tree = OmegaConf.create(plain(root))
@@ -127,12 +129,23 @@ def _interpolate(root: Node) -> Node:
         try:
             value = OmegaConf.select(tree, key, throw_on_missing=True)
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            root = _put(root, key.split("."), _wrap(value, node.origin), node.origin)
+            filled = replace(_wrap(value, node.origin), secret=str(node.value) if key in secrets else None)
+            root = _put(root, key.split("."), filled, node.origin)
         except OmegaConfBaseException as error:
             problems.append(Problem(str(node.origin), key, f"{node.value}: {_first_line(error)}"))
     if problems:
         raise ConfigError(problems)
     return root
+
+
+def _secrets(marked: dict[str, str]) -> set[str]:
+    """Return the keys whose interpolation reads the environment, itself or through other keys."""
+    found = {key for key, text in marked.items() if "oc.env" in text}
+    while True:
+        through = {key for key, text in marked.items() if key not in found and any(name in text for name in found)}
+        if not through:
+            return found
+        found |= through
 
 
 def _wrap(value: object, origin: Origin) -> Node:

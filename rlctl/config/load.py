@@ -1,6 +1,6 @@
 """`load`: the one way to a config that may run. It is composed, typed and checked, or every problem is raised."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ from rlctl.config.check import check, notes
 from rlctl.config.compose import compose, find_recipe
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import KINDS, RunConfig
-from rlctl.config.tree import Node, Origin, dump, leaves, show_path
+from rlctl.config.tree import Interpolation, Node, Origin, dump, leaves, show_path
 from rlctl.config.typed import Converter, key_of
 
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
@@ -19,16 +19,24 @@ class Composed:
     """A config fit to run. recipe: the file it came from. origins: dotted key -> where its value was written.
 
     notes: one line each, about overrides that change nothing and best checkpoints that are lost; no reason to stop.
+    secrets: dotted key -> the interpolation by which its value came from the environment.
     """
 
     config: RunConfig
     recipe: Path
     origins: dict[str, Origin]
     notes: list[str]
+    secrets: dict[str, str]
 
     def to_yaml(self) -> str:
-        """The resolved config: no `defaults:`, no `${...}`, paths absolute; runs again as it is."""
-        return dump(self.values())
+        """The resolved config: no `defaults:`, paths absolute; runs again as it is.
+
+        Of `${...}` what reads the environment stays as it was written: a secret in it is on no disk.
+        """
+        values = self.values()
+        for key, text in self.secrets.items():
+            _set(values, key.split("."), Interpolation(text))
+        return dump(values)
 
     def values(self) -> dict[str, Any]:
         """The resolved config as plain values, by the keys that a YAML file has."""
@@ -51,7 +59,13 @@ def load(
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
-    return Composed(config, file, origins, notes(config, origins))
+    composed = Composed(config, file, origins, notes(config, origins), {})
+    values = composed.values()
+    # A path of the environment that was written from the recipe's folder would mean another one in the run's.
+    unchanged = {
+        key: node.secret for key, node in leaves(root) if node.secret and _get(values, key.split(".")) == node.value
+    }
+    return replace(composed, secrets=unchanged)
 
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[Node, list[Problem]]:
@@ -67,6 +81,17 @@ def _checked(
     config, problems = _typed(root, kind, file, away)
     origins = {key: node.origin for key, node in leaves(root)}
     return root, config, problems + check(config, origins, resume=resume, away=away)
+
+
+def _get(values: Any, names: list[str]) -> Any:
+    for name in names:
+        values = values[int(name)] if isinstance(values, list) else values[name]
+    return values
+
+
+def _set(values: dict[str, Any], names: list[str], value: Any) -> None:
+    parent = _get(values, names[:-1])
+    parent[int(names[-1]) if isinstance(parent, list) else names[-1]] = value
 
 
 def _typed(root: Node, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:

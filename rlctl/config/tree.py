@@ -47,6 +47,7 @@ def _text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
+_Dumper.add_multi_representer(str, _text)
 for _tag, _pattern, _first in _SCALARS:
     for _yaml in (_Loader, _Dumper):
         _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _first)
@@ -69,11 +70,19 @@ class Origin:
 
 @dataclass(frozen=True)
 class Node:
-    """A value and its origin. text: how a scalar was written, so that `name: 007` can stay text."""
+    """A value and its origin. text: how a scalar was written, so that `name: 007` can stay text.
+
+    secret: the interpolation that gave the value, if it reads the environment.
+    """
 
     value: "dict[str, Node] | list[Node] | str | int | float | bool | None"
     origin: Origin
     text: str | None = None
+    secret: str | None = None
+
+
+class Interpolation(str):
+    """Text whose `${` is to be resolved by whoever reads the dumped config."""
 
 
 def show_path(path: Path) -> str:
@@ -142,7 +151,7 @@ def leaves(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def dump(data: Any) -> str:
-    """YAML text that `read_file` reads back to the same data; `${` is escaped, since it was resolved."""
+    """YAML text that `read_file` reads back to the same data; `${` is escaped, but in an `Interpolation`."""
     return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -151,7 +160,7 @@ def _escape(data: Any) -> Any:
         return {key: _escape(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_escape(value) for value in data]
-    if isinstance(data, str):
+    if isinstance(data, str) and not isinstance(data, Interpolation):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", data)
     return data
 

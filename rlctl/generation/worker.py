@@ -4,7 +4,9 @@ vLLM mixes this class into its own worker, hence the `rl_` prefix.
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import wraps
+from importlib import import_module
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,8 +17,23 @@ from rlctl.refit.messages import Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.regions import Region
 from rlctl.refit.transport import Report, open_receiver, receiver_bytes
+from rlctl.workers.ports import open_store
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def listen_on_the_address_alone() -> None:
+    """Have torch's tcp:// rendezvous, by which the workers of an engine meet, use `open_store`."""
+
+    def create(host: str, port: int, rank: int, world: int, timeout: timedelta, use_libuv: bool = True) -> Any:
+        return open_store(host, port, keeper=rank == 0, timeout=timeout, world=world)
+
+    # torch.distributed has a function of the module's name.
+    import_module("torch.distributed.rendezvous").__dict__["_create_c10d_store"] = create
+
+
+# vLLM imports this module into each worker before the workers meet.
+listen_on_the_address_alone()
 
 
 def answered(method: Method) -> Method:

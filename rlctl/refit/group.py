@@ -1,6 +1,5 @@
 """A private process group of one trainer rank and all engine workers: NCCL between GPUs, gloo on CPU."""
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from rlctl.refit.messages import PeerLost, RefitError, TransportSpec
+from rlctl.workers import changed_environment
+from rlctl.workers.ports import open_store
 
 # NCCL's own watchdog is never to be first: rlctl's deadline names who is late, the watchdog ends the process.
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
@@ -63,7 +64,7 @@ class Group:
 def meet(spec: TransportSpec, keeper: bool) -> Any:
     patience = timedelta(seconds=spec.timeout_s)
     try:
-        return TCPStore(spec.host, spec.port, is_master=keeper, timeout=patience, wait_for_workers=False)
+        return open_store(spec.host, spec.port, keeper=keeper, timeout=patience)
     except Exception as error:
         raise RefitError(f"refit: nobody could be met at {spec.host}:{spec.port}: {error}") from error
 
@@ -88,16 +89,8 @@ def _errors_stay_here() -> Iterator[None]:
     rank 0 never answers is waited for when the group is let go (torch 2.11, `HeartbeatMonitor::join`).
     """
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    changed = dict.fromkeys(names, "0")
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with changed_environment(dict.fromkeys(names, "0")):
         yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _brief(error: Exception) -> str:

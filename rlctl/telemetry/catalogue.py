@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from rlctl.telemetry.describe import ENDS
 from rlctl.telemetry.formats import number, percent, span
@@ -53,8 +54,8 @@ def table(entries: list[Entry]) -> Table:
         grid.add_column(title, justify="right", no_wrap=True)
     for entry in entries:
         grid.add_row(
-            entry.name,
-            entry.kind,
+            Text(entry.name),
+            Text(entry.kind),
             f"[{STATUS_STYLE.get(entry.status, 'default')}]{entry.status}[/]",
             f"{entry.step}/{entry.num_steps}",
             percent(entry.accuracy),

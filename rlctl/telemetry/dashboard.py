@@ -23,6 +23,7 @@ from rlctl.telemetry.panels.speed import balance, balance_and_devices, devices, 
 from rlctl.telemetry.panels.startup import startup
 from rlctl.telemetry.panels.timing import phase_times, timing
 from rlctl.telemetry.run_dir import RunDir
+from rlctl.telemetry.safe_console import SafeConsole
 from rlctl.telemetry.state import RunReader, RunState
 from rlctl.telemetry.summary import say_goodbye
 
@@ -101,7 +102,7 @@ class LiveDashboard:
 
     def __init__(self, run: RunDir, console: Console | None = None) -> None:
         self._reader = RunReader(run.path)
-        self._console = console or Console()
+        self._console = console or SafeConsole()
         self._stop = threading.Event()
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._show, name="dashboard", daemon=True)

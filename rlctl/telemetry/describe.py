@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from rlctl.telemetry.escapes import neutral
 from rlctl.telemetry.formats import duration, number
 from rlctl.telemetry.jsonl import Record
 
@@ -29,7 +30,8 @@ def describe(event: Record) -> tuple[str, str]:
 
 
 def one_line(text: object) -> str:
-    return " ".join(str(text).split())
+    """Return a text of others as one line that is safe to show."""
+    return neutral(" ".join(str(text).split()))
 
 
 def _fields(event: Record) -> str:

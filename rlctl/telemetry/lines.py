@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
 
-from rich.console import Console
-
 from rlctl.telemetry.describe import describe
+from rlctl.telemetry.escapes import neutral
 from rlctl.telemetry.formats import duration, error_factor, number
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.telemetry.run_dir import RunDir
+from rlctl.telemetry.safe_console import SafeConsole
 from rlctl.telemetry.state import SILENT, RunReader, read_state
 from rlctl.telemetry.summary import say_goodbye
 
@@ -117,7 +117,7 @@ class LineView:
         self._stop.set()
         self._thread.join(timeout=5)
         self._try_print()
-        say_goodbye(read_state(self._run.path), Console(file=self._out, width=200), self._failure)
+        say_goodbye(read_state(self._run.path), SafeConsole(file=self._out, width=200), self._failure)
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
         """Blocks until the run has ended or died, or is given up: for a viewer that is not the run itself."""
@@ -144,7 +144,7 @@ class LineView:
         recent = [pair for pair in pairs if float(pair[0].get("time", 0.0)) >= self._since]
         for record, lines in sorted(recent, key=lambda pair: float(pair[0]["time"])):
             for line in lines(record):
-                print(line.encode("ascii", "replace").decode(), file=self._out, flush=True)
+                print(neutral(line).encode("ascii", "replace").decode(), file=self._out, flush=True)
 
     def _unseen_metrics(self) -> list[Record]:
         """A restart drops what will be done again by replacing the file, which is then read from its beginning."""

@@ -3,10 +3,10 @@
 import io
 from pathlib import Path
 
-from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from rlctl.telemetry.dashboard import render
+from rlctl.telemetry.safe_console import SafeConsole
 from rlctl.telemetry.state import RunState
 
 THEME = TerminalTheme(
@@ -37,7 +37,7 @@ THEME = TerminalTheme(
 
 def write_svg(state: RunState, path: Path, width: int, height: int) -> None:
     """The dashboard at width x height characters. Uses the reader's monospace fonts, loads nothing."""
-    console = Console(
+    console = SafeConsole(
         record=True, width=width, height=height, file=io.StringIO(), force_terminal=True, color_system="truecolor"
     )
     console.print(render(state, width, height))

@@ -29,13 +29,16 @@ class RunDir:
 
     @classmethod
     def create(cls, name: str, root: Path) -> "RunDir":
-        """Makes `root/name`. Raises RunDirError if the name is no plain folder name, or is in use."""
+        """Make `root/name`, which only this user enters: prompts, answers and configs may hold secrets.
+
+        Raises RunDirError if the name is no plain folder name, or is in use.
+        """
         if not re.fullmatch(r"\w[\w.+=-]*", name):
             raise RunDirError(f"run.name={name}: letters, digits and any of . _ - + = (it names a folder)")
         path = root / name
         root.mkdir(parents=True, exist_ok=True)
         try:
-            path.mkdir()
+            path.mkdir(0o700)
         except FileExistsError:
             raise RunDirError(
                 f"run.name={name} is in use ({path}): continue it with --resume {path}, or choose another name"

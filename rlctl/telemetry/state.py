@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlctl.telemetry.escapes import neutral
 from rlctl.telemetry.history import History
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.telemetry.process import lives
@@ -140,7 +141,7 @@ class RunReader:
         self._config = path / "config.yaml"
         self._checked = 0.0
         self._newest = 0.0
-        self.state = RunState(path.resolve().name)
+        self.state = RunState(neutral(path.resolve().name))
 
     def poll(self) -> bool:
         # Events first: run_started of a resumed run clears what its metrics are about to record anew.

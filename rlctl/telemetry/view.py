@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from rich.console import Console
-
 from rlctl.telemetry.dashboard import LiveDashboard
 from rlctl.telemetry.lines import LineView
 from rlctl.telemetry.process import identity
 from rlctl.telemetry.run_dir import RunDir
+from rlctl.telemetry.safe_console import SafeConsole
 from rlctl.telemetry.terminal import terminal_alone
 
 # The start time of a process is known to a second.
@@ -27,7 +26,7 @@ def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -
     if dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty()):
         with (
             terminal_alone(run.logs / "driver.log") as terminal,
-            LiveDashboard(run, Console(file=terminal)),
+            LiveDashboard(run, SafeConsole(file=terminal)),
         ):
             yield
     else:

@@ -1,11 +1,16 @@
 """What every trainer rank's process is, whatever trains in it: its place in the group, its device, its memory."""
 
+from typing import Any
+from urllib.parse import urlsplit
+
 import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from rlctl.config.schema import TrainerSection
 from rlctl.telemetry.cores import usable_cores
+from rlctl.workers.ports import open_store
 
 
 def join(section: TrainerSection, rank: int, world: int, init_method: str, device: torch.device) -> None:
@@ -15,7 +20,14 @@ def join(section: TrainerSection, rank: int, world: int, init_method: str, devic
     else:
         torch.set_num_threads(section.threads or max(1, usable_cores() // world))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world)
+    dist.init_process_group(backend, store=met_at(init_method, rank, world), rank=rank, world_size=world)
+
+
+def met_at(init_method: str, rank: int, world: int) -> Any:
+    """Return the store that ranks meet at, tcp://host:port, kept by rank 0."""
+    url = urlsplit(init_method)
+    assert url.hostname and url.port
+    return open_store(url.hostname, url.port, keeper=rank == 0, timeout=default_pg_timeout, world=world)
 
 
 def compute_dtype(section: TrainerSection, device: torch.device) -> torch.dtype:

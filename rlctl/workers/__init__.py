@@ -1,6 +1,8 @@
 """How the driver talks to processes. Ray reads its environment at import, so it is set here, before any part."""
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
@@ -14,6 +16,28 @@ ENVIRONMENT = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # Memory of other programs on the machine is not ours to answer for.
     "RAY_memory_monitor_refresh_ms": "0",
+    # Ray's metrics are told to whoever asks, without the token: nodes keep none, and the head's two servers of them,
+    # which have no switch, are sent to a port that there is not.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
 }
+# Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
+# for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
+
+
+@contextmanager
+def changed_environment(changed: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the time of the block."""
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value

@@ -1,13 +1,35 @@
-"""Ports for processes that must meet."""
+"""Ports for processes that must meet, and torch's store at one, which only the address that was asked for reaches."""
 
 import socket
+from datetime import timedelta
+from typing import Any
 
 LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str = LOOPBACK) -> int:
     """A TCP port of an address of this machine that nobody listens on at this moment."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+    with socket.socket(_family(address)) as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def open_store(host: str, port: int, *, keeper: bool, timeout: timedelta, world: int | None = None) -> Any:
+    """Return torch's TCPStore at host:port; its keeper listens on that address alone.
+
+    torch's own keeper listens on every interface, and whoever connects may read and write without a token. world:
+    processes that the keeper waits for; None waits for nobody.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": world is not None}
+    if keeper:
+        listening = socket.create_server((host, port), family=_family(host), backlog=1024)
+        # The store closes it.
+        options["master_listen_fd"] = listening.detach()
+    return TCPStore(host, port, world, keeper, **options)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

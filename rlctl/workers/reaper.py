@@ -3,28 +3,37 @@
 Ray's own processes notice a dead driver, but two of its agents live on (seen with Ray 2.60), and nobody removes
 the folders. The reaper waits at the other end of a pipe; when the driver is gone it ends every process that holds
 a file of the watched folders open, and removes the folders. Runs as a program of its own: `python reaper.py`.
+
+Who kills both leaves the folders behind. Each has a file that its driver holds a lock on: a folder whose lock is free
+is a dead driver's, whatever its process id says, and the next run removes it.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 GRACE_S = 2.0
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX, _OWNER = "rlctl-", ".owner"
 
 
 class Reaper:
     """The driver's end. `folder` makes a folder that is gone, with whoever uses it, when the driver is."""
 
     def __init__(self) -> None:
+        self._locks: dict[Path, int] = {}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, start_new_session=True, cwd="/", text=True
         )
@@ -37,10 +46,12 @@ class Reaper:
             yield path
         finally:
             sweep([path])
+            os.close(self._locks.pop(path))
 
     def make(self, prefix: str, root: str | None = None) -> Path:
-        """A new folder, for the caller to remove before it closes the reaper."""
+        """Make a folder that only this user enters, for the caller to remove before it closes the reaper."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        self._locks[path] = _own(path)
         self._tell(str(path))
         return path
 
@@ -50,6 +61,8 @@ class Reaper:
             assert self._process.stdin
             self._process.stdin.close()
         self._process.wait()
+        for descriptor in self._locks.values():
+            os.close(descriptor)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin
@@ -58,9 +71,36 @@ class Reaper:
             self._process.stdin.flush()
 
 
-def sweep(folders: list[Path]) -> None:
-    """End every other process that holds a file in `folders` open, then remove them."""
-    for process in psutil.process_iter():
+@dataclass(frozen=True)
+class Leftover:
+    """A folder of a dead driver. owner: that driver, in words. processes: (pid, name) that still use the folder."""
+
+    path: Path
+    owner: str
+    processes: tuple[tuple[int, str], ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{name} {pid}" for pid, name in self.processes)
+        return f"{self.path} ({self.nbytes / 2**20:.1f} MiB{f', in use by {used}' if used else ''}) of {self.owner}"
+
+
+def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
+    """Return what drivers of this user left in the temporary folders and in shared memory when they were killed."""
+    if roots is None:
+        roots = [Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY]
+    found = []
+    for path in sorted({path for root in set(roots) for path in root.glob(f"{_PREFIX}*")}):
+        owner = _dead_owner(path)
+        if owner is not None:
+            users = tuple((each.pid, each.name()) for each in _processes() if _uses(each, [path]))
+            found.append(Leftover(path, owner, users, _size(path)))
+    return found
+
+
+def sweep(folders: Sequence[Path]) -> None:
+    """End every other process of this user that uses `folders`, then remove them."""
+    for process in _processes():
         if process.pid != os.getpid() and _uses(process, folders):
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -68,12 +108,62 @@ def sweep(folders: list[Path]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _uses(process: psutil.Process, folders: list[Path]) -> bool:
+def free_bytes(folder: Path) -> int:
+    """Return the room in a folder's file system; 0 if there is no such folder."""
+    return shutil.disk_usage(folder).free if folder.is_dir() else 0
+
+
+def _own(folder: Path) -> int:
+    """Mark a new folder as this process's; return the descriptor that holds the lock as long as it is open."""
+    # It has its name only once it is locked: nobody finds it free in between.
+    unnamed = folder / f"{_OWNER}-"
+    descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    os.write(descriptor, f"process {os.getpid()}".encode())
+    unnamed.rename(folder / _OWNER)
+    return descriptor
+
+
+def _dead_owner(folder: Path) -> str | None:
+    """Return who made a folder of this user's, if that process is dead; else None."""
+    with contextlib.suppress(OSError):
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            return None
+        descriptor = os.open(folder / _OWNER, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.read(descriptor, 200).decode(errors="replace")
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _processes() -> Iterator[psutil.Process]:
+    """Yield this user's processes."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                yield process
+
+
+def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
     try:
         paths = [Path(file.path) for file in process.open_files()]
+        # One that was stopped, or lost its log, may hold no file open: the run's processes have this in common.
+        paths.append(Path(process.environ().get("TMPDIR") or "/"))
     except (psutil.Error, OSError):
         return False
     return any(path.is_relative_to(folder) for path in paths for folder in folders)
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total
 
 
 def main() -> None:

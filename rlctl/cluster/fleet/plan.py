@@ -5,20 +5,11 @@ from typing import Any
 
 from rlctl.cluster.fleet.state import Node, State
 from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
-from rlctl.workers import ENVIRONMENT
+from rlctl.workers import ENVIRONMENT, LOOPBACK_ONLY
 
 LOOPBACK = "127.0.0.1"
 _MIN_STORE = 75 << 20
-# Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
-# for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
-_LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-# Ray's metrics are told to whoever asks, without the token: its nodes keep none, and the head's two servers of them,
-# which have no switch, are sent to a port that there is not.
-_NO_METRICS = {
-    "RAY_enable_metrics_collection": "0",
-    "AUTOSCALER_METRIC_PORT": "-1",
-    "DASHBOARD_METRIC_PORT": "-1",
-}
+_NO_METRICS = {name: ENVIRONMENT[name] for name in ENVIRONMENT if "metric" in name.lower()}
 # A lost host is known after about 10 s rather than Ray's minute; a node that is busy may stand still for as long.
 _FOR_HEAD = {
     "RAY_health_check_period_ms": "1000",
@@ -58,7 +49,7 @@ def joined(address: str, port: int) -> str:
 
 def driver_environment(loopback: bool) -> dict[str, str]:
     """What a driver of the cluster needs in its environment, beside address and token."""
-    return dict(_LOOPBACK_ONLY) if loopback else {}
+    return dict(LOOPBACK_ONLY) if loopback else {}
 
 
 def start_request(config: HostCluster, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import tempfile
 import time
 from typing import Any
 
-# A Unix socket's path has at most 107 bytes, of which Ray's own part and our folder's name take 82.
-ROOM = 107 - 82
+# A Unix socket's path has at most 107 bytes, of which Ray's own part and our folder's name take 84.
+ROOM = 107 - 84
 
 
 def run(request: "dict[str, Any]") -> "dict[str, Any]":

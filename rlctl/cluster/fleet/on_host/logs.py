@@ -42,7 +42,7 @@ def run(request: dict[str, Any]) -> None:
 def folders_of(request: dict[str, Any]) -> "list[str]":
     live = request["folder"]
     if live and os.path.isdir(live):
-        return [live, os.path.join(live, "session_latest", "logs")]
+        return [live, os.path.join(live, "r", "session_latest", "logs")]
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     keep: str | None = request["keep"]
     keep = keep or os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
@@ -67,5 +67,7 @@ def say(node: str, path: str, lines: "list[str]") -> None:
     for line in lines:
         # Ray colours some lines whether anybody sees it or not.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)
+        # What else a terminal would obey may come from anywhere, a reward's output or a prompt in an error.
+        line = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", line)
         sys.stdout.write(f"{node} {name} | {line}\n")
     sys.stdout.flush()

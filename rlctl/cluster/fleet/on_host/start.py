@@ -25,6 +25,8 @@ ray_constants.ENABLE_RAY_CLUSTER = True
 services.resolve_ip_for_localhost = lambda host: host
 """
 MAIN = "sys.exit(scripts.main())"
+# Ray opens its folder to everybody: below the node's, which nobody else enters.
+RAY = "r"
 
 
 def run(request: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +43,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
     arguments = [each.replace("{port}", str(free_port())) for each in request["arguments"]]
     with open(os.path.join(folder, "start.log"), "wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-c", ray, "start", *arguments, "--block", "--temp-dir", folder],
+            [sys.executable, "-c", ray, "start", *arguments, "--block", "--temp-dir", os.path.join(folder, RAY)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -93,7 +93,7 @@ def is_parent(process: Any, folder: str) -> bool:
     except psutil.Error:
         # Gone since it was found.
         return False
-    return "--block" in command and folder in command
+    return "--block" in command and os.path.join(folder, "r") in command
 
 
 def tell(process: Any, number: int) -> None:
@@ -105,7 +105,7 @@ def tell(process: Any, number: int) -> None:
 
 def keep_logs(request: dict[str, Any]) -> Any:
     folder = request["folder"]
-    sources = [os.path.join(folder, "start.log"), os.path.join(folder, "session_latest", "logs")]
+    sources = [os.path.join(folder, "start.log"), os.path.join(folder, "r", "session_latest", "logs")]
     if not any(map(os.path.exists, sources)):
         return None
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
