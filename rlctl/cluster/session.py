@@ -5,6 +5,7 @@ no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted wi
 """
 
 import contextlib
+import errno
 import os
 import shlex
 import socket
@@ -27,7 +28,7 @@ from rlctl.refit.messages import RefitError
 from rlctl.rewards.base import RewardError
 from rlctl.telemetry.escapes import neutral
 from rlctl.telemetry.events import EventLog, MetricsLog
-from rlctl.telemetry.files import write_whole
+from rlctl.telemetry.files import Reserve, write_whole
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.process import lives
 from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name
@@ -43,6 +44,8 @@ _BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError)
 _LONGEST_PAUSE_S = 60.0
 # Who submits a job lets go of the run's lock when Ray has said yes, which the driver may be ahead of.
 _HANDED_OVER_S = 30.0
+# For the last events, a traceback and a summary's files.
+_LAST_WORDS_BYTES = 64 << 10
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Session:
     interrupts: Interrupts
     checkpoint: Checkpoint | None
     ground: Ground
+    reserve: Reserve
     attempts: int = 1
 
     @property
@@ -120,11 +124,18 @@ def _driven(
     def notify() -> None:
         events.emit("warning", what=f"{interrupts.by}: finishing this step and saving; again: stop now")
 
-    with show_run(run_dir, shown.dashboard, config.run.log_every), Interrupts(notify) as interrupts:
-        session = Session(config, run_dir, events, keeper, interrupts, checkpoint, ground)
+    reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
+    with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
+        session = Session(config, run_dir, events, keeper, interrupts, checkpoint, ground, reserve)
         code, status, reason = _run(session, body)
         metrics.close()
-        events.emit("run_ended", status=status, reason=reason, next=_next_commands(config, run_dir, status))
+        reserve.release()
+        lost = events.lost + metrics.lost
+        if lost:
+            reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
+        end = {"status": status, "reason": reason, "next": _next_commands(config, run_dir, status)}
+        events.emit("run_ended", **end)
+        view.end = {"kind": "run_ended", "time": time.time(), **end}
     return code
 
 
@@ -207,16 +218,18 @@ def _sleep(session: Session, seconds: float) -> None:
 
 
 def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
+    session.reserve.release()
     session.events.emit("error", what=reason)
     return code, "failed", reason
 
 
 def _explain(error: BaseException) -> str:
-    first = str(error).strip().splitlines() or [type(error).__name__]
-    return first[0]
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{first}; make room there, then resume" if os.strerror(errno.ENOSPC) in first else first
 
 
 def _keep_traceback(session: Session, error: BaseException) -> None:
+    session.reserve.release()
     with contextlib.suppress(OSError), (session.logs / "driver.log").open("a") as log:
         traceback.print_exception(error, file=log)
         if isinstance(error, WorkerError):

@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.live import Live
 
+from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.panels.ages import ages, bound
 from rlctl.telemetry.panels.canvas import Frame, Row, beside
 from rlctl.telemetry.panels.curve import curve
@@ -97,7 +98,8 @@ def _on_devices(state: RunState) -> int:
 class LiveDashboard:
     """Shows a run from its files while the `with` block runs; at the end, the summary.
 
-    What fails in here ends the picture, never the run: the reason is printed at the end.
+    What fails in here ends the picture, never the run: the reason is printed at the end. end: the run_ended event, told
+    by the run itself.
     """
 
     def __init__(self, run: RunDir, console: Console | None = None) -> None:
@@ -105,6 +107,7 @@ class LiveDashboard:
         self._console = console or SafeConsole()
         self._stop = threading.Event()
         self._failure: Exception | None = None
+        self.end: Record | None = None
         self._thread = threading.Thread(target=self._show, name="dashboard", daemon=True)
 
     def __enter__(self) -> "LiveDashboard":
@@ -117,6 +120,8 @@ class LiveDashboard:
         self._stop.set()
         self._thread.join(timeout=5)
         self._reader.poll()
+        if self.end:
+            self._reader.state.end_with(self.end)
         say_goodbye(self._reader.state, self._console, self._failure)
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:

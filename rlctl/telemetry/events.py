@@ -40,6 +40,11 @@ class EventLog:
     def emit(self, kind: str, **fields: Any) -> None:
         self._writer.write({"time": self._now(), "kind": kind, **fields})
 
+    @property
+    def lost(self) -> int:
+        """Events that could not be written."""
+        return self._writer.lost
+
 
 class MetricsLog:
     """metrics.jsonl: one flat record a step (kind "step") and one a validation (kind "validation").
@@ -60,6 +65,11 @@ class MetricsLog:
         self._trackers = trackers
         self._now = now
         self._refused: set[str] = set()
+
+    @property
+    def lost(self) -> int:
+        """Records that could not be written."""
+        return self._writer.lost
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
         clean = {name: number for name, value in metrics.items() if (number := self._number(name, value)) is not None}

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -15,6 +16,21 @@ def write_whole(path: Path, content: str | bytes) -> None:
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "wb") as file:
         file.write(content.encode("utf-8") if isinstance(content, str) else content)
     temporary.replace(path)
+
+
+class Reserve:
+    """Room on the disk that is given back when a run ends, so that its last words fit on a disk that is full."""
+
+    def __init__(self, path: Path, nbytes: int) -> None:
+        """Claims nothing where the disk is full already."""
+        self._path = path
+        with suppress(OSError), path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+
+    def release(self) -> None:
+        """Give the room back."""
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
 
 
 def foreign_link(path: Path) -> Path | None:

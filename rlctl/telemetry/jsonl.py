@@ -17,13 +17,15 @@ Record = dict[str, Any]
 class JsonlWriter:
     """Appends records, one line each, visible to readers as soon as `write` returns. Thread-safe; never raises.
 
-    A write that fails (full disk, lost mount) is one warning on stderr; later records are tried again.
+    A write that fails (full disk, lost mount) is one warning on stderr; later records are tried again. lost: records
+    that could not be written.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._warned = False
+        self.lost = 0
         self._torn = _ends_mid_line(path)
 
     def write(self, record: Record) -> None:
@@ -34,6 +36,7 @@ class JsonlWriter:
                 self._torn = False
             except OSError as error:
                 self._torn = True
+                self.lost += 1
                 self._warn(error)
 
     def _append(self, data: bytes) -> None:

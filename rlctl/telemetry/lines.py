@@ -93,6 +93,7 @@ class LineView:
     """Prints a run's lines while the `with` block runs; at the end, the summary.
 
     every: only each so-many-th step. since: unix seconds; what was written before, by earlier attempts, is not shown.
+    end: the run_ended event, told by the run itself.
     """
 
     def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
@@ -106,6 +107,7 @@ class LineView:
         self._thread = threading.Thread(target=self._follow, name="lines", daemon=True)
         self._since = since
         self._newest = 0.0
+        self.end: Record | None = None
 
     def __enter__(self) -> "LineView":
         self._thread.start()
@@ -117,7 +119,10 @@ class LineView:
         self._stop.set()
         self._thread.join(timeout=5)
         self._try_print()
-        say_goodbye(read_state(self._run.path), SafeConsole(file=self._out, width=200), self._failure)
+        state = read_state(self._run.path)
+        if self.end:
+            state.end_with(self.end)
+        say_goodbye(state, SafeConsole(file=self._out, width=200), self._failure)
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
         """Blocks until the run has ended or died, or is given up: for a viewer that is not the run itself."""

@@ -88,6 +88,12 @@ class RunState:
         values = self.values(name)[-count:] if count else self.values(name)
         return sum(values) / len(values) if values else None
 
+    def end_with(self, event: Record) -> None:
+        """Take note of an end that the run's own process knows of, should its file have had no room for it."""
+        if not self.end:
+            self.apply_event(event)
+            self.status, self.now = event["status"], float(event["time"])
+
     def apply_event(self, event: Record) -> None:
         kind = event.get("kind")
         if kind == "run_started":

@@ -17,18 +17,18 @@ CLOCK_SLACK_S = 2.0
 
 
 @contextmanager
-def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -> Iterator[None]:
+def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -> "Iterator[LiveDashboard | LineView]":
     """Shows `run` while the block runs, and its summary after it.
 
-    dashboard, every: telemetry.dashboard and run.log_every. Emit run_ended before leaving the block. Under the
-    dashboard, other output of this process goes to logs/latest/driver.log: start the attempt first.
+    dashboard, every: telemetry.dashboard and run.log_every. Emit run_ended before leaving the block, and tell the view.
+    Under the dashboard, other output of this process goes to logs/latest/driver.log: start the attempt first.
     """
     if dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty()):
         with (
             terminal_alone(run.logs / "driver.log") as terminal,
-            LiveDashboard(run, SafeConsole(file=terminal)),
+            LiveDashboard(run, SafeConsole(file=terminal)) as view,
         ):
-            yield
+            yield view
     else:
-        with LineView(run, every, identity()["create_time"] - CLOCK_SLACK_S):
-            yield
+        with LineView(run, every, identity()["create_time"] - CLOCK_SLACK_S) as view:
+            yield view

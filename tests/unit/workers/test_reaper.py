@@ -1,0 +1,83 @@
+"""What a driver leaves that is killed together with its reaper, and what is nobody's to remove."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from rlctl.workers.reaper import leftovers, sweep
+
+DRIVER = """
+import subprocess, sys, time
+from rlctl.workers.reaper import Reaper
+reaper = Reaper()
+folder = reaper.make("rlctl-", sys.argv[1])
+(folder / "weights").write_bytes(b"1" * 2**20)
+# One of the run's processes, which holds no file open.
+user = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={"TMPDIR": str(folder)})
+print(folder, user.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
+    """A process that has made a folder, and another that works in it."""
+    process = subprocess.Popen([sys.executable, "-c", DRIVER, str(root)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    folder, user = process.stdout.readline().split()
+    child = psutil.Process(int(user))
+    try:
+        yield process, Path(folder), child
+    finally:
+        for each in (process, child):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+
+
+def kill_with_reaper(process: "subprocess.Popen[str]") -> None:
+    reapers = [each for each in psutil.Process(process.pid).children(True) if "reaper.py" in " ".join(each.cmdline())]
+    assert len(reapers) == 2
+    for each in reapers:
+        # The one half ends with the other.
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.kill()
+    process.wait()
+
+
+def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_removed(tmp_path: Path) -> None:
+    with driver(tmp_path) as (process, folder, user), driver(tmp_path) as (_, living, _):
+        assert leftovers([tmp_path]) == []
+        kill_with_reaper(process)
+        (left,) = leftovers([tmp_path])
+        assert left.path == folder
+        assert left.owner == f"process {process.pid}"
+        assert [pid for pid, _ in left.processes] == [user.pid]
+        assert f"{folder} (1.0 MiB, in use by {user.name()} {user.pid}) of process {process.pid}" == str(left)
+        sweep([left.path])
+        user.wait(10)
+        assert not folder.exists()
+        assert living.exists()
+    assert leftovers([tmp_path]) == []
+
+
+def test_what_is_not_surely_a_dead_drivers_of_this_user_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "rlctl-of-an-earlier-version").mkdir(0o700)
+    (tmp_path / "rlctl-open-to-others").mkdir()
+    (tmp_path / "rlctl-open-to-others" / ".owner").touch()
+    (tmp_path / "elsewhere").mkdir(0o700)
+    (tmp_path / "elsewhere" / ".owner").touch()
+    (tmp_path / "rlctl-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "rlctl-file").touch()
+    if os.geteuid() == 0:
+        foreign = tmp_path / "rlctl-of-somebody-else"
+        foreign.mkdir(0o700)
+        (foreign / ".owner").touch()
+        os.chown(foreign, 65534, 65534)
+    assert leftovers([tmp_path]) == []
