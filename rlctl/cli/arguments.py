@@ -1,5 +1,6 @@
 """What stands behind a command: at most one recipe, and any number of key=value overrides."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,18 @@ Arguments = Annotated[
         show_default=False,
     ),
 ]
+
+
+def runs_folder(overrides: Iterable[str] = ()) -> Path:
+    """Return the folder in which a run is looked up by its name: `run.dir` of the overrides, or its default."""
+    given = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
+    if given:
+        return Path(given[-1])
+    import yaml
+
+    from rlctl.config.shipped import CONFIGS
+
+    return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
 
 
 def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:

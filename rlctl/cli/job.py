@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from rlctl.cluster.jobs.head import SECRETS
+from rlctl.cluster.jobs.head import CONFIG, SECRETS
 from rlctl.cluster.jobs.record import JobRecord
 
 
@@ -27,7 +27,7 @@ def main() -> int:
     from rlctl.cluster.standing import StandingCluster
     from rlctl.config.load import load
 
-    composed = load(None, str(run / "config.yaml"), [], resume=True)
+    composed = load(None, str(run / CONFIG), [], resume=True)
     config, ground = composed.config, StandingCluster("--wait" in flags)
     if config.kind == "grpo":
         return run_grpo(config, composed.to_yaml(), ground, run, probe_only="--probe" in flags)

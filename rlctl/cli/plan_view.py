@@ -30,6 +30,15 @@ def format_plan(plan: Plan) -> "Group":
     return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
 
 
+def format_rows(title: str, rows: list[tuple[str, str]]) -> "Group":
+    """One more part of a plan."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    return Group(Text(title, "bold"), Padding(_rows(rows), (0, 0, 0, 2)))
+
+
 def _rows(rows: list[tuple[str, str]]) -> "Table":
     table = _table(width=16)
     table.add_column(overflow="fold")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rlctl.cli.arguments import runs_folder
 from rlctl.cli.explained import explained
 from rlctl.cli.output import say
 
@@ -164,19 +165,13 @@ def _print(table: "RenderableType") -> "Console":
 
 
 def _root(root: Path | None) -> Path:
-    if root is not None:
-        return root
-    import yaml
-
-    from rlctl.config.shipped import CONFIGS
-
-    return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
+    return root or runs_folder()
 
 
 def _find(run: str, root: Path | None) -> Path:
     """The directory of a run by name, by path, or the newest; exit code 2 and one line if there is none."""
     from rlctl.telemetry.catalogue import newest
-    from rlctl.telemetry.run_dir import RunDir, RunDirError
+    from rlctl.telemetry.run_dir import RunDirError, find_run
 
     folder = _root(root)
     if not run:
@@ -185,9 +180,8 @@ def _find(run: str, root: Path | None) -> Path:
             say(f"no runs in {folder}; start one with: rlctl train grpo", err=True)
             raise typer.Exit(2)
         return latest
-    path = folder / run if (folder / run).is_dir() else Path(run)
     try:
-        return RunDir.open(path).path
+        return find_run(run, folder)
     except RunDirError as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -9,9 +9,10 @@ import typer
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report, say
 from rlctl.cli.train_there import Where, train_there
-from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from rlctl.cli.resume import Resumed
     from rlctl.cluster.ground import Ground
     from rlctl.config.load import Composed
     from rlctl.config.plan import Plan
@@ -21,7 +22,7 @@ app = typer.Typer(help="Train a model: GRPO, SFT.", no_args_is_help=True)
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write the resolved config, start nothing.")]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN_DIR", help="Continue this run with its own config; overrides still apply."),
+    typer.Option(metavar="RUN", help="Continue this run, by name or directory, with its config; overrides apply."),
 ]
 CompiledGraph = Annotated[
     bool, typer.Option("--compiled-graph", help="Call the ranks through a Ray Compiled Graph, after a warm-up.")
@@ -63,7 +64,7 @@ def grpo(
 ) -> None:
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     where = Where(cluster, wait, detach, env or [], probe)
-    composed, ground = _started("grpo", arguments, resume, dry_run, where)
+    composed, ground, resume = _started("grpo", arguments, resume, dry_run, where)
     from rlctl.cluster.launch import run_grpo
 
     raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe_only=probe))
@@ -90,7 +91,7 @@ def sft(
     """Supervised fine-tuning on chats or on prompts with answers."""
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
-    composed, ground = _started("sft", arguments, resume, dry_run, Where(cluster, wait, detach, env or []))
+    composed, ground, resume = _started("sft", arguments, resume, dry_run, Where(cluster, wait, detach, env or []))
     from rlctl.cluster.launch_sft import run_sft
 
     raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume))
@@ -98,38 +99,43 @@ def sft(
 
 def _started(
     kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where
-) -> "tuple[Composed, Ground]":
-    """The run that this process is to drive, and what it stands on; others, and dry runs, end the command here."""
+) -> "tuple[Composed, Ground, Path | None]":
+    """The run that this process is to drive, what it stands on, and the directory that it resumes.
+
+    Others, and dry runs, end the command here.
+    """
     target = where.target()
-    composed = load_run(kind, arguments, resume, away=target is not None and target.away)
+    composed, resumed = load_run(kind, arguments, resume, away=target is not None and target.away)
     if target is not None:
-        raise typer.Exit(train_there(where, target, composed, resume, dry_run))
+        raise typer.Exit(train_there(where, target, composed, resumed, dry_run))
     ground = where.ground()
-    _check_here(composed, dry_run, elsewhere=where.cluster is not None)
-    return composed, ground
+    _check_here(composed, resumed, dry_run, elsewhere=where.cluster is not None)
+    return composed, ground, resumed.run if resumed else None
 
 
-def load_run(kind: str, arguments: list[str] | None, resume: Path | None, away: bool) -> "Composed":
-    """The config that a command line asks for. away: see `load`. Raises ConfigError."""
+def load_run(
+    kind: str, arguments: list[str] | None, resume: Path | None, away: bool
+) -> "tuple[Composed, Resumed | None]":
+    """The config that a command line asks for, and the run that it continues. away: see `load`. Raises ConfigError."""
+    from rlctl.cli.resume import find_resumed, refuse_contradictions
     from rlctl.config.load import load
 
     recipe, overrides = split(arguments)
     if resume is None:
-        return load(kind, recipe, overrides, away=away)
+        return load(kind, recipe, overrides, away=away), None
     if recipe is not None:
         raise ConfigError([Problem(f"--resume {resume}", "", f"a run keeps its own config: leave out {recipe}")])
-    if not (resume / "config.yaml").is_file():
-        names = [path.parent.name for path in resume.parent.glob("*/config.yaml")]
-        hint = did_you_mean(resume.name, names) or "; see `rlctl runs list`"
-        raise ConfigError([Problem(f"--resume {resume}", "", f"no run there: it has no config.yaml{hint}")])
-    return load(kind, str(resume / "config.yaml"), overrides, resume=True, away=away)
+    found = find_resumed(resume, overrides)
+    composed = load(kind, str(found.run / "config.yaml"), overrides, resume=True, away=away)
+    refuse_contradictions(composed, found.run)
+    return composed, found
 
 
-def _check_here(composed: "Composed", dry_run: bool, elsewhere: bool) -> None:
+def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> None:
     """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
     plan = _plan(composed)
     if dry_run:
-        show_plan(composed, plan)
+        show_plan(composed, plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
     note(composed.notes)
@@ -141,12 +147,18 @@ def _check_here(composed: "Composed", dry_run: bool, elsewhere: bool) -> None:
         raise typer.Exit(FAILED)
 
 
-def show_plan(composed: "Composed", plan: "Plan", where: str = "") -> None:
+def show_plan(composed: "Composed", plan: "Plan", resumed: "Resumed | None", where: str = "") -> None:
     """The end of a dry run. where: the options that say where it would run."""
-    from rlctl.cli.plan_view import format_plan
+    from rlctl.cli.plan_view import format_plan, format_rows
+    from rlctl.cli.resume import plan_of_resume
 
     note(composed.notes)
     console().print(format_plan(plan))
+    if resumed:
+        console().print(format_rows("resume", plan_of_resume(composed, resumed.run)))
+        refuse(composed, plan.too_large)
+        typer.echo(f"\nrun it: {resumed.command(plan.kind, where)}")
+        raise typer.Exit(OK)
     refuse(composed, plan.too_large)
     path = _write(composed)
     say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}{where}")

@@ -12,6 +12,7 @@ from rlctl.cli.output import FAILED, INTERRUPTED, OK, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from rlctl.cli.resume import Resumed
     from rlctl.cluster.ground import Ground
     from rlctl.cluster.jobs.submit import Target
     from rlctl.config.load import Composed
@@ -55,7 +56,7 @@ class Where:
         return StandingCluster(self.wait)
 
 
-def train_there(where: Where, target: "Target", composed: "Composed", resume: Path | None, dry_run: bool) -> int:
+def train_there(where: Where, target: "Target", composed: "Composed", resumed: "Resumed | None", dry_run: bool) -> int:
     """Returns the exit code: the run's own, if it is watched to its end."""
     from rlctl.cli.train import refuse, show_plan
     from rlctl.cluster.jobs.submit import Order, submit
@@ -66,13 +67,13 @@ def train_there(where: Where, target: "Target", composed: "Composed", resume: Pa
     config = composed.config
     plan = make_plan(config, architecture_of(config.model.path), target.gpus, target.device_memory, target.rooms())
     if dry_run:
-        show_plan(composed, plan, f" --cluster {target.state.name}")
+        show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
     short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None
     refuse(composed, short or plan.too_large)
     note(composed.notes)
     flags = ["--wait"] * where.wait + ["--probe"] * where.probe
     with explained():
-        run = submit(target, Order(composed.values(), resume, where.secrets, flags, RECIPES))
+        run = submit(target, Order(composed.values(), resumed.run if resumed else None, where.secrets, flags, RECIPES))
     say(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
     return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 

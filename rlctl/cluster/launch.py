@@ -16,6 +16,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.data.prompts import Prompt
 from rlctl.telemetry.process import identity
+from rlctl.training.fingerprint import digest_rows, made_with
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _grpo(session: Session, probe_only: bool) -> None:
     config = session.config
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
+    session.depend_on(made_with(config, Path(files.source)))
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
         loading: list[Future[Prompts]] = []
@@ -156,6 +158,7 @@ def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts
     stack.callback(loop.close)
     if session.checkpoint:
         loop.resume(session.checkpoint)
+    session.go_on()
     loop.run(session.start)
 
 
@@ -185,6 +188,7 @@ def announce(session: Session, config: RunConfig, num_steps: int, placement: Pla
         num_steps=num_steps,
         start_step=session.start,
         attempt=session.run_dir.attempt,
+        damaged=list(session.damaged.values()),
         devices={"trainer": placement.trainer_devices, "generator": placement.generator_devices},
         device=placement.device,
         **identity(),
@@ -200,6 +204,7 @@ def _load(config: GrpoConfig, files: ModelFiles, session: Session) -> Prompts:
         tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
         train, report = load_prompts(config.data, config.data.train, tokenizer)
         session.events.emit("data", what=f"train: {report}")
+        session.depend_on_rows(digest_rows(train))
         check_room(train, config.generation.max_new_tokens, length)
         validation: list[Prompt] = []
         if config.data.validation.path and config.validation.every:

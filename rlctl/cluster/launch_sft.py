@@ -12,6 +12,7 @@ from rlctl.cluster.session import Session, run_session
 from rlctl.config.parallel import layout
 from rlctl.config.schema import RunConfig, SftConfig
 from rlctl.data.prompts import Sample
+from rlctl.training.fingerprint import digest_rows, made_with
 
 Samples = tuple[list[Sample], list[Sample]]
 
@@ -25,6 +26,7 @@ def _sft(session: Session) -> None:
     config = session.config
     assert isinstance(config, SftConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
+    session.depend_on(made_with(config, Path(files.source)))
     with ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
         loading: list[Future[Samples]] = []
@@ -77,6 +79,7 @@ def _assembled(
     loop = SftLoop(config, parts, lambda: session.interrupts.asked)
     if session.checkpoint:
         loop.resume(session.checkpoint)
+    session.go_on()
     loop.run(session.start)
 
 
@@ -91,6 +94,7 @@ def _load(config: SftConfig, files: ModelFiles, session: Session) -> Samples:
         tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
         train, report = load_samples(config.data, config.data.train, tokenizer, config.sft.mask, length)
         session.events.emit("data", what=f"train: {report}")
+        session.depend_on_rows(digest_rows(train))
         shards = layout(config.trainer).data
         packs = packing(step_lengths(train, config), shards, config.trainer.micro_batch_tokens)
         session.events.emit("data", what=f"packing: {packs}")

@@ -17,10 +17,11 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 class ModelFiles:
     """folder: a Hugging Face folder on this machine. max_length: tokens. stop_token_ids: end-of-text tokens.
 
-    hidden: attention heads times their size.
+    source: the folder that the config names, another one with `random_init`. hidden: heads times their size.
     """
 
     folder: str
+    source: str
     max_length: int
     stop_token_ids: tuple[int, ...]
     layers: int
@@ -32,13 +33,13 @@ class ModelFiles:
 
         With `random_init` the folder is made anew inside the run directory, once for all attempts.
         """
-        folder = model.path if Path(model.path).is_dir() else _download(model.path)
-        if model.random_init:
-            folder = _random(folder, run_dir / "init", seed)
+        source = model.path if Path(model.path).is_dir() else _download(model.path)
+        folder = _random(source, run_dir / "init", seed) if model.random_init else source
         config = _read(Path(folder) / "config.json")
         stops = _ids(_read(Path(folder) / "generation_config.json")) or _ids(config)
         return cls(
             folder,
+            source,
             int(config["max_position_embeddings"]),
             stops,
             int(config["num_hidden_layers"]),

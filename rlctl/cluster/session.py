@@ -13,8 +13,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -34,13 +35,14 @@ from rlctl.telemetry.process import lives
 from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.trackers import open_trackers
 from rlctl.telemetry.view import show_run
-from rlctl.training.checkpoints import Checkpoint, Checkpoints
+from rlctl.training.checkpoints import Checkpoint, NoWholeCheckpoint
+from rlctl.training.fingerprint import contradictions
 from rlctl.training.keeper import Keeper
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 
 # Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
-_BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError)
+_BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
 _LONGEST_PAUSE_S = 60.0
 # Who submits a job lets go of the run's lock when Ray has said yes, which the driver may be ahead of.
 _HANDED_OVER_S = 30.0
@@ -50,20 +52,28 @@ _LAST_WORDS_BYTES = 64 << 10
 
 @dataclass
 class Session:
-    """What a run works with while it lasts. start: steps already done. checkpoint: what it resumes from."""
+    """What a run works with while it lasts. resolved: its config as YAML. resumed: there was an attempt before.
+
+    checkpoint: what it goes on from. damaged: newer ones, by their folder, each with a line that says why it is not
+    that one.
+    """
 
     config: RunConfig
+    resolved: str
     run_dir: RunDir
     events: EventLog
     keeper: Keeper
     interrupts: Interrupts
-    checkpoint: Checkpoint | None
     ground: Ground
     reserve: Reserve
+    resumed: bool
     attempts: int = 1
+    checkpoint: Checkpoint | None = None
+    damaged: dict[Path, str] = field(default_factory=dict)
 
     @property
     def start(self) -> int:
+        """Steps already done."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
@@ -71,12 +81,49 @@ class Session:
         """Folder of this attempt's logs, one file a process."""
         return self.run_dir.logs.resolve()
 
+    def find_checkpoint(self) -> None:
+        """Set `checkpoint` to the newest whole one, and say which newer ones are damaged. Raises NoWholeCheckpoint."""
+        with self.starting("checkpoint"):
+            try:
+                found = self.keeper.checkpoints.newest_whole()
+            except NoWholeCheckpoint as error:
+                anew = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
+                raise NoWholeCheckpoint(f"{error}; to begin anew: {shlex.join(anew)}") from None
+        self.checkpoint, self.damaged = found.checkpoint, found.damaged
+        for line in found.damaged.values():
+            self.events.emit("warning", what=f"damaged checkpoint: {line}; going on after step {self.start} instead")
+        for line in found.notes:
+            self.events.emit("warning", what=line)
+
+    def depend_on(self, made_with: dict[str, Any]) -> None:
+        """Keep what checkpoints depend on with them; RunDirError if the one to go on from depends on something else."""
+        self.keeper.made_with = made_with
+        if self.checkpoint:
+            wrong = contradictions(self.checkpoint.state["made_with"], made_with, self.start)
+            if wrong:
+                raise RunDirError("; ".join(f"{each.key}: {each}" for each in wrong))
+
+    def depend_on_rows(self, digest: str) -> None:
+        """Do the same for the rows that are trained on, see `digest_rows`."""
+        self.keeper.made_with["rows"] = digest
+        if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
+            what = f"its rows are not those among which the cursor of the checkpoint of step {self.start} stands"
+            raise DataError(f"data.train.path: {self.config.data.train.path}: {what}")
+
+    def go_on(self) -> None:
+        """Make the attempt the run's own, once all of the checkpoint is loaded: its config is kept, what was recorded
+        after the checkpoint is cut off, and damaged checkpoints lose their names."""
+        if self.resumed:
+            self.run_dir.truncate_metrics(self.start)
+            write_whole(self.run_dir.config, self.resolved)
+            for path in self.damaged:
+                self.keeper.checkpoints.set_aside(path)
+
     def begin_again(self) -> None:
-        """Back to the newest checkpoint, as a resume would: what came after it is done once more."""
+        """Start the next attempt of the same process, which goes on as a resume would."""
         self.keeper = _keeper(self.config, self.run_dir, self.events, self.keeper.metrics)
-        self.checkpoint = self.keeper.checkpoints.latest()
-        self.run_dir.truncate_metrics(self.start)
-        self.run_dir.start_attempt()
+        _start_attempt(self.run_dir, self.resolved)
+        self.resumed = True
         self.attempts += 1
 
     @contextlib.contextmanager
@@ -96,12 +143,12 @@ def run_session(
 ) -> int:
     """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
-        run_dir, claim, checkpoint = _open(config, resolved, resume, ground)
+        run_dir, claim = _open(config, resolved, resume, ground)
     except (RunDirError, OSError) as error:
         print(f"error: {neutral(str(error))}", file=sys.stderr)
         return 2
     try:
-        return _driven(config, resolved, run_dir, checkpoint, body, ground)
+        return _driven(config, resolved, run_dir, resume is not None, body, ground)
     finally:
         os.close(claim)
 
@@ -110,7 +157,7 @@ def _driven(
     config: RunConfig,
     resolved: str,
     run_dir: RunDir,
-    checkpoint: Checkpoint | None,
+    resumed: bool,
     body: Callable[[Session], None],
     ground: Ground,
 ) -> int:
@@ -126,7 +173,7 @@ def _driven(
 
     reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
     with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
-        session = Session(config, run_dir, events, keeper, interrupts, checkpoint, ground, reserve)
+        session = Session(config, resolved, run_dir, events, keeper, interrupts, ground, reserve, resumed)
         code, status, reason = _run(session, body)
         metrics.close()
         reserve.release()
@@ -143,27 +190,26 @@ def _keeper(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: Metri
     return Keeper(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
 
 
-def _open(
-    config: RunConfig, resolved: str, resume: Path | None, ground: Ground
-) -> tuple[RunDir, int, Checkpoint | None]:
-    """The run's directory, made ready for an attempt; the lock that makes it this process's; where it resumes."""
+def _open(config: RunConfig, resolved: str, resume: Path | None, ground: Ground) -> tuple[RunDir, int]:
+    """The run's directory, made ready for an attempt, and the lock that makes it this process's."""
     if resume is None:
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
         claim = run_dir.claim()
         write_whole(run_dir.config, resolved)
-        checkpoint = None
     else:
         run_dir = RunDir.open(resume)
         ground.refuse(run_dir)
         _refuse_if_alive(run_dir)
         claim = run_dir.claim(_HANDED_OVER_S)
-        kept = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
-        checkpoint = kept.latest()
-        run_dir.truncate_metrics(checkpoint.step if checkpoint else 0)
-        write_whole(run_dir.config, resolved)
+    _start_attempt(run_dir, resolved)
+    return run_dir, claim
+
+
+def _start_attempt(run_dir: RunDir, resolved: str) -> None:
+    """New logs; the config beside them says what was asked of this attempt, whatever became of it."""
     run_dir.start_attempt()
-    return run_dir, claim, checkpoint
+    write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
 
 
 def _refuse_if_alive(run_dir: RunDir) -> None:
@@ -197,6 +243,8 @@ def _last(session: Session, body: Callable[[Session], None]) -> None:
     run = session.config.run
     while True:
         try:
+            if session.resumed:
+                session.find_checkpoint()
             return body(session)
         except (WorkerDied, WorkerTimeout, NoEngineLeft) as error:
             if session.attempts > run.max_restarts or session.interrupts.asked:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.config.errors import did_you_mean
 from rlctl.telemetry.formats import model_name
 
 _CLAIM_POLL_S = 0.1
@@ -89,8 +90,8 @@ class RunDir:
     @property
     def attempt(self) -> int:
         """Number of the newest attempt; 0 before the first."""
-        folders = (self.path / "logs").glob("attempt_*")
-        return max((int(folder.name.removeprefix("attempt_")) for folder in folders), default=0)
+        names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
+        return max((int(name[1]) for name in names if name), default=0)
 
     def claim(self, wait_s: float = 0.0) -> int:
         """A lock on the run that only one process has, until it closes the descriptor or ends.
@@ -128,6 +129,19 @@ class RunDir:
         for path in (self.metrics, self.rollouts):
             if path.exists():
                 _drop_after(path, step)
+
+
+def find_run(text: str, root: Path) -> Path:
+    """Return the directory of the run that `text` names, below `root` or by its path. Raises RunDirError."""
+    for path in (root / text, Path(text)):
+        if (path / "config.yaml").is_file() or (path / "events.jsonl").is_file():
+            return path
+    folder, typed = (root, text) if Path(text).name == text else (Path(text).parent, Path(text).name)
+    names = sorted({path.parent.name for path in folder.glob("*/*") if path.name in ("config.yaml", "events.jsonl")})
+    near = did_you_mean(typed, names)
+    if not near and Path(text).is_dir():
+        raise RunDirError(f"{text} is no run directory: it has neither config.yaml nor events.jsonl")
+    raise RunDirError(f"{text}: no such run{near or '; `rlctl runs list` shows what there is'}")
 
 
 def automatic_name(kind: str, model: str, root: Path) -> str:

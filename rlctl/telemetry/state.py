@@ -117,11 +117,15 @@ class RunState:
             self.events.append(event)
 
     def apply_metrics(self, record: Record) -> None:
+        if record["step"] > self.start.get("start_step", 0) and record["time"] < self.start.get("time", 0.0):
+            # A resume cuts it off once its checkpoint is loaded.
+            return
         (self.validations if record.get("kind") == "validation" else self.steps).add(record)
 
     def _begin(self, event: Record) -> None:
         done = int(event.get("start_step", 0))
         self.start, self.end, self.phase, self.startup = event, {}, None, {}
+        self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
         self.steps.drop_after(done)
         self.validations.drop_after(done)
         self.health = {

@@ -56,6 +56,8 @@ def print_next_steps(state: RunState, console: Console) -> None:
 
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed)}"
+    for line in state.start.get("damaged") or []:
+        yield "damaged", f"{one_line(line)}; gone on after step {state.start.get('start_step', 0)} instead"
     for label, name, show in (
         ("held-out accuracy", "validation/accuracy", percent),
         ("held-out pass@k", "validation/pass_at_k", percent),

@@ -39,6 +39,8 @@ class Keeper:
         # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
         self.measured: dict[str, float] = {}
         self.saved: int | None = None
+        # What checkpoints depend on, see fingerprint.py.
+        self.made_with: dict[str, Any] = {}
 
     def validation_due(self, step: int, last: bool) -> bool:
         """Every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
@@ -87,7 +89,7 @@ class Keeper:
                 write_own(folder)
             write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, dtype)
 
-        checkpoint = self.checkpoints.save(step, {**state, "score": self._score()}, both)
+        checkpoint = self.checkpoints.save(step, {**state, "made_with": self.made_with, "score": self._score()}, both)
         self.saved = step
         seconds = time.perf_counter() - begin
         self.events.emit("checkpoint", step=step, path=str(checkpoint.path), seconds=seconds)

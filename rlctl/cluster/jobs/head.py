@@ -25,6 +25,8 @@ from rlctl.cluster.jobs.record import JobRecord
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
+# The config that the job is to drive. It becomes the run's own once the run goes on with it.
+CONFIG = "job.yaml"
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
@@ -50,7 +52,7 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
     except RunDirError as error:
         return _refused(request, work, [str(error)])
     try:
-        return _handed_over(request, run, work)
+        return _handed_over(request, run, work, fresh)
     except BaseException as error:
         (run / SECRETS).unlink(missing_ok=True)
         if fresh:
@@ -64,13 +66,15 @@ def accept(request: dict[str, Any]) -> dict[str, Any]:
         os.close(claim)
 
 
-def _handed_over(request: dict[str, Any], run: Path, work: Path) -> dict[str, Any]:
+def _handed_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
     from rlctl.telemetry.events import EventLog
     from rlctl.telemetry.files import write_whole
 
     attempt = _attempts(run) + 1
     job = f"{run.name}-{attempt}-{token_hex(3)}"
-    write_whole(run / "config.yaml", request["config"])
+    write_whole(run / CONFIG, request["config"])
+    if fresh:
+        write_whole(run / "config.yaml", request["config"])
     _write_secrets(run / SECRETS, request["secrets"])
     called = f"{request['called']}/{run.name}" if request["called"] else None
     JobRecord(request["cluster"], job, str(work), attempt, called=called).write(run)

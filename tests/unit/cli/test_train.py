@@ -96,8 +96,9 @@ def test_resume_of_what_is_no_run_is_bad_input(rlctl: Rlctl, home: Path, started
     write_run(home, "")
     done = rlctl("train", "grpo", "--resume", "runs/frist")
     assert (done.code, started) == (2, [])
-    assert done.err.splitlines()[0] == (
-        "error: --resume runs/frist: no run there: it has no config.yaml; did you mean first?"
+    assert done.err.splitlines()[0] == "error: --resume runs/frist: no such run; did you mean first?"
+    assert rlctl("train", "grpo", "--resume", "frist").err.startswith(
+        "error: --resume frist: no such run; did you mean first?"
     )
     assert "leave out grpo-tiny" in rlctl("train", "grpo", "grpo-tiny", "--resume", "runs/first").err
 

@@ -28,7 +28,7 @@ def find(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> M
 
 def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"eos_token_id": 7})
-    assert find(folder, tmp_path / "run") == ModelFiles(str(folder), 512, (7,), 3, 64)
+    assert find(folder, tmp_path / "run") == ModelFiles(str(folder), str(folder), 512, (7,), 3, 64)
     assert not (tmp_path / "run").exists()
 
 

@@ -1,0 +1,128 @@
+"""`rlctl train --resume`: which run is meant, what a checkpoint of it contradicts, and what is left to do."""
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlctl.cli.arguments import runs_folder
+from rlctl.cli.output import busy
+from rlctl.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rlctl.config.load import Composed
+    from rlctl.config.schema import RunConfig
+    from rlctl.training.checkpoints import Checkpoint, Checkpoints
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that is to go on. run: its directory. asked: how it was named. overrides: of its config."""
+
+    run: Path
+    asked: Path
+    overrides: list[str]
+
+    def command(self, kind: str, where: str) -> str:
+        """Return what does what a dry run showed, to be pasted. where: the options of a cluster."""
+        return shlex.join(["rlctl", "train", kind, "--resume", str(self.asked), *self.overrides]) + where
+
+
+def find_resumed(text: Path, overrides: list[str]) -> Resumed:
+    """Find a run by its name or directory. Raises ConfigError if it holds no config to go on with."""
+    from rlctl.telemetry.run_dir import RunDirError, find_run
+
+    try:
+        run = find_run(str(text), runs_folder(overrides))
+    except RunDirError as error:
+        raise ConfigError([Problem(f"--resume {text}", "", str(error).removeprefix(f"{text}: "))]) from None
+    if not (run / "config.yaml").is_file():
+        raise ConfigError([Problem(f"--resume {text}", "", f"{run} has no config.yaml; see `rlctl runs list`")])
+    return Resumed(run, text, overrides)
+
+
+def refuse_contradictions(composed: "Composed", run: Path) -> None:
+    """Raise ConfigError with all that the run's newest checkpoint contradicts, as far as its files are here."""
+    newest = _checkpoints(run).latest()
+    if newest is None:
+        return
+    wrong = list(_contradictions(composed.config, newest))
+    if wrong:
+        raise ConfigError(Problem(str(composed.origins.get(key, "")), key, what) for key, what in wrong)
+
+
+def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
+    """Read the run's checkpoints; return rows of what a resume goes on from, what is left and what changes.
+
+    Raises ConfigError if none is whole.
+    """
+    from rlctl.training.checkpoints import NoWholeCheckpoint
+
+    try:
+        with busy("reading the newest checkpoint"):
+            found = _checkpoints(run).newest_whole()
+    except NoWholeCheckpoint as error:
+        raise ConfigError([Problem(f"--resume {run}", "", str(error))]) from None
+    done, steps = found.checkpoint.step if found.checkpoint else 0, _num_steps(composed.config)
+    rows = [("damaged", line) for line in [*found.damaged.values(), *found.notes]]
+    where = f"step {done}: {found.checkpoint.path}" if found.checkpoint else "the start: it has no checkpoint"
+    rows.append(("goes on after", where))
+    left = max(0, steps - done)
+    rows.append(("left", f"{left} of {steps} steps" + (f": {done + 1} to {steps}" if left else "")))
+    changes = list(_changes(composed, run))
+    return [*rows, *(("changes" if not index else "", line) for index, line in enumerate(changes or ["nothing"]))]
+
+
+def _checkpoints(run: Path) -> "Checkpoints":
+    from rlctl.telemetry.run_dir import RunDir
+    from rlctl.training.checkpoints import Checkpoints
+
+    # What is kept matters to one that saves.
+    return Checkpoints(RunDir(run).checkpoints, 1, 0)
+
+
+def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple[str, str]]:
+    from rlctl.config.architecture import config_file
+    from rlctl.training.fingerprint import contradictions, made_with
+
+    file = config_file(config.model.path)
+    then = newest.state.get("made_with")
+    if then:
+        for each in contradictions(then, made_with(config, file.parent if file else None), newest.step):
+            yield each.key, str(each)
+    if _num_steps(config) < newest.step:
+        yield f"{config.kind}.num_steps", f"must be at least {newest.step}, the step of the newest checkpoint"
+
+
+def _num_steps(config: "RunConfig") -> int:
+    from rlctl.config.schema import GrpoConfig
+
+    return config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+
+
+def _changes(composed: "Composed", run: Path) -> Iterator[str]:
+    """`key: old -> new` of every value that is not the run's own."""
+    from rlctl.config.load import draft
+    from rlctl.config.tree import leaves
+
+    root, _ = draft(None, str(run / "config.yaml"), [])
+    old = {key: node.value for key, node in leaves(root)}
+    new = dict(_flat(composed.values(), ""))
+    for key in [*old, *(key for key in new if key not in old)]:
+        before, after = old.get(key, "not set"), new.get(key, "not set")
+        if before != after:
+            yield f"{key}: {_shown(before)} -> {_shown(after)}"
+
+
+def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = list(children)
+    if not found:
+        yield key, value
+    for name, child in found:
+        yield from _flat(child, f"{key}.{name}" if key else str(name))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,178 @@
+"""What a checkpoint depends on and does not hold: model, tokenizer and data as they were when it was made.
+
+Kept in its state as `made_with`; what a later config says otherwise is refused, since the weights would not fit, or the
+cursor would stand among other rows, so that tasks are lost or trained twice (contract 2).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.data.prompts import Prompt, Sample
+
+_SIZES = [
+    "model_type",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "mlp_only_layers",
+    "decoder_sparse_step",
+    "norm_topk_prob",
+    "rms_norm_eps",
+    "hidden_act",
+    "rope_theta",
+]
+_VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
+_ENDS = 1 << 20
+# What says which rows there are, in which order, and what they become. A file's own bytes come besides.
+_DATASET_KEYS = [f"data.train.{name}" for name in ("prompt_key", "answer_key", "messages_key", "limit", "split")]
+_DATA_KEYS = ["run.seed", "data.shuffle", "data.system_prompt", "data.chat_template", "data.max_prompt_length"]
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A value that does not go with a checkpoint."""
+
+    key: str
+    old: str
+    new: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.old} -> {self.new}: {self.why}"
+
+
+def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
+    """Describe what a run trains, and on what, as plain values. model: a Hugging Face folder; None: not here yet.
+
+    What cannot be seen from here is None.
+    """
+    tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
+    dataset, template = config.data.train.path, Path(config.data.chat_template)
+    keys = {key: _value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
+    if not config.data.shuffle:
+        keys["run.seed"] = None
+    if template.is_file():
+        keys["data.chat_template"] = f"a file of sha256 {_digest(template)[:12]}"
+    if isinstance(config, SftConfig):
+        keys |= {key: _value(config, key) for key in ("sft.mask", "model.max_length")}
+    return {
+        "model": _sizes(model) if model else None,
+        "model_path": config.model.path,
+        "weights": _weights(config, model),
+        "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
+        "tokenizer_path": config.model.tokenizer or config.model.path,
+        "data": _digest(Path(dataset)) if dataset and Path(dataset).is_file() else None,
+        "data_path": dataset,
+        "keys": keys,
+    }
+
+
+def digest_rows(rows: Sequence[Prompt] | Sequence[Sample]) -> str:
+    """Return the digest of all rows of a data set, as tokens."""
+    digest = hashlib.sha256()
+    for row in rows:
+        rest = row.answer if isinstance(row, Prompt) else row.mask.tobytes()
+        digest.update(repr((len(row.tokens), rest)).encode("utf-8", "surrogatepass"))
+        digest.update(np.asarray(row.tokens, np.int32).tobytes())
+    return digest.hexdigest()
+
+
+def contradictions(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[Contradiction]:
+    """Compare two results of `made_with`: what of `now` does not go with the checkpoint of `step`, made with `then`."""
+    return [*_models(then, now, step), *_data(then, now, step)]
+
+
+def _models(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
+    of, paths = f"the checkpoint of step {step}", (then["model_path"], now["model_path"])
+    ours, theirs = then["model"] or {}, now["model"] or {}
+    sizes = [f"{key} {ours[key]} -> {theirs[key]}" for key in ours if key in theirs and ours[key] != theirs[key]]
+    if sizes:
+        yield Contradiction("model.path", *paths, f"not the model of {of}: {', '.join(sizes[:4])}")
+    elif _differ(then, now, "weights"):
+        yield Contradiction("model.path", *paths, f"not the reference policy of {of} (grpo.loss.kl_coef above 0)")
+    if _differ(then, now, "tokenizer"):
+        key = "model.tokenizer" if now["tokenizer_path"] != now["model_path"] else "model.path"
+        paths = (then["tokenizer_path"], now["tokenizer_path"])
+        yield Contradiction(key, *paths, f"another vocabulary than that of {of}: its tokens mean other text")
+
+
+def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterator[Contradiction]:
+    old, new = then["data_path"], now["data_path"]
+    # A file may have been moved; a hub data set is known by its name alone.
+    if then["data"] != now["data"] if then["data"] and now["data"] else old != new:
+        why = f"not the rows among which the cursor of the checkpoint of step {step} stands"
+        yield Contradiction("data.train.path", str(old), str(new) if old != new else "other content", why)
+    for key, value in then["keys"].items():
+        if key in now["keys"] and now["keys"][key] != value:
+            why = f"the order or text of the rows changes, and the checkpoint of step {step} counts on them"
+            yield Contradiction(key, _shown(value), _shown(now["keys"][key]), why)
+
+
+def _differ(then: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bool:
+    return then[key] is not None and now[key] is not None and then[key] != now[key]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _sizes(folder: Path) -> dict[str, Any]:
+    """What config.json says of shapes and arithmetic, where it says it."""
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    found = {key: raw[key] for key in _SIZES if raw.get(key) is not None}
+    return found | {key if key == "rope_theta" else f"rope {key}": value for key, value in rope.items()}
+
+
+def _vocabulary(folder: Path) -> str | None:
+    files = [folder / name for name in _VOCABULARY if (folder / name).is_file()]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
+
+
+def _weights(config: RunConfig, folder: Path | None) -> str | None:
+    """Names, sizes, first and last bytes of the files that a reference policy is read from; None without one."""
+    if not isinstance(config, GrpoConfig) or config.grpo.loss.kl_coef == 0:
+        return None
+    if config.model.random_init:
+        return f"random, of seed {config.run.seed}"
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("model*.safetensors")) if folder else []:
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, path.stat().st_size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest() if folder else None
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
