@@ -111,7 +111,9 @@ def _changes(composed: "Composed", run: Path) -> Iterator[str]:
     new = dict(_flat(composed.values(), ""))
     for key in [*old, *(key for key in new if key not in old)]:
         before, after = old.get(key, "not set"), new.get(key, "not set")
-        if before != after:
+        if before != after and key in composed.secrets:
+            yield f"{key}: another value of {composed.secrets[key]}"
+        elif before != after:
             yield f"{key}: {_shown(before)} -> {_shown(after)}"
 
 

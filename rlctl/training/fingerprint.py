@@ -67,6 +67,9 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
     dataset, template = config.data.train.path, Path(config.data.chat_template)
     keys = {key: _value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
+    if config.data.system_prompt is not None:
+        # It may come from the environment, whose values are on no disk.
+        keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
     if not config.data.shuffle:
         keys["run.seed"] = None
     if template.is_file():
