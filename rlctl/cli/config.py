@@ -1,5 +1,6 @@
 """`rlctl config`: what a run's config is, where each value comes from, and what is wrong with it."""
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -47,7 +48,7 @@ def check(arguments: Arguments = None) -> None:
     recipe, overrides = split(arguments)
     composed = load(None, recipe or DEFAULT, overrides)
     note(composed.notes)
-    command = " ".join(["rlctl train", composed.config.kind, *([recipe] if recipe else []), *overrides])
+    command = shlex.join(["rlctl", "train", composed.config.kind, *([recipe] if recipe else []), *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 
 

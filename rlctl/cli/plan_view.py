@@ -9,6 +9,7 @@ from rlctl.config.plan import Batch, Plan, Schedule
 from rlctl.config.residency import STATES
 from rlctl.config.standing import Standing
 from rlctl.config.tree import show_path
+from rlctl.telemetry.formats import count
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -66,8 +67,8 @@ def _where(plan: Plan) -> list[tuple[str, str]]:
         return [*rows, *_on_nodes(plan.placement)]
     if plan.placement.device == "cpu":
         ranks, engines = len(plan.placement.trainers), len(plan.placement.engines)
-        share = f"{_count(ranks, 'trainer rank')}" + (
-            f" and {_count(engines, 'engine')} share the cores" * bool(engines)
+        share = f"{count(ranks, 'trainer rank')}" + (
+            f" and {count(engines, 'engine')} share the cores" * bool(engines)
         )
         return [*rows, ("CPU", share)]
     rows += [(f"rank {i}", f"GPU {seat.devices[0]}") for i, seat in enumerate(plan.placement.trainers)]
@@ -104,7 +105,7 @@ def _step(plan: Plan) -> list[tuple[str, str]]:
 def _arithmetic(kind: str, batch: Batch, unit: str) -> str:
     if kind == "sft":
         return f"{batch.prompts} samples, {batch.per_rank} a {unit}"
-    shared = f" = {batch.per_update} an update x {_count(batch.updates, 'update')}, {batch.per_rank} a {unit}"
+    shared = f" = {batch.per_update} an update x {count(batch.updates, 'update')}, {batch.per_rank} a {unit}"
     return f"{batch.prompts} prompts x {batch.group} = {batch.rollouts} rollouts{shared}"
 
 
@@ -143,12 +144,12 @@ def _place(standing: Standing) -> str:
 
 
 def _run(schedule: Schedule) -> list[tuple[str, str]]:
-    saved = f"{_count(schedule.checkpoints, 'checkpoint')}, {schedule.kept} kept"
+    saved = f"{count(schedule.checkpoints, 'checkpoint')}, {schedule.kept} kept"
     if schedule.checkpoint_bytes:
         saved += f", {size(schedule.checkpoint_bytes)} each"
     return [
-        ("steps", f"{schedule.steps:,}, {_count(schedule.updates, 'update')}"),
-        ("stops", f"{_count(schedule.validations, 'validation')}; {saved}"),
+        ("steps", f"{schedule.steps:,}, {count(schedule.updates, 'update')}"),
+        ("stops", f"{count(schedule.validations, 'validation')}; {saved}"),
     ]
 
 
@@ -159,7 +160,3 @@ def size(count: int) -> str:
             value = count / (1 << width)
             return f"{value:.1f} {unit}" if value >= 10 else f"{value:.2f} {unit}"
     return f"{count / 1024:.0f} KiB"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -1,5 +1,6 @@
 """`rlctl recipes`: the complete runs that come with rlctl, to look at, to run and to start one's own from."""
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -51,7 +52,7 @@ def copy(
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     kind = plain(compose(source, []))["kind"]
-    typer.echo(f"{target}\nrun it: rlctl train {kind} {target}")
+    typer.echo(f"{target}\nrun it: rlctl train {kind} {shlex.quote(str(target))}")
 
 
 def _find(name: str) -> Path:

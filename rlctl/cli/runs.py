@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -107,13 +108,13 @@ def stop(run: Run = "", root: Root = None) -> None:
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
         return
-    again = any("finishing this step" in str(event.get("what")) for event in state.events)
+    again = any("finishing this step" in str(event.get("what")) for event in state.of_this_attempt())
     with explained():
         if record is not None:
             stop_job(folder, record, now=again)
         else:
-            _interrupt(folder, state.start)
-    what = "ends now" if again else f"ends after its step, and is saved; watch: rlctl runs dash {folder}"
+            _stop(folder, state.start)
+    what = "ends now" if again else f"ends after its step, and is saved; watch: rlctl runs dash {quote(str(folder))}"
     say(f"{folder.name} {what}")
 
 
@@ -132,8 +133,8 @@ def logs(
         raise typer.Exit(show_run_logs(_find(run, root), process, follow, lines))
 
 
-def _interrupt(folder: Path, start: "dict[str, Any]") -> None:
-    """Ctrl-C for a driver of this machine."""
+def _stop(folder: Path, start: "dict[str, Any]") -> None:
+    """Ask a driver of this machine to stop."""
     import os
     import signal
     import socket
@@ -142,7 +143,7 @@ def _interrupt(folder: Path, start: "dict[str, Any]") -> None:
         where = start.get("host") or "no machine that is known"
         say(f"error: {folder.name} is driven on {where}: stop it there, or press Ctrl-C", err=True)
         raise typer.Exit(2)
-    os.kill(int(start["pid"]), signal.SIGINT)
+    os.kill(int(start["pid"]), signal.SIGTERM)
 
 
 def _bring_up_to_date(folder: Path) -> None:

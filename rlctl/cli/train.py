@@ -2,6 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -161,7 +162,7 @@ def show_plan(composed: "Composed", plan: "Plan", resumed: "Resumed | None", whe
         raise typer.Exit(OK)
     refuse(composed, plan.too_large)
     path = _write(composed)
-    say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {path}{where}")
+    say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {quote(str(path))}{where}")
     raise typer.Exit(OK)
 
 

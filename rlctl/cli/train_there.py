@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from rlctl.cli.explained import explained
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 # The cluster that this very process is a job of.
 HERE = "here"
-_CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPTED}
+_CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPTED, "stopped": INTERRUPTED}
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
         with view:
             view.wait(following.is_lost)
         if following.lost:
-            say(f"error: {following.lost}; the run may go on: rlctl runs dash {run.name}", err=True)
+            say(f"error: {following.lost}; the run may go on: rlctl runs dash {quote(run.name)}", err=True)
             return FAILED
     status = read_state(run).status
     if status not in _CODES:
@@ -112,4 +113,5 @@ def _begun(run: Path) -> float:
 def _later(run: Path) -> str:
     from rlctl.config.tree import show_path
 
-    return f"watch: rlctl runs dash {show_path(run)}, stop: rlctl runs stop {show_path(run)}"
+    known = quote(show_path(run))
+    return f"watch: rlctl runs dash {known}, stop: rlctl runs stop {known}"

@@ -1,4 +1,5 @@
-"""Ctrl-C, or SIGTERM: the first asks the run to end after its step, the second ends it at once."""
+"""Ctrl-C, or SIGTERM, which is how `rlctl runs stop` and schedulers ask: the first asks the run to end after its step,
+the second ends it at once."""
 
 import os
 import signal
@@ -10,12 +11,13 @@ from typing import Any
 class Interrupts:
     """While entered, SIGINT and SIGTERM set `asked` once; a second one ends the process with exit code 130.
 
-    by: which it was, in words.
+    by: which it was, in words. status: what the run is called that ends by it.
     """
 
     def __init__(self, notify: Any) -> None:
         self.asked = False
-        self.by = ""
+        self.by = "Ctrl-C"
+        self.status = "interrupted"
         self._notify = notify
         self._before: dict[int, Any] = {}
 
@@ -31,6 +33,8 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             os._exit(130)
-        self.asked, self.by = True, "Ctrl-C" if number == signal.SIGINT else "asked to stop"
+        if number == signal.SIGTERM:
+            self.by, self.status = "asked to stop", "stopped"
+        self.asked = True
         # Not here: the main thread may stand in the middle of what this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()

@@ -191,6 +191,9 @@ def announce(session: Session, config: RunConfig, num_steps: int, placement: Pla
         damaged=list(session.damaged.values()),
         devices={"trainer": placement.trainer_devices, "generator": placement.generator_devices},
         device=placement.device,
+        ranks=len(placement.trainers),
+        engines=len(placement.engines),
+        shared=placement.shared,
         **identity(),
     )
 

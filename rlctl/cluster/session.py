@@ -1,7 +1,7 @@
 """A run from outside: its directory, its events, its dashboard, Ctrl-C, and the exit code it ends with.
 
 Both kinds of run go through here, so that every end leaves a `run_ended` event, the next commands to type, and
-no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted with a checkpoint saved.
+no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
 """
 
 import contextlib
@@ -229,12 +229,12 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
         _keep_traceback(session, error)
         return _failed(session, _explain(error), 1)
     except KeyboardInterrupt:
-        return 130, "interrupted", session.interrupts.by or "Ctrl-C"
+        return 130, session.interrupts.status, session.interrupts.by
     except Exception as error:
         _keep_traceback(session, error)
         return _failed(session, f"{type(error).__name__}: {_explain(error)}; see {session.logs / 'driver.log'}", 1)
     if session.interrupts.asked:
-        return 130, "interrupted", session.interrupts.by or "Ctrl-C"
+        return 130, session.interrupts.status, session.interrupts.by
     return 0, "done", ""
 
 

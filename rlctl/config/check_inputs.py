@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rlctl.config.errors import did_you_mean
@@ -74,7 +75,7 @@ def check_run_name(run: RunSection) -> Iterator[str]:
     folder = Path(run.dir).expanduser() / run.name
     if folder.exists():
         resumable = (folder / "config.yaml").is_file()
-        yield f"{folder} exists: " + (f"continue it with --resume {folder}, or " * resumable) + "choose another name"
+        yield f"{folder} exists: " + (f"continue it with --resume {quote(str(folder))}, or " * resumable) + "choose another name"
 
 
 def missing_megatron() -> str | None:

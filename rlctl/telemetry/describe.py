@@ -15,7 +15,7 @@ STYLE = {
     "restart": "yellow",
     "checkpoint": "cyan",
 }
-ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow"}
+ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow"}
 
 
 def describe(event: Record) -> tuple[str, str]:

@@ -30,7 +30,7 @@ class EventLog:
       devices {trainer, generator}, and `process.identity()`
     - startup: what; without `seconds` it begins, with `seconds` it is done
     - phase: step, name; begins now and lasts until the next phase
-    - run_ended: status (done, failed or interrupted), reason, next (commands to paste)
+    - run_ended: status (done, failed, interrupted or stopped), reason, next (commands to paste)
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:

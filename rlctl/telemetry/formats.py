@@ -73,5 +73,10 @@ def model_name(path: str) -> str:
     return f"{found[1]}-{found[2]}" if found else Path(path).name
 
 
+def count(number: int, what: str) -> str:
+    """`1 engine`, `2 engines`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def gib(value: float | None) -> str:
     return NONE if value is None else f"{value:.1f} GiB" if value >= 9.95 else f"{value:.2f} GiB"

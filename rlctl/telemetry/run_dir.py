@@ -11,6 +11,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from rlctl.config.errors import did_you_mean
 from rlctl.telemetry.formats import model_name
@@ -42,7 +43,7 @@ class RunDir:
             path.mkdir(0o700)
         except FileExistsError:
             raise RunDirError(
-                f"run.name={name} is in use ({path}): continue it with --resume {path}, or choose another name"
+                f"run.name={name} is in use ({path}): continue it with --resume {quote(str(path))}, or choose another name"
             ) from None
         run = cls(path)
         run.checkpoints.mkdir()

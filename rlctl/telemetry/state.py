@@ -15,7 +15,7 @@ from rlctl.telemetry.history import History
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.telemetry.process import lives
 
-Status = Literal["new", "running", "done", "failed", "interrupted", "died"]
+Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]
 # Events that tell where the run is rather than what happened.
 SILENT = {"phase", "startup", "prompts"}
 ETA_STEPS = 20
@@ -83,6 +83,14 @@ class RunState:
         values = self.values(name)
         return values[-1] if values else None
 
+    def generated(self, name: str) -> float | None:
+        """The newest value of a generator's metric. The last steps of an asynchronous run, for which nothing is left to
+        sample, say nothing of it: once all steps are done the value is of the last one that sampled."""
+        if self.status in ("new", "running") and self.step < self.num_steps:
+            return self.latest(name)
+        sampled = (record for record in reversed(self.steps.recent(len(self.steps))) if record.get("tokens/sampled"))
+        return next((float(record[name]) for record in sampled if name in record), self.latest(name))
+
     def mean(self, name: str, count: int | None = None) -> float | None:
         """Mean over the last `count` records of the metric, or all."""
         values = self.values(name)[-count:] if count else self.values(name)
@@ -93,6 +101,11 @@ class RunState:
         if not self.end:
             self.apply_event(event)
             self.status, self.now = event["status"], float(event["time"])
+
+    def of_this_attempt(self) -> list[Record]:
+        """The newest events that came since the attempt began."""
+        begun = float(self.start.get("time", 0.0))
+        return [event for event in self.events if float(event["time"]) >= begun]
 
     def apply_event(self, event: Record) -> None:
         kind = event.get("kind")

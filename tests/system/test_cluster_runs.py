@@ -109,7 +109,7 @@ def test_left_stopped_resumed_and_killed(clusters: Clusters, tmp_path: Path) -> 
 
     assert "mine ends after its step" in clusters.run("stop", "mine", group="runs")[0]
     wait_for(lambda: any(e["kind"] == "run_ended" for e in read(run / "events.jsonl")), "end")
-    assert read(run / "events.jsonl")[-1]["status"] == "interrupted"
+    assert read(run / "events.jsonl")[-1]["status"] == "stopped"
     saved = len(steps(run))
     assert (run / "checkpoints" / f"step_{saved}").is_dir()
     out, err = waiting.communicate(timeout=300)

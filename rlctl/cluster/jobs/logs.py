@@ -18,8 +18,7 @@ def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> i
             raise ClusterError(f"{run.name} was on {record.cluster}, which is not up: its logs are in {record.remote}")
         host, folder = state.host_of(state.head), f"{record.remote}/logs/latest"
     request = {"folder": folder, "keep": folder, "cluster": "", "node": run.name, "lines": lines, "follow": follow}
-    suffixes = [f"{process}.log" if process else ".log"]
-    running = host.follow("logs", {**request, "suffixes": suffixes})
+    running = host.follow("logs", {**request, "suffixes": [".log"], "process": process})
     try:
         return running.wait()
     finally:

@@ -51,5 +51,8 @@ def _thin(points: Points, count: int) -> Points:
 
 def _bounds(values: list[float]) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
-    margin = 0.05 * (high - low) or 0.5
+    if low == high:
+        # Flat at the bottom, as a constant sparkline.
+        return low, low + 1.0
+    margin = 0.05 * (high - low)
     return low - margin, high + margin

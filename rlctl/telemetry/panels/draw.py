@@ -13,13 +13,14 @@ Points = Sequence[tuple[float, float]]
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """The last values as at most `width` blocks, lowest to highest; more than fit are averaged per block."""
+    """The last values as at most `width` blocks, lowest to highest; more than fit are averaged per block. A constant
+    series lies flat at the bottom."""
     cells = resample(values, width)
     if not cells:
         return ""
     low, high = min(cells), max(cells)
     if high - low <= 1e-9 * max(abs(high), abs(low)):
-        return SPARKS[3] * len(cells)
+        return SPARKS[0] * len(cells)
     return "".join(SPARKS[min(6, int((value - low) / (high - low) * 7))] for value in cells)
 
 

@@ -1,7 +1,8 @@
 """The head of the dashboard: which run, how far, what it does at this moment."""
 
 from rlctl.telemetry.describe import one_line
-from rlctl.telemetry.formats import model_name, span, ticking
+from rlctl.telemetry.formats import count, model_name, span, ticking
+from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.panels.canvas import Row, box, row, spread
 from rlctl.telemetry.state import RunState
 
@@ -12,6 +13,7 @@ SIGNS = {
     "done": ("✔", "bold green"),
     "failed": ("✘", "bold red"),
     "interrupted": ("■", "bold yellow"),
+    "stopped": ("■", "bold yellow"),
     "died": ("✘", "bold red"),
 }
 
@@ -52,8 +54,21 @@ def _doing(state: RunState) -> Row:
 
 
 def _where(state: RunState) -> Row:
-    devices = state.start.get("devices") or {}
-    parts = [f"{side} {devices[side]}" for side in ("trainer", "generator") if devices.get(side)]
-    if (version := state.latest("version")) is not None:
-        parts.insert(0, f"weights v{version:.0f}")
-    return row((" · ".join(parts), "bright_black"))
+    version = state.latest("version")
+    parts = [f"weights v{version:.0f}"] * (version is not None) + [_processes(state.start)]
+    return row((" · ".join(part for part in parts if part), "bright_black"))
+
+
+def _processes(start: Record) -> str:
+    """How many trainer ranks and engines there are, and on GPUs what they stand on."""
+    ranks, engines, devices = int(start.get("ranks", 0)), int(start.get("engines", 0)), start.get("devices") or {}
+    if not ranks:
+        return ""
+    trainers = count(ranks, "rank")
+    if not engines:
+        return trainers
+    if start.get("device") == "cuda" and start.get("shared"):
+        gpus = max(int(devices.get(side, 1)) for side in ("trainer", "generator"))
+        return f"{trainers} and {count(engines, 'engine')} on {'the same ' * (gpus > 1)}{count(gpus, 'GPU')}"
+    each = int(devices.get("generator", 1)) // engines if start.get("device") == "cuda" else 1
+    return f"{trainers} · {count(engines, 'engine')}" + f" x {each} GPUs" * (each > 1)

@@ -41,7 +41,7 @@ def lanes(state: RunState, width: int, height: int) -> list[Row]:
 
 
 def _label(state: RunState, side: str) -> Row:
-    idle = state.latest(f"idle/{side}")
+    idle = state.generated(f"idle/{side}") if side == "generator" else state.latest(f"idle/{side}")
     return row((f"{side:<10}", "bright_black"), (f"{percent(None if idle is None else 1 - idle):>6}", "bold"), "  ")
 
 
@@ -66,8 +66,8 @@ def _trainer(records: list[Record], cells: int) -> list[str]:
 
 
 def _generator(records: list[Record], cells: int) -> str:
-    """For each cell a block as high as the generator was busy."""
-    spans = [(_seconds(record), float(record.get("idle/generator", 0.0))) for record in records]
+    """For each cell a block as high as the generator was busy: not at all where no engine had anything to say."""
+    spans = [(_seconds(record), float(record.get("idle/generator", 1.0))) for record in records]
     shares = (sum(idle * part for idle, part in cell.items()) for cell in _cut(spans, cells))
     return "".join(SPARKS[min(6, max(0, round((1 - idle) * 6)))] for idle in shares)
 

@@ -66,9 +66,12 @@ def _line(state: RunState, metric: Metric, width: int) -> Row:
     older = (state.latest("age/max") or 0) > 0
     alarmed = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT and not older
     colour = "bold red" if alarmed else metric.style
+    values = state.values(metric.name)
+    # What changes by less than is shown is constant to who reads it.
+    constant = bool(values) and metric.show(min(values)) == metric.show(max(values))
     return row(
         (f"{metric.label:<10}", "bright_black"),
         (f"{metric.show(value):>9}", "bold red" if alarmed else "bold"),
         (" ▲" if alarmed else "  ", colour),
-        (spark(state.values(metric.name), min(width - 21, 40)), colour),
+        (spark([0.0] * len(values) if constant else values, min(width - 21, 40)), colour),
     )

@@ -7,7 +7,8 @@ from rlctl.telemetry.state import RunState
 
 
 def throughput(state: RunState, width: int, height: int) -> list[Row]:
-    rows = [_rate(state, name, width - 4) for name in ("effective", "training", "generation")]
+    names = ("training",) if state.algorithm == "sft" else ("effective", "training", "generation")
+    rows = [_rate(state, name, width - 4) for name in names]
     if (share := state.latest("throughput/mfu")) is not None:
         rows.append(_course(state, "MFU", "throughput/mfu", percent(share), "blue", width - 4))
     return box("Throughput", rows, width, height, "tokens/s/device")
@@ -28,15 +29,15 @@ def balance_and_devices(state: RunState, width: int, height: int) -> list[Row]:
         for side in ("trainer", "engine")
         if (value := state.latest(f"memory/{side}_gib")) is not None
     ]
-    if (used := state.latest("device/utilization")) is not None:
-        memory = [f"use {percent(used)}", *(part.replace("trainer", "train") for part in memory)]
+    used = state.latest("device/utilization")
     rows = [*_idle_rows(state, width - 4), row(("GiB   ", "bright_black"), " · ".join(memory) or NONE)]
-    return box("Idle and memory", rows, width, height)
+    return box("Idle and memory", rows, width, height, "" if used is None else f"device use {percent(used)}")
 
 
 def _rate(state: RunState, name: str, width: int) -> Row:
     key = f"throughput/{name}"
-    return _course(state, name, key, number(state.latest(key)), "blue", width)
+    value = state.generated(key) if name == "generation" else state.latest(key)
+    return _course(state, name, key, number(value), "blue", width)
 
 
 def _course(state: RunState, label: str, name: str, shown: str, style: str, width: int) -> Row:
@@ -49,21 +50,16 @@ def _course(state: RunState, label: str, name: str, shown: str, style: str, widt
 
 
 def _idle_rows(state: RunState, width: int) -> list[Row]:
-    rows = []
-    for side, style in (("trainer", "green"), ("generator", "blue")):
-        share = state.latest(f"idle/{side}")
-        room = max(0, width - 20)
-        idle = round((share or 0.0) * room)
-        busy = room - idle if share is not None else 0
-        rows.append(
-            row(
-                (f"{side:<10}", "bright_black"),
-                (f"{percent(share):>6}", "bold"),
-                "  ",
-                ("█" * busy, style),
-                ("░" * idle if share is not None else "", style),
-            )
-        )
+    """A bar a side, as long as it was idle."""
+    sides = [("trainer", "green", state.latest("idle/trainer"))]
+    if state.algorithm != "sft":
+        sides.append(("generator", "blue", state.generated("idle/generator")))
+    room, rows = max(0, width - 20), []
+    for side, style, share in sides:
+        idle = "" if share is None else bar(share, room)
+        rest = "" if share is None else "░" * (room - len(idle))
+        name, shown = (f"{side:<10}", "bright_black"), (f"{percent(share):>6}", "bold")
+        rows.append(row(name, shown, "  ", (idle, style), (rest, "bright_black")))
     return rows
 
 

@@ -9,12 +9,12 @@ from rlctl.telemetry.state import RunState
 def startup(state: RunState, width: int, height: int) -> list[Row]:
     items = [(what, since, seconds) for what, (since, seconds) in state.startup.items()]
     scale = max((seconds or state.now - since for _, since, seconds in items), default=0.0)
+    if state.phase is not None and not state.steps:
+        name, step, since = state.phase
+        items.append((f"{name.replace('_', ' ')} of step {step}", since, None))
     label = max((len(what) for what, _, _ in items), default=0)
     label = min(label, max(10, width // 2))
     rows = [_line(state, what, since, seconds, scale, label, width - 4) for what, since, seconds in items]
-    if state.phase is not None and not state.steps:
-        name, step, since = state.phase
-        rows.append(_line(state, f"{name.replace('_', ' ')} of step {step}", since, None, scale, label, width - 4))
     return box("Starting", rows[-(height - 2) :], width, height, f"for {span(state.elapsed)}")
 
 

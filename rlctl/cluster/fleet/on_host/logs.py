@@ -1,7 +1,8 @@
 """Runs on a host: prints the ends of a node's logs, and with follow what is added, each line after the node's name.
 
 request: folder (of a live node), keep (where logs were kept; null as in `stop.py`), cluster, node, lines, follow;
-suffixes: of the files that are wanted, Ray's own if there are none.
+suffixes: of the files that are wanted, Ray's own if there are none. process: the one whose NAME.log is wanted alone;
+null or left out: all. Exit code 2 where there is no such process.
 """
 
 import json  # noqa: F401  (used by what is put behind this program)
@@ -22,12 +23,20 @@ def run(request: dict[str, Any]) -> None:
     if not folders:
         print("{}: no logs".format(request["node"]))
         return
+    names = processes(folders) if request.get("suffixes") else []
+    if request.get("process") and request["process"] not in names:
+        there = "there are {}".format(", ".join(names)) if names else "there are none yet"
+        sys.stderr.write("error: {} has no process {}; {}\n".format(request["node"], request["process"], there))
+        sys.exit(2)
     places: dict[str, int] = {}
     for path in paths(folders, request):
         with open(path, "rb") as file:
             text = file.read().decode(errors="replace")
             places[path] = file.tell()
         say(request["node"], path, text.splitlines()[-request["lines"] :])
+    if names and not places and not request["follow"]:
+        wrote = request.get("process") or ", ".join(names)
+        print("{}: {} wrote nothing".format(request["node"], wrote))
     while request["follow"] and os.getppid() == parent:
         for path in paths(folders, request):
             with open(path, "rb") as file:
@@ -51,15 +60,21 @@ def folders_of(request: dict[str, Any]) -> "list[str]":
 
 def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
     suffixes = tuple(request.get("suffixes") or SUFFIXES)
+    process = request.get("process")
     prefixes = () if request.get("suffixes") else PREFIXES
     found = []
     for folder in folders:
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
             path = os.path.join(folder, name)
-            wanted = name.endswith(suffixes) or name.startswith(prefixes)
+            wanted = name == f"{process}.log" if process else name.endswith(suffixes) or name.startswith(prefixes)
             if wanted and os.path.isfile(path) and os.path.getsize(path):
                 found.append(path)
     return found
+
+
+def processes(folders: "list[str]") -> "list[str]":
+    names = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
+    return sorted(name[: -len(".log")] for name in names if name.endswith(".log"))
 
 
 def say(node: str, path: str, lines: "list[str]") -> None:
