@@ -67,9 +67,7 @@ def _where(plan: Plan) -> list[tuple[str, str]]:
         return [*rows, *_on_nodes(plan.placement)]
     if plan.placement.device == "cpu":
         ranks, engines = len(plan.placement.trainers), len(plan.placement.engines)
-        share = f"{count(ranks, 'trainer rank')}" + (
-            f" and {count(engines, 'engine')} share the cores" * bool(engines)
-        )
+        share = f"{count(ranks, 'trainer rank')}" + (f" and {count(engines, 'engine')} share the cores" * bool(engines))
         return [*rows, ("CPU", share)]
     rows += [(f"rank {i}", f"GPU {seat.devices[0]}") for i, seat in enumerate(plan.placement.trainers)]
     shared = ", shared with the trainer" if plan.placement.shared else ""
@@ -113,8 +111,8 @@ def _memory(memory: Memory) -> "Table":
     table = _table(width=26)
     table.add_column(justify="right")
     for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
-        for name, count in items.items():
-            table.add_row(name if name.startswith("engines: ") else part + name, size(count))
+        for name, amount in items.items():
+            table.add_row(name if name.startswith("engines: ") else part + name, size(amount))
     limit = f" of {size(memory.capacity)}" if memory.capacity else ""
     table.add_row("peak", f"{size(memory.peak)}{limit}", style="bold")
     if memory.kv_sequences is not None:
@@ -140,7 +138,7 @@ def _standing(memory: Memory) -> "Table":
 def _place(standing: Standing) -> str:
     """`device 3.2 GiB`; what the host updates may stand in both places."""
     parts = {"host": standing.host, "device": standing.device}
-    return "\n".join(f"{place} {size(count)}" for place, count in parts.items() if count) or standing.place
+    return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or standing.place
 
 
 def _run(schedule: Schedule) -> list[tuple[str, str]]:

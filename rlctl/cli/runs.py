@@ -92,7 +92,9 @@ def dash(
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
     else:
-        console.print(render(state, *console.size))
+        # The prompt that comes after it must not push the first line out.
+        rows = console.height - (height is None and console.is_terminal)
+        console.print(render(state, console.width, rows))
 
 
 @app.command(epilog="Example: rlctl runs stop grpo--tiny--1")

@@ -75,7 +75,11 @@ def check_run_name(run: RunSection) -> Iterator[str]:
     folder = Path(run.dir).expanduser() / run.name
     if folder.exists():
         resumable = (folder / "config.yaml").is_file()
-        yield f"{folder} exists: " + (f"continue it with --resume {quote(str(folder))}, or " * resumable) + "choose another name"
+        yield (
+            f"{folder} exists: "
+            + (f"continue it with --resume {quote(str(folder))}, or " * resumable)
+            + "choose another name"
+        )
 
 
 def missing_megatron() -> str | None:

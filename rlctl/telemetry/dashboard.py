@@ -18,7 +18,7 @@ from rlctl.telemetry.panels.canvas import Frame, Row, beside
 from rlctl.telemetry.panels.curve import curve
 from rlctl.telemetry.panels.header import HEIGHT, header
 from rlctl.telemetry.panels.lanes import lanes
-from rlctl.telemetry.panels.learning import learning, metrics_of
+from rlctl.telemetry.panels.learning import learning, legend, metrics_of
 from rlctl.telemetry.panels.log import log
 from rlctl.telemetry.panels.speed import balance, balance_and_devices, devices, throughput
 from rlctl.telemetry.panels.startup import startup
@@ -52,7 +52,7 @@ def render(state: RunState, width: int, height: int) -> Frame:
         rows += _narrow(state, width, room)
     left = height - len(rows)
     if left >= LEAST_LOG:
-        rows += log(state, width, left)
+        rows += log(state, width, left, legend(state, width - 5) if state.steps else "")
     return Frame(rows, width, height)
 
 

@@ -18,28 +18,28 @@ from rlctl.telemetry.summary import say_goodbye
 
 HEADER_EVERY = 30
 POLL_S = 0.25
+# A row fits 80 columns.
 COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
     "grpo": (
         ("reward", 7, "reward/mean"),
         ("acc", 6, "reward/accuracy"),
-        ("loss", 9, "loss/policy"),
-        ("kl", 8, "loss/kl"),
-        ("grad", 7, "train/grad_norm"),
+        ("loss", 8, "loss/policy"),
+        ("kl", 7, "loss/kl"),
+        ("grad", 6, "train/grad_norm"),
         ("len", 6, "length/mean"),
         ("mismatch", 8, "mismatch/token_mult_prob_error"),
-        ("tok/s/dev", 10, "throughput/effective"),
+        ("tok/s/dev", 9, "throughput/effective"),
     ),
     "async": (
-        ("reward", 7, "reward/mean"),
-        ("acc", 6, "reward/accuracy"),
-        ("loss", 9, "loss/policy"),
-        ("grad", 7, "train/grad_norm"),
-        ("len", 6, "length/mean"),
+        ("reward", 6, "reward/mean"),
+        ("acc", 5, "reward/accuracy"),
+        ("loss", 8, "loss/policy"),
+        ("grad", 6, "train/grad_norm"),
         ("age", 5, "age/mean"),
         ("idle t", 6, "idle/trainer"),
         ("idle g", 6, "idle/generator"),
         ("mismatch", 8, "mismatch/token_mult_prob_error"),
-        ("tok/s/dev", 10, "throughput/effective"),
+        ("tok/s/d", 7, "throughput/effective"),
     ),
     "sft": (
         ("loss", 9, "loss/nll"),
@@ -122,7 +122,7 @@ class LineView:
         state = read_state(self._run.path)
         if self.end:
             state.end_with(self.end)
-        say_goodbye(state, SafeConsole(file=self._out, width=200), self._failure)
+        say_goodbye(state, SafeConsole(file=self._out, width=None if self._out.isatty() else 200), self._failure)
 
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
         """Blocks until the run has ended or died, or is given up: for a viewer that is not the run itself."""

@@ -42,9 +42,8 @@ class RunDir:
         try:
             path.mkdir(0o700)
         except FileExistsError:
-            raise RunDirError(
-                f"run.name={name} is in use ({path}): continue it with --resume {quote(str(path))}, or choose another name"
-            ) from None
+            resume = f"continue it with --resume {quote(str(path))}"
+            raise RunDirError(f"run.name={name} is in use ({path}): {resume}, or choose another name") from None
         run = cls(path)
         run.checkpoints.mkdir()
         return run

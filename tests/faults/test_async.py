@@ -3,6 +3,8 @@
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from statistics import fmean
@@ -35,22 +37,29 @@ def without_its_engine_it_goes_on(run: Run) -> None:
     run.wait_for_event("engine_restarted", engine=0)
 
 
-def interrupted_it_saves(run: Run) -> None:
+def stopped_it_saves(run: Run) -> None:
     family = psutil.Process(run.process.pid).children(recursive=True)
-    run.interrupt()
+    command = [sys.executable, "-m", "rlctl", "runs", "stop", str(run.path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert said == f"hurt ends after its step, and is saved; watch: rlctl runs dash {run.path}\n"
     assert run.end() == 130
+    # A stop is called one, everywhere.
+    text = run.text()
+    assert "asked to stop: finishing this step and saving; again: stop now" in text and "hurt stopped" in text
+    assert "Ctrl-C" not in text and "interrupted" not in text
+    assert run.wait_for_event("run_ended")["status"] == "stopped"
     assert survivors(family) == []
     assert (run.path / "checkpoints" / f"step_{len(run.steps())}" / "state.json").exists()
     assert f"rlctl train grpo --resume {run.path}" in run.text()
 
 
 @pytest.mark.slow
-def test_a_killed_engine_and_a_resume_after_ctrl_c_break_neither(tmp_path: Path) -> None:
+def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path) -> None:
     last, moments = 24, random.Random(11)
     run = Run(tmp_path, "hurt", *SETTINGS, f"grpo.num_steps={last}", "checkpoint.every=0", "validation.every=0")
     after_some_steps(run, moments, last)
     without_its_engine_it_goes_on(run)
-    interrupted_it_saves(run)
+    stopped_it_saves(run)
     run = Run(tmp_path, "hurt", resume=True)
     assert run.end() == 0, run.text()
     keeps_both(run, last)

@@ -21,7 +21,8 @@ def ages(state: RunState, width: int, height: int) -> list[Row]:
     room = height - 3
     if len(shown) > room >= 1:
         rest = shown[room - 1 :]
-        shown = [*shown[: room - 1], (sum(one[0] for one in rest), sum(one[1] for one in rest), None)]
+        worst = max((one[2] for one in rest if one[2] is not None), default=None)
+        shown = [*shown[: room - 1], (sum(one[0] for one in rest), sum(one[1] for one in rest), worst)]
     cells = max(0, (width - 4 - 4 - 2 * 6 - 10) // 2)
     scale = max((value for trained, waiting, _ in shown for value in (trained, waiting)), default=0.0)
     head = f"{'age':<4}{'trained':<{cells + 6}}{'in flight':<{cells + 6}}{'mismatch':>10}"

@@ -7,6 +7,7 @@ is ever wider than it was asked to be.
 from collections.abc import Iterable, Sequence
 from itertools import chain, zip_longest
 
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.segment import Segment
 from rich.style import Style
@@ -38,15 +39,16 @@ def spread(left: Row, right: Row, width: int) -> Row:
     return [*fit(left, room), *right]
 
 
-def box(title: str, content: Sequence[Row], width: int, height: int, aside: str = "") -> list[Row]:
-    """A frame of exactly width x height around rows; `aside` stands at the right of the upper edge."""
+def box(title: str, content: Sequence[Row], width: int, height: int, aside: str = "", below: str = "") -> list[Row]:
+    """A frame of exactly width x height around rows; `aside` stands at the right of the upper edge, `below` of the
+    lower one where it fits."""
     inner = width - 4
     rows = [*content[: height - 2], *([[]] * (height - 2 - len(content)))]
     side = Segment("│", BORDER)
     return [
         _edge(title, aside, width),
         *([side, Segment(" ", PLAIN), *fit(line, inner), Segment(" ", PLAIN), side] for line in rows),
-        [Segment("╰" + "─" * (width - 2) + "╯", BORDER)],
+        _lower_edge(below, width),
     ][:height]
 
 
@@ -64,6 +66,13 @@ def _edge(title: str, aside: str, width: int) -> Row:
     if room < 0:
         return [Segment("╭─", BORDER), *fit(row((f" {title}", "bold")), width - 4), Segment("─╮", BORDER)]
     return [*left, Segment("─" * room, BORDER), *right]
+
+
+def _lower_edge(below: str, width: int) -> Row:
+    room = width - cell_len(below) - 5
+    if not below or room < 0:
+        return [Segment("╰" + "─" * (width - 2) + "╯", BORDER)]
+    return [Segment("╰" + "─" * room, BORDER), *row((f" {below} ", "bright_black")), Segment("─╯", BORDER)]
 
 
 class Frame:

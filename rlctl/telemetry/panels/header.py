@@ -55,8 +55,8 @@ def _doing(state: RunState) -> Row:
 
 def _where(state: RunState) -> Row:
     version = state.latest("version")
-    parts = [f"weights v{version:.0f}"] * (version is not None) + [_processes(state.start)]
-    return row((" · ".join(part for part in parts if part), "bright_black"))
+    weights = "" if version is None else f"weights v{version:.0f}"
+    return row((" · ".join(part for part in (weights, _processes(state.start)) if part), "bright_black"))
 
 
 def _processes(start: Record) -> str:

@@ -46,13 +46,25 @@ METRICS = {
         Metric("tokens", "tokens/trained"),
     ),
 }
-CORE = 9
+# What is not plain from its name, in one line: the longest that fits.
+LEGENDS = {
+    "grpo": (
+        "mismatch: token probability, engine to trainer, 1 is exact · uniform: groups of equal rewards, nothing to "
+        "learn · effective: end to end",
+        "mismatch 1: exact · uniform: rewards all equal · effective: end to end",
+    ),
+}
 
 
 def metrics_of(state: RunState) -> list[Metric]:
-    """The core rows always; the others once they have a value."""
+    """The rows that have a value."""
     listed = METRICS.get(state.algorithm, METRICS["grpo"])
-    return [metric for index, metric in enumerate(listed) if index < CORE or state.latest(metric.name) is not None]
+    return [metric for metric in listed if state.latest(metric.name) is not None]
+
+
+def legend(state: RunState, width: int) -> str:
+    """Explain the metrics that need it within `width` cells; empty where that is too narrow, or none does."""
+    return next((text for text in LEGENDS.get(state.algorithm, ()) if len(text) <= width), "")
 
 
 def learning(state: RunState, width: int, height: int) -> list[Row]:

@@ -1,19 +1,38 @@
-"""The last events, newest below."""
+"""The last events, newest below, each whole: on several rows where one is too narrow."""
 
+import textwrap
 import time
 
 from rlctl.telemetry.describe import describe
 from rlctl.telemetry.panels.canvas import Row, box, row
 from rlctl.telemetry.state import RunState
 
+CLOCK = 10
 
-def log(state: RunState, width: int, height: int) -> list[Row]:
+
+def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]:
+    """legend: words on the lower edge."""
+    room = height - 2
     told = [event for event in state.events if event["kind"] != "validation_started"]
-    shown = sorted([*told, *state.validations.recent(height)], key=lambda event: float(event["time"]))[2 - height :]
-    return box("Events", [_line(event) for event in shown], width, height)
+    recent = sorted([*told, *state.validations.recent(height)], key=lambda event: float(event["time"]))[-height:]
+    rows: list[Row] = []
+    for event in reversed(recent):
+        lines = _lines(event, width - 4)
+        if rows and len(rows) + len(lines) > room:
+            break
+        # Of one that is longer than the panel the beginning says most.
+        rows = [*lines[:room], *rows]
+    return box("Events", rows, width, height, below=legend)
 
 
-def _line(event: dict[str, object]) -> Row:
+def _lines(event: dict[str, object], width: int) -> list[Row]:
+    if event["kind"] == "checkpoint":
+        _, folder, step = str(event.get("path", "")).rpartition("checkpoints/")
+        event = {**event, "path": folder + step}
     text, style = describe(event)
     clock = time.strftime("%H:%M:%S", time.localtime(float(str(event["time"]))))
-    return row((f"{clock}  ", "bright_black"), (text, style))
+    first, *more = textwrap.wrap(text, max(20, width - CLOCK)) or [""]
+    return [
+        row((f"{clock:<{CLOCK}}", "bright_black"), (first, style)),
+        *(row(" " * CLOCK, (line, style)) for line in more),
+    ]

@@ -1,3 +1,4 @@
+import shlex
 from pathlib import Path
 
 import yaml
@@ -66,3 +67,20 @@ def test_diff_shows_the_values_that_differ_and_no_others(rlctl: Rlctl, home: Pat
 def test_diff_shows_what_only_one_side_has(rlctl: Rlctl) -> None:
     out = rlctl("config", "diff", "grpo.recipe.yaml", "grpo.recipe.yaml", "rewards=[exact, math_verify]").out
     assert ["rewards.1.name", "–", "math_verify"] in [line.split() for line in out.splitlines()]
+
+
+def test_commands_that_are_printed_can_be_pasted(rlctl: Rlctl, home: Path) -> None:
+    """Spaces, brackets and quotes are the shell's too."""
+    (home / "my recipe.yaml").write_text((home / "grpo.recipe.yaml").read_text())
+    words = ["my recipe.yaml", "rewards=[{name: exact}]", "data.system_prompt=It's short", "run.dir=my runs"]
+    shown = rlctl("config", "check", *words).out.split("run it: ")[1]
+    assert shlex.split(shown) == ["rlctl", "train", "grpo", *words]
+    shown = rlctl("train", "grpo", *words, "--dry-run").out.split("run it: ")[1]
+    assert shlex.split(shown) == ["rlctl", "train", "grpo", "my runs/my recipe.dry-run.yaml"]
+    copied = rlctl("recipes", "copy", "grpo-tiny", "a copy.yaml").out.split("run it: ")[1]
+    assert shlex.split(copied)[-1] == "a copy.yaml"
+    run = home / "my runs/first"
+    run.mkdir()
+    (run / "config.yaml").write_text("")
+    refused = rlctl("train", "grpo", *words, "run.name=first").err
+    assert "continue it with --resume 'my runs/first', or choose another name" in refused

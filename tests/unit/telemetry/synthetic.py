@@ -98,6 +98,8 @@ def write_run(
         start_step=0,
         attempt=1,
         devices={"trainer": devices[0], "generator": devices[1]},
+        ranks=devices[0],
+        engines=devices[1],
         **identity(),
     )
     events.emit("startup", what="ray")

@@ -15,7 +15,7 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.picture import write_svg
 from rlctl.telemetry.state import read_state
 
-from .synthetic import async_metrics, step_metrics, write_run
+from .synthetic import START, async_metrics, step_metrics, write_run
 
 
 def screen(path: Path, width: int, height: int, **options: object) -> list[str]:
@@ -94,6 +94,8 @@ def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:
         "effective     1,195",
         "trainer    60.0%",
         "trainer 0.4 · engine 1.1",
+        "mismatch 1: exact · uniform: rewards all equal · effective: end to end",
+        "1 rank · 1 engine",
         "checkpoint of step 10",
     ):
         assert needed in text, needed
@@ -133,6 +135,93 @@ def test_an_sft_run_shows_its_loss(tmp_path: Path) -> None:
     ).path
     text = "\n".join(screen(path, 140, 40))
     assert "rlctl sft" in text and "Loss ──" in text and "reward" not in text
+
+
+@pytest.mark.parametrize(
+    ("started", "expected"),
+    [
+        ({"ranks": 2, "engines": 3, "device": "cpu", "shared": True, "devices": {"trainer": 1, "generator": 1}},
+         "2 ranks · 3 engines │"),
+        ({"ranks": 4, "engines": 2, "device": "cuda", "shared": False, "devices": {"trainer": 4, "generator": 2}},
+         "4 ranks · 2 engines │"),
+        ({"ranks": 2, "engines": 1, "device": "cuda", "shared": False, "devices": {"trainer": 2, "generator": 2}},
+         "2 ranks · 1 engine x 2 GPUs │"),
+        ({"ranks": 2, "engines": 1, "device": "cuda", "shared": True, "devices": {"trainer": 2, "generator": 2}},
+         "2 ranks and 1 engine on the same 2 GPUs │"),
+        ({"ranks": 1, "engines": 1, "device": "cuda", "shared": True, "devices": {"trainer": 1, "generator": 1}},
+         "1 rank and 1 engine on 1 GPU │"),
+        ({"ranks": 2, "engines": 0, "device": "cuda", "shared": False, "devices": {"trainer": 2, "generator": 1}},
+         "2 ranks │"),
+    ],
+)  # fmt: skip
+def test_the_head_counts_ranks_and_engines_and_what_they_are_on(
+    tmp_path: Path, started: dict[str, object], expected: str
+) -> None:
+    run = write_run(tmp_path, ended=None)
+    EventLog(run.events).emit("run_started", num_steps=20, start_step=20, **started)
+    assert expected in screen(run.path, 80, 24)[2]
+
+
+def test_an_idle_bar_is_as_long_as_its_number_says(tmp_path: Path) -> None:
+    idle = {"idle/trainer": 0.25, "idle/generator": 1.0}
+    path = write_run(tmp_path, metrics=lambda step: {**step_metrics(step), **idle}).path
+    for size, room in (((80, 24), 16), ((140, 40), 24)):
+        lines = screen(path, *size)
+        assert any(f"trainer    25.0%  {'█' * (room // 4)}{'░' * (room * 3 // 4)}" in line for line in lines), size
+        assert any(f"generator   100%  {'█' * room}" in line for line in lines), size
+
+
+def test_a_constant_series_is_flat_at_the_bottom_also_where_it_changes_by_less_than_is_shown(tmp_path: Path) -> None:
+    constant = {"length/truncated": 0.0, "mismatch/token_mult_prob_error": 1.0}
+    path = write_run(
+        tmp_path,
+        metrics=lambda step: {
+            **step_metrics(step),
+            **constant,
+            "mismatch/token_mult_prob_error": 1 + 1e-7 * (step % 2),
+        },
+    ).path
+    lines = screen(path, 80, 24)
+    for label in ("truncated        0%", "mismatch    1.00000"):
+        [line] = [line for line in lines if label in line]
+        assert set(line.split(label)[1].split("│")[0].split()[0]) == {"▁"}
+    sft = write_run(tmp_path, "sft", algorithm="sft", metrics=lambda step: {"loss/nll": 2.0, "time/step": 1.0}).path
+    curve = [line for line in screen(sft, 140, 40) if "┤" in line]
+    assert "2.00 ┤⣀⣀⣀" in curve[-1] and "⣀" not in "".join(curve[:-1])
+
+
+def ends_without_sampling(step: int) -> dict[str, float]:
+    """The last two steps of an asynchronous run: everything was sampled before."""
+    sampling = {"tokens/sampled": 900.0} if step <= 18 else {"tokens/sampled": 0.0}
+    rest = {"idle/generator": 1.0, "throughput/generation": 0.0} if step > 18 else {}
+    return {**async_metrics(step), **sampling, **rest}
+
+
+def test_an_asynchronous_run_that_is_done_shows_the_last_step_that_sampled(tmp_path: Path) -> None:
+    done = write_run(tmp_path, metrics=ends_without_sampling).path
+    for size in ((80, 24), (140, 40)):
+        text = "\n".join(screen(done, *size))
+        assert "generator  60.0%" in text and "generation    2,500" in text, size
+    assert "generator  40.0%  ██" in "\n".join(screen(done, 140, 40))
+    # While it goes on an idle generator is shown as it is.
+    running = write_run(tmp_path, "b", steps=19, ended=None, metrics=ends_without_sampling).path
+    assert "generator     0%" in "\n".join(screen(running, 80, 24))
+
+
+@pytest.mark.parametrize("metrics", [step_metrics, async_metrics])
+def test_nothing_is_cut_off_at_80_columns(tmp_path: Path, metrics: Callable[[int], dict[str, float]]) -> None:
+    devices = {"device/utilization": 1.0, "memory/trainer_gib": 131.2, "memory/engine_gib": 128.4}
+    run = write_run(tmp_path, metrics=lambda step: {**metrics(step), **devices}, ended=None)
+    events = EventLog(run.events, now=lambda: START + 1000)
+    where = f"{tmp_path}/runs/grpo--tiny--1/logs/attempt_1/trainer-0.log"
+    reason = "trainer-0 died during update: killed by signal 9; its last words are in"
+    events.emit("checkpoint", step=20, path=f"{tmp_path}/runs/grpo--tiny--1/checkpoints/step_20", seconds=0.3)
+    events.emit("warning", what=f"{reason} {where}")
+    lines = screen(run.path, 80, 34)
+    assert [line for line in lines if "…" in line] == []
+    told = " ".join(line.strip("│").strip() for line in lines)
+    assert "checkpoint of step 20 (0.30s) checkpoints/step_20" in told
+    assert reason in told and where in told.replace(" ", "")
 
 
 def test_a_failure_is_told_in_the_head(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ def test_a_sparkline_goes_from_the_lowest_block_to_the_highest() -> None:
     assert spark([0, 1, 2, 3, 4, 5, 6], 20) == "▁▂▃▄▅▆▇"
 
 
-def test_a_constant_sparkline_is_level() -> None:
-    assert spark([5.0] * 4, 10) == "▄▄▄▄"
+def test_a_constant_sparkline_is_flat_at_the_bottom() -> None:
+    assert spark([5.0] * 4, 10) == "▁▁▁▁"
 
 
 def test_a_sparkline_is_never_wider_than_asked() -> None:
