@@ -65,7 +65,7 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
     except NoWholeCheckpoint as error:
         raise ConfigError([Problem(f"--resume {run}", "", str(error))]) from None
     done, steps = found.checkpoint.step if found.checkpoint else 0, _num_steps(composed.config)
-    rows = [("damaged", line) for line in [*found.damaged.values(), *found.notes]]
+    rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]
     where = f"step {done}: {found.checkpoint.path}" if found.checkpoint else "the start: it has no checkpoint"
     rows.append(("goes on after", where))
     left = max(0, steps - done)

@@ -158,7 +158,7 @@ def show_plan(composed: "Composed", plan: "Plan", resumed: "Resumed | None", whe
     if resumed:
         console().print(format_rows("resume", plan_of_resume(composed, resumed.run)))
         refuse(composed, plan.too_large)
-        typer.echo(f"\nrun it: {resumed.command(plan.kind, where)}")
+        say(f"\nrun it: {resumed.command(plan.kind, where)}")
         raise typer.Exit(OK)
     refuse(composed, plan.too_large)
     path = _write(composed)
