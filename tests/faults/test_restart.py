@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,31 @@ from tests.faults.runs import Run
 STEPS = 60
 
 
+def damage_the_newest(checkpoints: Path) -> int:
+    """Empty a file of the newest checkpoint of a trainer that stands still; return its step."""
+    # What the trainer had written before may still be given its name.
+    time.sleep(1)
+    newest = max(int(path.name.removeprefix("step_")) for path in checkpoints.glob("step_*"))
+    (checkpoints / f"step_{newest}/state.json").write_text("")
+    return newest
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_lost_trainer_is_started_again_and_one_loss_too_many_ends_the_run(tmp_path: Path) -> None:
     settings = (f"sft.num_steps={STEPS}", "checkpoint.every=2", "run.max_restarts=1", "run.restart_backoff_s=0.1")
     run = Run(tmp_path, "restarted", *settings, "validation.every=0", kind="sft")
-    run.wait_for_step(4)
+    run.wait_for_event("checkpoint", step=4)
     first = run.wait_for_event("processes")
+    os.kill(first["trainer-0"], signal.SIGSTOP)
+    damaged = damage_the_newest(run.path / "checkpoints")
     os.kill(first["trainer-0"], signal.SIGKILL)
     again = run.wait_for_event("restart")
     assert (again["count"], again["pause_s"]) == ("1 of 1", 0.1)
     assert "trainer-0 died during" in again["reason"]
     begun = run.wait_for_event("run_started", attempt=2)
-    assert begun["start_step"] in (2, 4, 6)
+    assert begun["start_step"] == damaged - 2
+    assert f"step_{damaged}/state.json: empty, of" in run.wait_for_event("warning")["what"]
     run.wait_for_event("phase", step=STEPS - 10)
     assert [record["step"] for record in run.steps()][: STEPS - 11] == list(range(1, STEPS - 10))
     second = [event for event in run.events() if event["kind"] == "processes"][-1]

@@ -1,3 +1,4 @@
+import shlex
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from rlctl.cluster.ground import Ground
 from rlctl.config.load import load
 from rlctl.config.schema import RunConfig
 from rlctl.environment import machine
+from rlctl.training.checkpoints import Checkpoints
+from rlctl.training.fingerprint import made_with
 from tests.unit.cli.conftest import Rlctl, write_run
 
 Started = list[tuple[RunConfig, Path | None, bool]]
@@ -101,6 +104,81 @@ def test_resume_of_what_is_no_run_is_bad_input(rlctl: Rlctl, home: Path, started
         "error: --resume frist: no such run; did you mean first?"
     )
     assert "leave out grpo-tiny" in rlctl("train", "grpo", "grpo-tiny", "--resume", "runs/first").err
+
+
+def kept(folder: Path, *steps: int) -> None:
+    """Checkpoints as the run in `folder` would have written them."""
+    config = load("grpo", str(folder / "config.yaml"), [], resume=True).config
+    facts = made_with(config, Path(config.model.path))
+    for step in steps:
+        Checkpoints(folder / "checkpoints", 9, 0).save(step, {"made_with": facts}, lambda path: None)
+
+
+def test_a_run_is_resumed_by_its_name_below_run_dir(rlctl: Rlctl, home: Path, started: Started) -> None:
+    folder = write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first"]).to_yaml())
+    assert rlctl("train", "grpo", "--resume", "first").code == 130
+    assert started[0][1] == folder.relative_to(home)
+    (home / "elsewhere").mkdir()
+    folder.rename(home / "elsewhere/first")
+    assert "first: no such run" in rlctl("train", "grpo", "--resume", "first").err
+    assert rlctl("train", "grpo", "--resume", "first", "run.dir=elsewhere").code == 130
+
+
+def test_a_dry_resume_says_where_it_goes_on_what_changes_and_what_to_type(
+    rlctl: Rlctl, home: Path, started: Started
+) -> None:
+    folder = write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first"]).to_yaml())
+    kept(folder, 2, 4)
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    overrides = ["grpo.num_steps=6", "rewards=[{name: regex, pattern: '(a b)'}]"]
+    done = rlctl("train", "grpo", "--resume", "first", *overrides, "--dry-run")
+    assert (done.code, done.err, started) == (0, "", [])
+    assert max(map(len, done.out.splitlines()[:-1])) <= 80
+    text = " ".join(done.out.split())
+    assert "goes on after step 4: runs/first/checkpoints/step_4" in text
+    assert "left 2 of 6 steps: 5 to 6" in text
+    assert "changes rewards.0.name: exact -> regex rewards.0.pattern: null -> (a b) grpo.num_steps: 100 -> 6" in text
+    command = done.out.splitlines()[-1].removeprefix("run it: rlctl ")
+    assert shlex.split(command) == ["train", "grpo", "--resume", "first", *overrides]
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+
+    (folder / "checkpoints/step_4/state.json").write_text("")
+    done = rlctl("train", "grpo", "--resume", "first", "grpo.num_steps=6", "--dry-run")
+    text = " ".join(done.out.split())
+    assert "damaged runs/first/checkpoints/step_4/state.json: empty, of" in text
+    assert "left 4 of 6 steps: 3 to 6 changes grpo.num_steps: 100 -> 6" in text
+    (folder / "checkpoints/step_2/manifest.json").unlink()
+    done = rlctl("train", "grpo", "--resume", "first", "--dry-run")
+    assert (done.code, len(done.err.splitlines())) == (2, 2)
+    assert "step_2/manifest.json: missing" in done.err
+
+
+def test_what_a_checkpoint_contradicts_is_refused_before_anything_starts(
+    rlctl: Rlctl, home: Path, started: Started
+) -> None:
+    folder = write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first"]).to_yaml())
+    kept(folder, 4)
+    before = (folder / "config.yaml").read_bytes()
+    (home / "other.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    (home / "narrow").mkdir()
+    for name in ("tokenizer.json", "model.safetensors"):
+        (home / "narrow" / name).write_bytes((home / "model" / name).read_bytes())
+    (home / "narrow/config.json").write_text((home / "model/config.json").read_text().replace("64", "32"))
+    overrides = ["model.path=narrow", "data.train.path=other.jsonl", "run.seed=3", "grpo.num_steps=3"]
+    done = rlctl("train", "grpo", "--resume", "first", *overrides)
+    assert (done.code, started) == (2, [])
+    lines = done.err.splitlines()
+    assert len(lines) == 5
+    assert lines[0] == (
+        f"error: override 1: model.path=narrow: {home}/model -> {home}/narrow: "
+        "not the model of the checkpoint of step 4: hidden_size 64 -> 32"
+    )
+    assert (
+        f"override 2: data.train.path=other.jsonl: {home}/train.jsonl -> {home}/other.jsonl: not the rows" in lines[1]
+    )
+    assert "override 3: run.seed=3: 0 -> 3: " in lines[2]
+    assert "override 4: grpo.num_steps=3: must be at least 4, the step of the newest checkpoint" in lines[3]
+    assert (folder / "config.yaml").read_bytes() == before
 
 
 def test_two_recipes_are_bad_input(rlctl: Rlctl) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name
+from rlctl.telemetry.run_dir import RunDir, RunDirError, automatic_name, find_run
 
 
 def test_a_name_in_use_is_refused_with_the_way_to_continue_it(tmp_path: Path) -> None:
@@ -36,6 +36,25 @@ def test_each_attempt_has_logs_of_its_own_and_latest_points_to_the_newest(tmp_pa
     assert run.logs.resolve() == (tmp_path / "a/logs/attempt_2").resolve()
     assert (tmp_path / "a/logs/attempt_1/x.log").read_text() == "first"
     assert run.attempt == 2
+
+
+def test_whatever_else_lies_beside_the_attempts_is_ignored(tmp_path: Path) -> None:
+    run = RunDir.create("a", tmp_path)
+    run.start_attempt()
+    for name in ("attempt_x", "attempt_", "attempt_2_old"):
+        (run.path / "logs" / name).mkdir()
+    assert run.start_attempt() == 2
+
+
+def test_a_run_is_found_by_its_name_or_path_and_nearly(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        RunDir.create(name, tmp_path).config.write_text("")
+    assert find_run("first", tmp_path) == find_run(str(tmp_path / "first"), tmp_path / "none") == tmp_path / "first"
+    for text in ("frist", str(tmp_path / "frist")):
+        with pytest.raises(RunDirError, match="frist: no such run; did you mean first"):
+            find_run(text, tmp_path)
+    with pytest.raises(RunDirError, match="no such run; `rlctl runs list` shows"):
+        find_run("xyz", tmp_path)
 
 
 def test_a_moved_run_keeps_its_latest_logs(tmp_path: Path) -> None:
