@@ -110,7 +110,7 @@ class ThisMachine:
         with ExitStack() as stack:
             _clear_leftovers(session)
             with session.starting("ray"):
-                reaper = stack.enter_context(local_ray(session.logs))
+                reaper = stack.enter_context(local_ray(session.logs, session.lose))
             yield Site(placement, [None], _folders_of(stack, reaper))
 
 

@@ -87,7 +87,12 @@ def _assembled(
     group = start_trainers(session, config, files, site, updates, generation.temperature)
     stack.callback(group.kill)
     pool = GeneratorPool(
-        spec, engine_seats(config, site), str(session.logs), config.run.deadline_s, generation.max_restarts, events.emit
+        spec,
+        engine_seats(session, config, site),
+        str(session.logs),
+        config.run.deadline_s,
+        generation.max_restarts,
+        events.emit,
     )
     stack.callback(pool.kill)
     prompts = loading.result()
@@ -154,8 +159,9 @@ def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts
     """The steps that are left, from the checkpoint on if there is one."""
     from rlctl.grpo.loop import GrpoLoop
 
-    loop = GrpoLoop(config, parts, lambda: session.interrupts.asked)
+    loop = GrpoLoop(config, parts, session.stops)
     stack.callback(loop.close)
+    session.waits.where = lambda: f"trainer at version {loop.done}, engines at version {parts.pool.version}"
     if session.checkpoint:
         loop.resume(session.checkpoint)
     session.go_on()

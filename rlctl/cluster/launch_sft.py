@@ -76,7 +76,8 @@ def _assembled(
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
     cost = training_cost(trainer.info(), files)
     parts = SftParts(trainer, source, validation, session.keeper, site.placement.trainer_devices, *cost)
-    loop = SftLoop(config, parts, lambda: session.interrupts.asked)
+    loop = SftLoop(config, parts, session.stops)
+    session.waits.where = lambda: f"trainer at version {loop.done}"
     if session.checkpoint:
         loop.resume(session.checkpoint)
     session.go_on()

@@ -7,10 +7,13 @@ import functools
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from rlctl.cluster.placement import PlacementError
 from rlctl.cluster.ray_session import ray_session
@@ -26,17 +29,21 @@ _LEAST_STORE_BYTES = 75 << 20
 _ATTEMPTS = 2
 # A Unix socket's path has at most 107 bytes; Ray's own part of it, with the name of the folder, takes this many.
 _SOCKET_BYTES, _RAYS_BYTES = 107, 84
+_NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
 _TOO_SLOW = "timed out during startup"
 
 
 @contextmanager
-def local_ray(logs: Path) -> Iterator[Reaper]:
-    """A Ray of our own for the time of the block; yields the reaper that watches over its folders."""
+def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Iterator[Reaper]:
+    """A Ray of our own for the time of the block; yields the reaper that watches over its folders.
+
+    lost: told once, from another thread, when a process is gone that Ray cannot do without.
+    """
     reaper = Reaper()
     try:
         with reaper.folder("rlctl-token-") as folder:
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
-            with _started(reaper, logs):
+            with _started(reaper, logs), _watched(lost):
                 yield reaper
     finally:
         reaper.close()
@@ -54,6 +61,30 @@ def _started(reaper: Reaper, logs: Path) -> ExitStack:
                 if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
                     raise
     raise AssertionError("unreachable")
+
+
+@contextmanager
+def _watched(lost: Callable[[str], None]) -> Iterator[None]:
+    """Look after Ray's head and this machine's raylet: a driver without them works on for a minute, then Ray ends it
+    without a word."""
+    own = psutil.Process().children()
+    watched = [process for process in own if process.name() in _NEEDED]
+    left = threading.Event()
+
+    def look() -> None:
+        while not left.wait(_LOOK_S):
+            for process in watched:
+                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
+                    lost(f"Ray's {process.name()} (process {process.pid}) is gone")
+                    return
+
+    thread = threading.Thread(target=look, name="ray-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
 
 
 def _root() -> str:

@@ -72,18 +72,20 @@ def start_trainers(
         )
         env = trainer_environment(site.devices(seat), threads) | site.environment(seat)
         log = f"{session.logs}/trainer-{rank}.log"
-        specs.append(WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=site.node(seat)))
+        specs.append(
+            WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=site.node(seat), waits=session.waits)
+        )
     return WorkerGroup(specs, config.run.deadline_s)
 
 
-def engine_seats(config: GrpoConfig, site: Site) -> list[EngineSeat]:
+def engine_seats(session: Session, config: GrpoConfig, site: Site) -> list[EngineSeat]:
     """Where each engine of the run is to stand."""
     reads = _transport(config, site.placement) == "ipc"
     seats = []
     for seat in site.placement.engines:
         beside = site.beside(seat) if reads else []
         env = environment(site.placement.device, site.devices(seat), beside) | site.environment(seat)
-        seats.append(EngineSeat(env, site.node(seat)))
+        seats.append(EngineSeat(env, site.node(seat), session.waits))
     return seats
 
 

@@ -39,6 +39,7 @@ from rlctl.training.checkpoints import Checkpoint, NoWholeCheckpoint
 from rlctl.training.fingerprint import contradictions
 from rlctl.training.keeper import Keeper
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.waits import Waits
 
 # Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
@@ -56,6 +57,8 @@ class Session:
 
     checkpoint: what it goes on from. damaged: newer ones, by their folder, each with a line that says why it is not
     that one.
+
+    lost: why the run must end after its step, with a checkpoint: Ray's head is gone, say.
     """
 
     config: RunConfig
@@ -67,7 +70,9 @@ class Session:
     ground: Ground
     reserve: Reserve
     resumed: bool
+    waits: Waits
     attempts: int = 1
+    lost: str = ""
     checkpoint: Checkpoint | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
 
@@ -119,6 +124,15 @@ class Session:
             for path in self.damaged:
                 self.keeper.checkpoints.set_aside(path)
 
+    def stops(self) -> bool:
+        """Return True if the run is to end after its step."""
+        return self.interrupts.asked or bool(self.lost)
+
+    def lose(self, why: str) -> None:
+        """End the run after its step, as failed. From any thread."""
+        self.lost = why
+        self.events.emit("warning", what=f"{why}: finishing this step and saving")
+
     def begin_again(self) -> None:
         """Start the next attempt of the same process, which goes on as a resume would."""
         self.keeper = _keeper(self.config, self.run_dir, self.events, self.keeper.metrics)
@@ -132,6 +146,8 @@ class Session:
         if self.interrupts.asked:
             # Nothing is done yet that could be saved.
             raise KeyboardInterrupt
+        if self.lost:
+            raise RuntimeError(self.lost)
         self.events.emit("startup", what=what)
         begin = time.perf_counter()
         yield
@@ -173,8 +189,10 @@ def _driven(
 
     reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
     with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
-        session = Session(config, resolved, run_dir, events, keeper, interrupts, ground, reserve, resumed)
+        waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
+        session = Session(config, resolved, run_dir, events, keeper, interrupts, ground, reserve, resumed, waits)
         code, status, reason = _run(session, body)
+        waits.close()
         metrics.close()
         reserve.release()
         lost = events.lost + metrics.lost
@@ -233,6 +251,8 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
     except Exception as error:
         _keep_traceback(session, error)
         return _failed(session, f"{type(error).__name__}: {_explain(error)}; see {session.logs / 'driver.log'}", 1)
+    if session.lost:
+        return _failed(session, session.lost, 1)
     if session.interrupts.asked:
         return 130, session.interrupts.status, session.interrupts.by
     return 0, "done", ""
@@ -247,6 +267,8 @@ def _last(session: Session, body: Callable[[Session], None]) -> None:
                 session.find_checkpoint()
             return body(session)
         except (WorkerDied, WorkerTimeout, NoEngineLeft) as error:
+            if session.lost:
+                raise RuntimeError(f"{session.lost}; then {_explain(error)}") from error
             if session.attempts > run.max_restarts or session.interrupts.asked:
                 raise
             _keep_traceback(session, error)

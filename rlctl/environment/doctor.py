@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
@@ -18,6 +19,7 @@ from typing import Literal
 from rlctl.environment.machine import Machine, read_machine
 from rlctl.environment.package import installed_version, own_version, requirements
 from rlctl.environment.stubs import LOCAL, STUBS
+from rlctl.workers.reaper import leftovers
 
 State = Literal["ok", "warning", "broken"]
 
@@ -52,7 +54,14 @@ def examine(folder: Path) -> list[Check]:
     machine = read_machine(folder)
     extra = "gpu" if machine.gpus else "cpu"
     packages = [*check_packages(extra), *check_companions(), *check_bytecode()]
-    return [check_rlctl(), *check_machine(machine), *packages, *check_gpus(machine), *check_compiler(machine)]
+    return [
+        check_rlctl(),
+        *check_machine(machine),
+        *packages,
+        *check_gpus(machine),
+        *check_compiler(machine),
+        *check_leftovers(),
+    ]
 
 
 def check_rlctl() -> Check:
@@ -70,6 +79,12 @@ def check_machine(machine: Machine) -> list[Check]:
         _enough("/dev/shm", machine.shm, GIB, _gib(machine.shm), "in a container: docker run --shm-size=2g"),
         _enough("disk", machine.disk_free, 5 * GIB, f"{_gib(machine.disk_free)} free", "free some, or set run.dir"),
     ]
+
+
+def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
+    """Return a row for each folder of a run whose driver was killed together with what clears up after it."""
+    mend = "the next run here ends these processes and removes the folder"
+    return [Check("killed run", "warning", str(each), mend) for each in leftovers(roots)]
 
 
 def check_packages(extra: str) -> list[Check]:

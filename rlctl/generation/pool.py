@@ -20,6 +20,7 @@ from rlctl.refit.transport import Report
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
 from rlctl.workers.nodes import Node
+from rlctl.workers.waits import Waits
 
 Emit = Callable[..., None]
 # Of an engine's calls that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
@@ -30,10 +31,14 @@ _SLICE_S = 5.0
 
 @dataclass(frozen=True)
 class EngineSeat:
-    """Where an engine stands: the environment of its process, and its node (None: there is but one)."""
+    """Where an engine stands: the environment of its process, and its node (None: there is but one).
+
+    waits: see `WorkerSpec`.
+    """
 
     environment: dict[str, str]
     node: Node | None = None
+    waits: Waits | None = None
 
 
 class GeneratorPool:
@@ -167,7 +172,11 @@ class GeneratorPool:
     def _start(self, index: int) -> Worker:
         seat, log = self._seats[index], f"{self._logs}/engine-{index}.log"
         make = MakeEngine(self._spec)
-        return Worker(WorkerSpec(f"engine-{index}", make, seat.environment, log, threads=_THREADS, node=seat.node))
+        return Worker(
+            WorkerSpec(
+                f"engine-{index}", make, seat.environment, log, threads=_THREADS, node=seat.node, waits=seat.waits
+            )
+        )
 
     def _gather(self, index: int, part: Pending) -> Columns | None:
         """What an engine sampled; None if it was lost. However long it takes, as long as the engine makes steps."""

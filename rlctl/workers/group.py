@@ -8,6 +8,7 @@ generator work at the same time.
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from rlctl.workers.graph import NOTHING, Graph, GraphBroken
 from rlctl.workers.host import Host
 from rlctl.workers.nodes import Node
 from rlctl.workers.ports import LOOPBACK
+from rlctl.workers.waits import Waits
 
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
 DEADLINE_KNOB = "run.deadline_s"
@@ -31,7 +33,7 @@ _OTHERS_S = 10.0
 class WorkerSpec:
     """What a worker process is made of. `make` is picklable and runs in the process; `env` is set before.
 
-    node: where it is to stand; None where there is but one.
+    node: where it is to stand; None where there is but one. waits: where waits for it are told.
     """
 
     name: str
@@ -40,6 +42,7 @@ class WorkerSpec:
     log: str | None = None
     threads: int = 1
     node: Node | None = None
+    waits: Waits | None = None
 
 
 class Worker:
@@ -53,6 +56,7 @@ class Worker:
             actor = actor.options(scheduling_strategy=spec.node.strategy)
         self.handle = actor.remote(spec.name, spec.make, spec.env, spec.log, spec.threads)
         self._built = self.handle.build.remote()
+        self._pid: int | None = None
 
     @property
     def name(self) -> str:
@@ -78,7 +82,13 @@ class Worker:
 
     def pid(self) -> int:
         """Of its process; answers while a method runs."""
-        return int(self._ask("pid"))
+        self._pid = int(self._ask("pid"))
+        return self._pid
+
+    @property
+    def known_as(self) -> tuple[str, int | None]:
+        """Its name, and its process id if that is known and of this machine."""
+        return self.name, None if self.spec.node else self._pid
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """What the host itself answers, at once. Raises WorkerDied, WorkerTimeout."""
@@ -104,10 +114,16 @@ class Pending:
         Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
         ranks may wait for the one that failed for ever), WorkerTimeout after `deadline_s` seconds.
         """
-        self._until_ready(deadline_s, knob)
+        with waited_for(self.workers, self.call, self._late, deadline_s):
+            self._until_ready(deadline_s, knob)
         answers = ray.get(self.refs)
         pairs = [_pair(answer) for answer in answers]
         return results(self.call, pairs)
+
+    def _late(self) -> list[Worker]:
+        """The workers that have not answered."""
+        _, waiting = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
+        return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
     def _until_ready(self, deadline_s: float, knob: str) -> None:
         end = time.monotonic() + deadline_s
@@ -144,6 +160,14 @@ class Pending:
             except GetTimeoutError:
                 continue
         return names
+
+
+def waited_for(
+    workers: Sequence[Worker], call: str, late: Callable[[], Sequence[Worker]], deadline_s: float
+) -> AbstractContextManager[None]:
+    """Have the wait for a call explained if it lasts."""
+    waits = workers[0].spec.waits if workers else None
+    return waits.wait(call, lambda: [each.known_as for each in late()], deadline_s) if waits else nullcontext()
 
 
 def _pair(answer: Any) -> tuple[Failure | None, Any]:
@@ -262,7 +286,8 @@ class WorkerGroup:
         if self._graph is None:
             return self._start(method, [(args, kwargs) for args in per_rank]).wait(self.deadline_s)
         try:
-            answers = self._graph.call((method, per_rank, kwargs), self.deadline_s)
+            with waited_for(self.workers, method, lambda: self.workers, self.deadline_s):
+                answers = self._graph.call((method, per_rank, kwargs), self.deadline_s)
         except TimeoutError as error:
             raise WorkerTimeout(method, [w.name for w in self.workers], self.deadline_s, DEADLINE_KNOB) from error
         except RayActorError as error:

@@ -73,6 +73,23 @@ def test_state_that_no_device_holds_is_bad_input(
     assert not (home / "runs/grpo.recipe.dry-run.yaml").exists()
 
 
+def test_a_dry_run_follows_no_link(rlctl: Rlctl, home: Path) -> None:
+    victim = home / "victim"
+    victim.write_text("keep")
+    (home / "runs").mkdir()
+    for name in ("grpo.recipe.dry-run.yaml", ".grpo.recipe.dry-run.yaml.tmp"):
+        (home / "runs" / name).symlink_to(victim)
+    assert rlctl("train", "grpo", "grpo.recipe.yaml", "--dry-run").code == 0
+    assert victim.read_text() == "keep"
+    assert not (home / "runs/grpo.recipe.dry-run.yaml").is_symlink()
+
+    (home / "nowhere").symlink_to(home / "gone")
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "run.dir=nowhere", "--dry-run")
+    assert done.code == 2
+    assert "run.dir=nowhere: cannot write nowhere/grpo.recipe.dry-run.yaml: File exists" in done.err
+    assert not (home / "gone").exists()
+
+
 def test_the_resolved_config_of_a_dry_run_runs_as_it_is(rlctl: Rlctl, home: Path, started: Started) -> None:
     done = rlctl("train", "grpo", "grpo.recipe.yaml", "grpo.num_steps=7", "--dry-run")
     assert "resolved config: runs/grpo.recipe.dry-run.yaml" in done.out

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from rlctl.environment.doctor import check_leftovers
 from rlctl.workers.reaper import leftovers, sweep
 
 DRIVER = """
@@ -61,6 +62,8 @@ def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_
         assert left.owner == f"process {process.pid}"
         assert [pid for pid, _ in left.processes] == [user.pid]
         assert f"{folder} (1.0 MiB, in use by {user.name()} {user.pid}) of process {process.pid}" == str(left)
+        (row,) = check_leftovers([tmp_path])
+        assert (row.state, row.found) == ("warning", str(left))
         sweep([left.path])
         user.wait(10)
         assert not folder.exists()

@@ -15,6 +15,8 @@ from typing import Any
 # Logs that say why something went wrong, in the order of reading; Ray's others count events.
 SUFFIXES = ("start.log", "gcs_server.out", "raylet.out", ".err")
 PREFIXES = ("worker-", "job-driver-")
+# Control characters but tab, and directions that reorder a line.
+UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 
 
 def run(request: dict[str, Any]) -> None:
@@ -83,6 +85,6 @@ def say(node: str, path: str, lines: "list[str]") -> None:
         # Ray colours some lines whether anybody sees it or not.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)
         # What else a terminal would obey may come from anywhere, a reward's output or a prompt in an error.
-        line = re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", "?", line)
-        sys.stdout.write(f"{node} {name} | {line}\n")
+        shown = re.sub(UNSAFE, "?", f"{node} {name} | {line}")
+        sys.stdout.write(f"{shown}\n")
     sys.stdout.flush()

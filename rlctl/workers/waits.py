@@ -1,0 +1,95 @@
+"""Says who waits for whom: a call that its workers do not answer is explained long before its deadline.
+
+Contract 8. The driver's threads open a wait around each call; one thread looks at what is open. A call is explained
+once it takes longer than `explain_after_s`, and three times as long as any before it of its name, or at once after
+`explain_after_s` if a worker's process is stopped.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+_POLL_S = 0.5
+_UNUSUAL = 3.0
+
+
+@dataclass
+class _Wait:
+    """An open wait. late: (worker, process id or None) of those without an answer. told: how long it was, when told."""
+
+    call: str
+    late: Callable[[], Sequence[tuple[str, int | None]]]
+    deadline_s: float
+    began: float = field(default_factory=time.monotonic)
+    told: float = 0.0
+
+
+class Waits:
+    """What the driver waits for. where: what the run is at, in words; it may be set later."""
+
+    def __init__(self, explain_after_s: float, warn: Callable[[str], None]) -> None:
+        self._explain_after_s, self._warn = explain_after_s, warn
+        self.where: Callable[[], str] = lambda: "start-up"
+        self._open: dict[int, _Wait] = {}
+        self._longest: dict[str, float] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._look, name="waits", daemon=True).start()
+
+    @contextmanager
+    def wait(
+        self, call: str, late: Callable[[], Sequence[tuple[str, int | None]]], deadline_s: float
+    ) -> Iterator[None]:
+        """Have the block explained if it lasts."""
+        wait = _Wait(call, late, deadline_s)
+        with self._lock:
+            self._open[id(wait)] = wait
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[id(wait)]
+                self._longest[call] = max(self._longest.get(call, 0.0), time.monotonic() - wait.began)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def _look(self) -> None:
+        while not self._ended.wait(_POLL_S):
+            with self._lock:
+                waits = list(self._open.values())
+            for wait in waits:
+                self._explain(wait)
+
+    def _explain(self, wait: _Wait) -> None:
+        lasted = time.monotonic() - wait.began
+        if lasted < max(self._explain_after_s, 2 * wait.told):
+            return
+        late = [(name, condition(pid)) for name, pid in wait.late()]
+        stopped = any("stopped" in state for _, state in late)
+        if not late or (lasted < _UNUSUAL * self._longest.get(wait.call, 0.0) and not stopped):
+            return
+        wait.told = lasted
+        workers = ", ".join(f"{name} ({state})" if state else name for name, state in late)
+        end = f"given up after run.deadline_s={wait.deadline_s:g}"
+        self._warn(f"the driver waits for {workers} since {lasted:.0f} s, call {wait.call}; {self.where()}; {end}")
+
+
+def condition(pid: int | None) -> str:
+    """Return what the system says of a process of this machine; nothing of one elsewhere."""
+    import psutil
+
+    if pid is None:
+        return ""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_STOPPED:
+            return f"process {pid} is stopped: kill -CONT {pid}"
+        before = sum(process.cpu_times()[:2])
+        time.sleep(_POLL_S / 5)
+        busy = (sum(process.cpu_times()[:2]) - before) / (_POLL_S / 5)
+    except psutil.Error:
+        return f"process {pid} is gone"
+    return f"process {pid} uses {busy:.0%} of a core"

@@ -1,0 +1,52 @@
+"""Who is waited for is told once it lasts unusually long, or at once if a process is stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from rlctl.workers.waits import Waits
+
+
+def until(seen: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not seen() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert seen()
+
+
+def test_a_stopped_worker_is_named_with_what_wakes_it_and_where_the_run_is() -> None:
+    told: list[str] = []
+    waits = Waits(0.2, told.append)
+    waits.where = lambda: "trainer at version 3"
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        # A call that took far longer before.
+        with waits.wait("train", list, 60):
+            time.sleep(1.5)
+        os.kill(process.pid, signal.SIGSTOP)
+        with waits.wait("train", lambda: [("trainer-0", process.pid)], 60):
+            until(lambda: bool(told))
+    finally:
+        process.kill()
+        process.wait()
+        waits.close()
+    state = f"process {process.pid} is stopped: kill -CONT {process.pid}"
+    assert told[0].startswith(f"the driver waits for trainer-0 ({state}) since ")
+    assert told[0].endswith(" s, call train; trainer at version 3; given up after run.deadline_s=60")
+
+
+def test_a_call_that_takes_as_long_as_the_one_before_it_is_not_worth_a_word() -> None:
+    told: list[str] = []
+    waits = Waits(0.2, told.append)
+    with waits.wait("train", lambda: [("trainer-0", None)], 60):
+        until(lambda: len(told) == 1)
+    began = time.monotonic()
+    with waits.wait("train", lambda: [("trainer-0", None)], 60):
+        time.sleep(0.7)
+        assert len(told) == 1
+        until(lambda: len(told) == 2)
+    assert time.monotonic() - began > 0.6
+    waits.close()
