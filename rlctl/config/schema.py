@@ -29,7 +29,7 @@ class RunSection:
     probe: bool = spec("before step 1, compare weights and log-probs of trainer and generator; stop if they differ")
     log_every: int = spec("print a line every this many steps when the output is not a terminal", ge=1)
     deadline_s: float = spec("longest wait, in seconds, for any one answer of a worker", gt=0)
-    explain_after_s: float = spec("say who waits for whom when nothing was sampled for this many seconds", gt=0)
+    explain_after_s: float = spec("say who waits for whom when nothing came for this many seconds", gt=0)
     max_restarts: int = spec("times that the run begins again, at its last checkpoint, after it lost processes", ge=0)
     restart_backoff_s: float = spec("pause before it does, in seconds; doubled each time, at most a minute", ge=0)
 

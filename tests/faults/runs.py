@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,19 @@ SETTINGS = {
 
 
 class Run:
-    """One attempt of a run in `folder/runs/NAME`."""
+    """One attempt of a run in `folder/runs/NAME`. within: a command that becomes the one it is given."""
 
-    def __init__(self, folder: Path, name: str, *settings: str, resume: bool = False, kind: str = "grpo") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *settings: str,
+        resume: bool = False,
+        kind: str = "grpo",
+        within: Sequence[str] = (),
+    ) -> None:
         self.path = folder / "runs" / name
-        command = [sys.executable, "-m", "rlctl.cli.main", "train", kind]
+        command = [*within, sys.executable, "-m", "rlctl.cli.main", "train", kind]
         if resume:
             command += ["--resume", str(self.path), *settings]
         else:

@@ -1,0 +1,57 @@
+"""A machine with 64 MiB of shared memory, as Docker gives: a run works, with its object store elsewhere."""
+
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.runs import Run, survivors
+
+PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"', "sh"]
+STORE = """
+import json, sys
+from pathlib import Path
+from rlctl.cluster.local import _object_store
+from rlctl.cluster.launch import shared_memory
+print(json.dumps([_object_store(Path(sys.argv[1])), shared_memory(1 << 20), shared_memory(1 << 26)]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def private_mounts() -> None:
+    tried = subprocess.run([*PRIVATE, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"a private mount namespace needs root: {tried.stderr.strip()}")
+
+
+def test_ray_and_weights_that_do_not_fit_into_shared_memory_go_to_the_disk(tmp_path: Path) -> None:
+    done = subprocess.run([*PRIVATE, sys.executable, "-c", STORE, str(tmp_path)], capture_output=True, text=True)
+    store, small, large = json.loads(done.stdout)
+    assert store["_plasma_directory"] == str(tmp_path)
+    assert store["object_store_memory"] >= 75 << 20
+    assert (small, large) == ("/dev/shm", None)
+
+
+@pytest.mark.long  # two whole starts; the parts: above, and tests/unit/workers/test_reaper.py
+@pytest.mark.slow
+def test_a_run_trains_and_what_it_leaves_when_all_of_it_is_killed_is_removed_by_the_next(tmp_path: Path) -> None:
+    settings = ("grpo.num_steps=100000", "validation.every=0", "checkpoint.every=0")
+    run = Run(tmp_path, "docker", *settings, within=PRIVATE)
+    run.wait_for_step(3)
+    everybody, pid = psutil.Process(run.process.pid).children(recursive=True), run.process.pid
+    for reaper in [each for each in everybody if "reaper.py" in " ".join(each.cmdline())]:
+        with suppress(psutil.NoSuchProcess):
+            reaper.kill()
+    run.kill()
+
+    after = Run(tmp_path, "next", "grpo.num_steps=1", "validation.every=0", "checkpoint.every=0")
+    assert after.end() == 0, after.text()
+    removed = [event["what"] for event in after.events() if "removed what a killed run left" in event.get("what", "")]
+    assert any(f"of process {pid}" in what for what in removed)
+    assert survivors(everybody) == []
+    marks = [path for path in Path("/tmp").glob("rlctl-*/.owner") if path.read_text() == f"process {pid}"]
+    assert marks == []
