@@ -96,7 +96,7 @@ def _assembled(
     )
     stack.callback(pool.kill)
     prompts = loading.result()
-    scorer = stack.enter_context(Scorer(config.rewards, session.logs / "rewards.log"))
+    scorer = stack.enter_context(Scorer(config.rewards, session.logs, events.emit))
     first = prompts.train[0]
     scorer.try_on_sample(Item(first.text, first.answer or "", first.answer, first.row))
     with session.starting("trainer"):

@@ -6,6 +6,7 @@ A checkpoint is ranked by what was measured of its own weights alone, in its ste
 import re
 
 from rlctl.config.errors import did_you_mean
+from rlctl.config.resolve import reward_names
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.telemetry.metrics import MEANING
 
@@ -41,8 +42,11 @@ def _is_measured(metric: str, config: RunConfig) -> bool:
 def _names(config: RunConfig) -> list[str]:
     """Of the metrics of such a run's steps and validations."""
     if isinstance(config, GrpoConfig):
-        held_out = ["accuracy", *["pass_at_k"] * (config.validation.num_generations > 1), "length", "prompts"]
+        held_out = ["accuracy", "reward", "failed_rewards", "length", "prompts"]
+        held_out += ["pass_at_k"] * (config.validation.num_generations > 1)
+        own = [f"reward/{name}/{what}" for name in reward_names(config.rewards) for what in ("mean", "failed")]
     else:
-        held_out = ["loss", "prompts"]
-    steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith("_K")]
-    return [*steps, *(_HELD_OUT + name for name in held_out)]
+        held_out, own = ["loss", "prompts"], []
+    patterns = ("_K", "/NAME/mean", "/NAME/failed")
+    steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith(patterns)]
+    return [*steps, *own, *(_HELD_OUT + name for name in held_out)]

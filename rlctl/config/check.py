@@ -241,6 +241,10 @@ def _rewards(view: View, config: GrpoConfig) -> Problems:
         with suppress(BrokenValueError):
             for key, what in check_reward(reward):
                 yield view.problem(f"rewards.{index}.{key}", what)
+    told = [index for index, reward in enumerate(config.rewards) if reward.correct_at is not None]
+    if len(told) > 1:
+        what = f"one reward decides what is right; rewards.{told[0]} has a correct_at too: leave one at null"
+        yield view.problem(f"rewards.{told[1]}.correct_at", what)
     if all(reward.weight == 0 for reward in config.rewards):
         yield view.problem("rewards.0.weight", "the weights are all 0: nothing would be learnt")
 

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import GrpoConfig, RewardSection, RunConfig
 
 
 def max_age(config: GrpoConfig) -> int:
@@ -51,6 +51,18 @@ def on_policy_ratio(config: GrpoConfig) -> bool:
     own = config.grpo.loss.force_on_policy_ratio
     once = config.grpo.updates_per_step == 1
     return proximal(config) == "recompute" and (once if own is None else own)
+
+
+def reward_names(rewards: list[RewardSection]) -> list[str]:
+    """Name of each reward in metrics and rollouts: a function's own, without its module; the second regex: regex-2."""
+    names = [reward.name.rpartition(":")[2] for reward in rewards]
+    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
+
+
+def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
+    """(index, least value) of the reward that decides whether an answer is right: the first, at 1, unless told."""
+    told = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
+    return told[0] if told else (0, 1.0)
 
 
 def sequences_per_update(config: RunConfig) -> int:

@@ -70,6 +70,10 @@ class DataSection:
 class RewardSection:
     name: str = spec("exact, regex, math_verify, or yours: module:function or file.py:function", path="reward")
     weight: float = spec("factor of this reward in the sum")
+    correct_at: float | None = spec(
+        "this reward decides whether an answer is right: its own value, before the weight, is at least this; null in "
+        "all: the first reward decides, at 1"
+    )
     pattern: str | None = spec("regex: the first group is compared with the answer; null elsewhere")
     timeout_s: float = spec("a reward that takes longer counts as failed for that rollout", gt=0)
 
@@ -303,6 +307,13 @@ class GrpoHealthSection(HealthSection):
     max_accuracy_drop: float = spec(
         "warn when held-out accuracy is below its start by more than this share", ge=0, le=1
     )
+    max_failed_reward_share: float = spec(
+        "stop the run, with a checkpoint, when rewards failed for more than this share of a step's rollouts, "
+        "failed_reward_steps steps in a row; 1: never",
+        ge=0,
+        le=1,
+    )
+    failed_reward_steps: int = spec("steps in a row that this takes", ge=1)
 
 
 @dataclass
@@ -346,7 +357,7 @@ class GrpoConfig:
     run: RunSection = spec("the run itself")
     model: ModelSection = spec("the policy")
     data: DataSection = spec("prompts")
-    rewards: list[RewardSection] = spec("rewards, summed by weight")
+    rewards: list[RewardSection] = spec("rewards, summed by weight; one of them decides what is right (correct_at)")
     grpo: GrpoSection = spec("the algorithm")
     async_: AsyncSection = spec("generation beside training")
     trainer: TrainerSection = spec("what learns")

@@ -1,7 +1,10 @@
 """What a GRPO run's health is judged by. Pure; the bounds are the config's."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from rlctl.config.schema import GrpoConfig
-from rlctl.training.health import Ceiling, Check, Decline, Health, gradient_jump
+from rlctl.training.health import Ceiling, Check, Decline, Finding, Health, Metrics, gradient_jump
 
 # Of tokens that were sampled and compared under equal weights; in an asynchronous run the step's own
 # `mismatch/token_mult_prob_error` holds the tokens' age too.
@@ -9,8 +12,19 @@ PARITY = "mismatch/parity"
 MISMATCH = "mismatch/token_mult_prob_error"
 
 
-def grpo_health(config: GrpoConfig) -> Health:
-    """Return the checks of a run."""
+@dataclass
+class FailedRewards(Ceiling):
+    """The share of a step's rollouts whose rewards failed. cause: returns what most of them failed of."""
+
+    cause: Callable[[], str] = str
+
+    def find(self, metrics: Metrics) -> Finding:
+        found = super().find(metrics)
+        return found and (*found[:2], f"{found[2]}; most of them {self.cause()}")
+
+
+def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
+    """Return the checks of a run. cause: returns what most rewards that failed failed of."""
     bounds = config.health
     mismatch = PARITY if config.async_.enabled else MISMATCH
     checks: list[Check] = [
@@ -21,6 +35,16 @@ def grpo_health(config: GrpoConfig) -> Health:
             bounds.max_token_mult_prob_error,
             f"{mismatch} is {{value:.4g}}, at most {{bound:g}} (health.max_token_mult_prob_error): the engine computes "
             "other log-probs than the trainer does with the same weights",
+        ),
+        FailedRewards(
+            "failed_rewards",
+            "reward/failed_share",
+            bounds.max_failed_reward_share,
+            "rewards failed for {value:.0%} of the rollouts, in {steps} steps in a row for more than {bound:.0%} "
+            "(health.max_failed_reward_share)",
+            fatal=True,
+            patience=bounds.failed_reward_steps,
+            cause=cause,
         ),
         Decline(
             "accuracy",

@@ -36,6 +36,7 @@ from rlctl.grpo.metrics import (
     speed_metrics,
     turn_metrics,
     update_metrics,
+    validation_metrics,
 )
 from rlctl.grpo.mismatch import mismatch
 from rlctl.grpo.scoring import GroupScorer
@@ -101,7 +102,7 @@ class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
     def __init__(self, config: GrpoConfig, parts: Parts, stop: Callable[[], bool]) -> None:
-        write, health = parts.trainer.save, grpo_health(config)
+        write, health = parts.trainer.save, grpo_health(config, parts.score.scorer.failures.most_common)
         super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, write, stop, health)
         self._config, self._parts, self._async = config, parts, config.async_.enabled
         self._loss, self._needs_log_probs = GrpoLoss.from_config(config), needs_log_probs(config)
@@ -204,7 +205,7 @@ class GrpoLoop(Loop):
         return moved
 
     def validate(self) -> None:
-        """Every held-out prompt, greedy or k samples of each. A reward that fails counts as a wrong answer."""
+        """Every held-out prompt, greedy or k samples of each. What a reward fails on is counted apart."""
         config, prompts = self._config.validation, self._parts.validation
         if not prompts:
             return
@@ -216,13 +217,8 @@ class GrpoLoop(Loop):
                 for prompt, seed in zip(prompts, seeds)
             ]
             groups = self._parts.pool.generate(requests, self._parts.refit)
-            right = np.array([[score.right for score in scores] for scores in self._parts.score(prompts, groups)])
             lengths = [len(completion.tokens) for group in groups for completion in group]
-            metrics["validation/accuracy"] = float(right.mean())
-            if config.num_generations > 1:
-                metrics["validation/pass_at_k"] = float(right.any(axis=1).mean())
-            metrics["validation/length"] = float(np.mean(lengths))
-            metrics["validation/prompts"] = float(len(prompts))
+            metrics |= validation_metrics(self._parts.score(prompts, groups), lengths)
 
     def _add_log_probs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         sequences, measured = batch.sequences, {}
@@ -271,6 +267,9 @@ def _shown(groups: list[Group], decode: Callable[[list[list[int]]], list[str]]) 
             "answer": p.answer,
             "completion": text,
             "reward": s.value,
+            "rewards": s.parts,
+            "right": s.right if s.value is not None else None,
+            "failed": s.failed,
             "finish": c.finish,
             # Weight version -> tokens that it sampled.
             "versions": {str(version): int(n) for version, n in zip(*np.unique(c.versions, return_counts=True))},

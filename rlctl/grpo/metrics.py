@@ -8,6 +8,7 @@ import numpy as np
 
 from rlctl.generation.running import Counters
 from rlctl.grpo.batch import Batch, Group
+from rlctl.rewards.scorer import Score
 from rlctl.telemetry import throughput
 
 GENERATOR_PHASES = ("generation", "refit")
@@ -18,13 +19,8 @@ def rollout_metrics(groups: Rows[Group], batch: Batch) -> dict[str, float]:
     """Rewards, lengths and token counts of a step's rollouts."""
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
-    values = np.array([score.value for score in scores if score.value is not None], np.float64)
     lengths = np.array([len(completion.tokens) for completion in completions])
-    return {
-        "reward/mean": float(values.mean()) if len(values) else 0.0,
-        "reward/std": float(values.std()) if len(values) else 0.0,
-        "reward/accuracy": float(np.mean([score.right for score in scores])),
-        "reward/failed": float(sum(score.value is None for score in scores)),
+    return reward_metrics(scores) | {
         "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
         "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
         "length/max": float(lengths.max(initial=0)),
@@ -34,6 +30,44 @@ def rollout_metrics(groups: Rows[Group], batch: Batch) -> dict[str, float]:
         "tokens/generated": float(lengths.sum()),
         "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
     }
+
+
+def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
+    """Mean, deviation and accuracy of the rollouts that were scored; of each reward its mean and its failures.
+
+    A failure is no 0: what has no value at all has no mean.
+    """
+    scored = [score for score in scores if score.value is not None]
+    metrics = {"reward/failed": float(len(scores) - len(scored))}
+    if scores:
+        metrics["reward/failed_share"] = 1 - len(scored) / len(scores)
+    if scored:
+        values = np.array([score.value for score in scored], np.float64)
+        metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
+        metrics["reward/accuracy"] = float(np.mean([score.right for score in scored]))
+    for name in scores[0].parts if scores else ():
+        parts = [part for score in scores if (part := score.parts.get(name)) is not None]
+        metrics[f"reward/{name}/failed"] = float(len(scores) - len(parts))
+        if parts:
+            metrics[f"reward/{name}/mean"] = float(np.mean(parts))
+    return metrics
+
+
+def validation_metrics(scores: Rows[Rows[Score]], lengths: Rows[int]) -> dict[str, float]:
+    """Numbers of held-out answers, prompt by prompt: failures apart, the others of those that were scored."""
+    scored = [[score for score in group if score.value is not None] for group in scores]
+    flat = [score for group in scored for score in group]
+    metrics = {
+        "validation/failed_rewards": float(sum(map(len, scores)) - len(flat)),
+        "validation/length": float(np.mean(lengths)),
+        "validation/prompts": float(len(scores)),
+    }
+    if flat:
+        metrics["validation/accuracy"] = float(np.mean([score.right for score in flat]))
+        metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
+    if flat and max(map(len, scores)) > 1:
+        metrics["validation/pass_at_k"] = float(np.mean([any(s.right for s in group) for group in scored if group]))
+    return metrics
 
 
 def speed_metrics(

@@ -4,19 +4,22 @@ import importlib
 import importlib.util
 import inspect
 import math
+import reprlib
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from rlctl.config.schema import RewardSection
 
 RewardFunction = Callable[[str, str, str | None, dict[str, Any]], float]
-Outcome = tuple[float | None, str | None]  # value, or why there is none: `KIND` or `KIND: detail`
+MAX_DETAIL = 200
+MAX_TRACE = 8000
 
 
 class RewardError(ValueError):
@@ -31,6 +34,31 @@ class Item:
     completion: str
     answer: str | None
     row: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Reason why an item has no value.
+
+    kind: what went wrong, free of the rollout's own text. where: file:line of the user's code. detail: what this
+    rollout adds, a line of at most `MAX_DETAIL` characters. trace: the traceback, at most `MAX_TRACE` characters.
+    """
+
+    kind: str
+    where: str = ""
+    detail: str = ""
+    trace: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The kind with its place: failures of one cause are counted together."""
+        return f"{self.kind} at {self.where}" if self.where else self.kind
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.detail}" if self.detail else self.cause
+
+
+Outcome = float | Failure
 
 
 def load_function(section: RewardSection) -> RewardFunction:
@@ -54,16 +82,78 @@ def load_function(section: RewardSection) -> RewardFunction:
 
 
 def attempt(function: RewardFunction, item: Item) -> Outcome:
-    """The finite number that `function` gives `item`, or what it did instead."""
+    """Return the finite number that `function` gives `item`, or what it did instead."""
     try:
         value: object = function(item.prompt, item.completion, item.answer, item.row)
-        if isinstance(value, Real) and math.isfinite(value):
-            return float(value), None
-        return None, f"no finite number: returned {value!r}"
     except RewardError as error:
-        return None, str(error)
-    except Exception as error:
-        return None, f"raised {type(error).__name__}: {error}"
+        kind, _, detail = str(error).partition(": ")
+        return Failure(kind, detail=shortened(detail))
+    except (Exception, SystemExit) as error:
+        return _raised(error, function)
+    number = _number(value)
+    if number is not None:
+        return number
+    return Failure("no finite number", defined_at(function), shortened(f"returned {reprlib.repr(value)}"))
+
+
+def _number(value: object) -> float | None:
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _raised(error: BaseException, function: RewardFunction) -> Failure:
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    trace = "".join(traceback.format_exception(type(error), error, frames))
+    if len(trace) > MAX_TRACE:
+        trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
+    return Failure(f"raised {type(error).__name__}", raised_at(error, function), _message(error), trace)
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return shortened(str(error))
+    except Exception:  # an exception of the user's, whose text is the user's code
+        return ""
+
+
+def shortened(text: str) -> str:
+    """The text as one line of at most `MAX_DETAIL` characters."""
+    line = " ".join(text[: 4 * MAX_DETAIL].split())
+    return line if len(line) <= MAX_DETAIL and len(text) <= 4 * MAX_DETAIL else f"{line[:MAX_DETAIL]}..."
+
+
+def raised_at(error: BaseException, function: RewardFunction | None = None) -> str:
+    """file:line of the innermost frame in the function's own file, else of the innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    code = _code(function)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    last = (own or frames)[-1:]
+    return _place(last[0].filename, last[0].lineno or 0) if last else ""
+
+
+def defined_at(function: RewardFunction) -> str:
+    """file:line of the function's definition; empty where Python does not know it."""
+    code = _code(function)
+    return _place(code.co_filename, code.co_firstlineno) if code else ""
+
+
+def _code(function: RewardFunction | None) -> CodeType | None:
+    plain = inspect.unwrap(function.func if isinstance(function, partial) else function) if function else None
+    for each in (plain, vars(type(plain)).get("__call__")):
+        if isinstance(code := getattr(each, "__code__", None), CodeType):
+            return code
+    return None
+
+
+def _place(file: str, line: int) -> str:
+    path = Path(file)
+    here = Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
 def require_answer(answer: str | None) -> str:
@@ -78,16 +168,24 @@ def _user_function(name: str) -> RewardFunction:
         raise RewardError("no such reward: use exact, regex, math_verify, or a function of yours as module:function")
     try:
         module = _module(module_name)
-    except Exception as error:  # whatever the user's module does at import
-        raise RewardError(f"cannot import: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module does at import
+        inside = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        where = f" at {_place(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
+        raise RewardError(f"cannot import: {type(error).__name__}: {_message(error)}{where}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise RewardError(f"no such function: {module_name} has no {attribute!r}")
     try:
         inspect.signature(function).bind("prompt", "completion", "answer", {})
     except TypeError as error:
-        raise RewardError(f"wrong signature: it must take (prompt, completion, answer, row); {error}") from error
+        where = f" at {place}" if (place := defined_at(function)) else ""
+        wanted = "it must take (prompt, completion, answer, row)"
+        raise RewardError(f"wrong signature{where}: {wanted}; {error}") from error
     return function  # type: ignore[no-any-return]
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith("<frozen") and file not in (__file__, importlib.__file__)
 
 
 def _module(name: str) -> ModuleType:

@@ -3,7 +3,7 @@
 `exact` runs here; everything else runs the user's code or pattern and so runs in worker processes.
 """
 
-from collections import Counter
+import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +11,11 @@ from pathlib import Path
 from queue import LifoQueue
 from types import TracebackType
 
+from rlctl.config.resolve import correctness, reward_names
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Item, Outcome, RewardError, attempt, load_function
-from rlctl.rewards.worker import Worker
+from rlctl.rewards.base import Failure, Item, Outcome, RewardError, attempt, load_function
+from rlctl.rewards.failures import Emit, FailureLog
+from rlctl.rewards.worker import LoadError, Worker
 from rlctl.telemetry.cores import usable_cores
 
 INLINE = ("exact",)
@@ -26,7 +28,7 @@ ITEMS_PER_CALL = 8
 class Score:
     """value: the weighted sum, None if a reward failed. parts: reward name -> value. failed: why.
 
-    right: the rollout counts as correct: its value reaches the sum of the weights, what all rewards of 1 give.
+    right: the rollout counts as correct: the reward that decides (`correct_at`, else the first at 1) says so.
     """
 
     value: float | None
@@ -35,18 +37,28 @@ class Score:
     right: bool
 
 
-class Scorer:
-    """`log`: a file for what user functions print; None: the standard error. Close it, or use it in a `with`.
+class UnusableError(RewardError):
+    """Rewards that are no use. problems: (index of the reward, why); index None: which is not known."""
 
-    `failures` counts what went wrong so far by kind, `reasons` holds the first reason of each kind.
+    def __init__(self, problems: list[tuple[int | None, str]], sections: list[RewardSection]) -> None:
+        lines = (reason if index is None else f"{sections[index].name}: {reason}" for index, reason in problems)
+        super().__init__("\n".join(lines))
+        self.problems = problems
+
+
+class Scorer:
+    """Close it, or use it in a `with`.
+
+    logs: folder for rewards.log (what user functions print) and reward-errors.log (tracebacks); None: the standard
+    error. emit: writes an event at the first failure of each cause.
     """
 
-    def __init__(self, sections: list[RewardSection], log: Path | None = None) -> None:
+    def __init__(self, sections: list[RewardSection], logs: Path | None = None, emit: Emit | None = None) -> None:
         self._sections = sections
-        self.names = _unique([section.name for section in sections])
-        self.failures: Counter[str] = Counter()
-        self.reasons: dict[str, str] = {}
-        self._log = log.open("a") if log else None
+        self.names = reward_names(sections)
+        self._decides, self._correct_at = correctness(sections)
+        self.failures = FailureLog(logs / "reward-errors.log" if logs else None, emit)
+        self._log = (logs / "rewards.log").open("a") if logs else None
         size = min(MAX_WORKERS, usable_cores())
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out: a small batch keeps to the worker that is already running.
@@ -61,13 +73,16 @@ class Scorer:
         return [self._sum(list(outcomes)) for outcomes in zip(*columns, strict=True)]
 
     def try_on_sample(self, item: Item) -> Score:
-        """Score one item before the run starts. Raises RewardError, a line for each reward that is no use."""
+        """Score one item before the run starts. Raises UnusableError, a line for each reward that is no use."""
         if any(section.name not in INLINE for section in self._sections):
-            self.workers[0].start()
+            try:
+                self.workers[0].start()
+            except LoadError as error:
+                raise UnusableError(error.problems, self._sections) from error
         outcomes = [self._outcomes(reward, [item])[0] for reward in range(len(self._sections))]
-        lines = [f"{name}: {reason}" for name, (_, reason) in zip(self.names, outcomes, strict=True) if reason]
-        if lines:
-            raise RewardError("\n".join(lines))
+        problems = [(index, str(outcome)) for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
+        if problems:
+            raise UnusableError([*problems], self._sections)
         return self._sum(outcomes)
 
     def close(self) -> None:
@@ -100,19 +115,17 @@ class Scorer:
             self._idle.put(worker)
 
     def _sum(self, outcomes: list[Outcome]) -> Score:
-        parts = {name: value for name, (value, _) in zip(self.names, outcomes, strict=True)}
-        reasons = [f"{name}: {reason}" for name, (_, reason) in zip(self.names, outcomes, strict=True) if reason]
-        for reason in reasons:
-            kind = ": ".join(reason.split(": ", 2)[:2])
-            self.failures[kind] += 1
-            self.reasons.setdefault(kind, reason)
-        if reasons:
-            return Score(None, parts, reasons[0], right=False)
-        weights = [section.weight for section in self._sections]
-        value = sum(weight * (part or 0.0) for weight, part in zip(weights, parts.values(), strict=True))
-        return Score(value, parts, None, right=value >= sum(weights) - 1e-9)
-
-
-def _unique(names: list[str]) -> list[str]:
-    """regex, regex -> regex, regex-2: a part of a score needs a name of its own."""
-    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
+        named = dict(zip(self.names, outcomes, strict=True))
+        parts = {name: None if isinstance(outcome, Failure) else outcome for name, outcome in named.items()}
+        failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, Failure)}
+        value = sum(
+            section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
+        )
+        if not failures and not math.isfinite(value):
+            failures = {"sum": Failure("no finite number", detail=f"{value} of {parts}")}
+        for name, failure in failures.items():
+            self.failures.add(name, failure)
+        if failures:
+            reason = next(f"{name}: {failure}" for name, failure in failures.items())
+            return Score(None, parts, reason, right=False)
+        return Score(value, parts, None, right=(parts[self.names[self._decides]] or 0.0) >= self._correct_at - 1e-9)

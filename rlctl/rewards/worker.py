@@ -1,22 +1,35 @@
-"""A process that runs rewards which may hang or crash, and the handle that talks to it and replaces it.
+"""The handle of a process that runs rewards which may hang, fork or crash: it talks to it, ends and replaces it.
 
 The child answers one message an item, so that the parent always knows which item it died or hung on.
-    parent -> child: the RewardSections, once; then (reward index, [Item, ...]) a call
-    child -> parent: None when the functions are loaded, or why not; then an Outcome an item
+    parent -> child: the RewardSections, once; then (call id, reward index, [Item, ...]) a call
+    child -> parent: {problems} when the functions are loaded, or why not; then {call, item, value or failure} an item
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-from multiprocessing.connection import Connection, Pipe
 from typing import IO
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Item, Outcome, RewardError, RewardFunction, attempt, load_function
+from rlctl.rewards.base import Failure, Item, Outcome, RewardError
+from rlctl.rewards.channel import BadReply, Channel
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
-ENDING_TIMEOUT_S = 5.0
+# A worker that does not take a request is at nobody's item and cannot be trusted.
+SEND_TIMEOUT_S = 60.0
+ENDING_TIMEOUT_S = 10.0
+_ENDED = "ended its process"
+_TERMINATED = Failure(_ENDED, detail=signal.SIGTERM.name)
+
+
+class LoadError(RewardError):
+    """Rewards that cannot be loaded. problems: (index of the reward, why); index None: which is not known."""
+
+    def __init__(self, problems: list[tuple[int | None, str]]) -> None:
+        super().__init__("\n".join(reason for _, reason in problems))
+        self.problems = problems
 
 
 class Worker:
@@ -25,65 +38,96 @@ class Worker:
     def __init__(self, sections: list[RewardSection], log: IO[str] | None) -> None:
         self._sections, self._log = sections, log
         self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
+        self._channel: Channel | None = None
+        self._calls = 0
 
     def score(self, reward: int, items: list[Item]) -> list[Outcome]:
         """The outcome of each item; an item that hangs or kills the process costs itself alone."""
         outcomes: list[Outcome] = []
+        tried_again = -1
         while len(outcomes) < len(items):
             try:
-                connection = self._started()
-                connection.send((reward, items[len(outcomes) :]))
-                while len(outcomes) < len(items):
-                    if not connection.poll(self._sections[reward].timeout_s):
-                        self.stop()
-                        outcomes.append((None, f"took longer than {self._sections[reward].timeout_s:g} s"))
-                        break
-                    outcomes.append(connection.recv())
-            except (EOFError, ConnectionError):
-                outcomes.append((None, f"ended its process: {self._ending()}"))
-            except RewardError as error:
-                outcomes += [(None, f"could not be loaded: {error}")] * (len(items) - len(outcomes))
+                outcomes += self._call(self._started(), reward, items[len(outcomes) :])
+                # Whoever ends a job sends this to all of its processes: it says nothing of the item.
+                if outcomes[-1] == _TERMINATED and tried_again != len(outcomes):
+                    tried_again = len(outcomes)
+                    outcomes.pop()
+            except LoadError as error:
+                reason = "; ".join(reason for index, reason in error.problems if index in (reward, None)) or str(error)
+                outcomes += [Failure("could not be loaded", detail=reason)] * (len(items) - len(outcomes))
         return outcomes
 
     def start(self) -> None:
-        """Load the functions now. Raises RewardError, a line for each that cannot be loaded."""
+        """Load the functions now. Raises LoadError."""
         self._started()
 
     @property
     def pid(self) -> int | None:
+        """Process id of the keeper, see child.py."""
         return self._process.pid if self._process else None
 
     def stop(self) -> None:
+        """End the process, and whatever it started."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
+            assert self._process.stdin
+            self._process.stdin.close()
+            try:
+                self._process.wait(ENDING_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._channel is not None:
+            self._channel.close()
+        self._process = self._channel = None
 
-    def _started(self) -> Connection:
-        if self._connection is not None:
-            return self._connection
-        self._connection, theirs = Pipe()
+    def _call(self, channel: Channel, reward: int, items: list[Item]) -> list[Outcome]:
+        """Outcomes of the items up to the last, or to the one that ended the process."""
+        self._calls += 1
+        timeout_s = self._sections[reward].timeout_s
+        outcomes: list[Outcome] = []
+        try:
+            channel.send((self._calls, reward, items), SEND_TIMEOUT_S)
+            for number in range(len(items)):
+                outcomes.append(channel.outcome(self._calls, number, timeout_s))
+        except TimeoutError:
+            self.stop()
+            outcomes.append(Failure(f"took longer than {timeout_s:g} s"))
+        except BadReply as error:
+            self.stop()
+            outcomes.append(Failure("wrote to a file descriptor that is not its own", detail=str(error)))
+        except (EOFError, ConnectionError):
+            outcomes.append(Failure(_ENDED, detail=self._ending()))
+        return outcomes
+
+    def _started(self) -> Channel:
+        if self._channel is not None:
+            return self._channel
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlctl.rewards.worker", str(theirs.fileno())],
+            [sys.executable, "-m", "rlctl.rewards.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=self._log or 2,
             stderr=self._log,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         theirs.close()
-        self._connection.send(self._sections)
-        reason = f"rewards took longer than {START_TIMEOUT_S:g} s to load"
         try:
-            if self._connection.poll(START_TIMEOUT_S) and (reason := self._connection.recv()) is None:
-                return self._connection
+            self._channel.send(self._sections, START_TIMEOUT_S)
+            problems = self._channel.reply(START_TIMEOUT_S)["problems"]
+            if problems == []:
+                return self._channel
+            reasons: list[tuple[int | None, str]] = [(int(index), str(reason)) for index, reason in problems]
+        except TimeoutError:
+            reasons = [(None, f"rewards took longer than {START_TIMEOUT_S:g} s to load")]
         except (EOFError, ConnectionError):
-            reason = f"a reward ended its process while loading: {self._ending()}"
+            reasons = [(None, f"a reward ended its process while loading: {self._ending()}")]
+        except (BadReply, KeyError, TypeError, ValueError):
+            reasons = [(None, "a reward wrote to a file descriptor that is not its own while loading")]
         self.stop()
-        raise RewardError(reason)
+        raise LoadError(reasons)
 
     def _ending(self) -> str:
         assert self._process is not None
@@ -93,38 +137,7 @@ class Worker:
             return "it closed its connection"
         finally:
             self.stop()
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def main(connection: Connection) -> None:
-    """The child: load, then score until the parent hangs up."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # both let the parent finish its step
-        signal.signal(number, signal.SIG_IGN)
-    sections: list[RewardSection] = connection.recv()
-    functions: list[RewardFunction] = []
-    problems: list[str] = []
-    for section in sections:
         try:
-            functions.append(load_function(section))
-        except RewardError as error:
-            problems.append(f"{section.name}: {error}")
-    connection.send("\n".join(problems) or None)
-    while not problems:
-        try:
-            reward, items = connection.recv()
-            for item in items:
-                connection.send(_timed(functions[reward], item, sections[reward].timeout_s))
-        except (EOFError, ConnectionError):
-            return
-
-
-def _timed(function: RewardFunction, item: Item, timeout_s: float) -> Outcome:
-    # Should the parent be gone, nobody kills a hanging child: this alarm's default action ends it.
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout_s + 1)
-    outcome = attempt(function, item)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return outcome
-
-
-if __name__ == "__main__":
-    main(Connection(int(sys.argv[1])))
+            return signal.Signals(code - 128).name
+        except ValueError:
+            return f"exit code {code}"

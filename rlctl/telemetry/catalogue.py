@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rlctl.telemetry.describe import ENDS
 from rlctl.telemetry.formats import number, percent, span
-from rlctl.telemetry.metrics import MEANING
+from rlctl.telemetry.metrics import meaning
 from rlctl.telemetry.state import RunState, best_checkpoint, read_state
 
 STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black"}
@@ -92,8 +92,7 @@ def metrics_table(state: RunState) -> Table:
     grid.add_column("value", justify="right", no_wrap=True)
     grid.add_column("meaning", style="bright_black")
     for name in sorted(values):
-        meaning = MEANING.get(name, "seconds" if name.startswith("time/") else "")
-        grid.add_row(name, number(values[name]), meaning)
+        grid.add_row(name, number(values[name]), meaning(name))
     return grid
 
 

@@ -15,6 +15,7 @@ STYLE = {
     "restart": "yellow",
     "checkpoint": "cyan",
 }
+FAILED_HELD_OUT = "validation/failed_rewards"
 ENDS = {"done": "green", "failed": "bold red", "interrupted": "yellow", "stopped": "yellow"}
 
 
@@ -52,9 +53,11 @@ def _reason(event: Record) -> str:
 
 
 def _held_out(record: Record) -> str:
-    shown = ("accuracy", "pass_at_k", "loss")
+    shown = ("accuracy", "pass_at_k", "reward", "loss", *["failed_rewards"] * bool(record.get(FAILED_HELD_OUT)))
     return ", ".join(
-        f"{name} {number(record[f'validation/{name}'])}" for name in shown if f"validation/{name}" in record
+        f"{name.replace('_', ' ')} {number(record[f'validation/{name}'])}"
+        for name in shown
+        if f"validation/{name}" in record
     )
 
 

@@ -78,11 +78,13 @@ class LineFormat:
             if self._printed % HEADER_EVERY == 0:
                 yield self._row("step", "time", [label for label, _, _ in self._columns])
             self._printed += 1
-            yield self._row(
+            line = self._row(
                 str(record["step"]),
                 duration(record["time/step"]) if "time/step" in record else "-",
                 [_cell(name, record.get(name)) for _, _, name in self._columns],
             )
+            failed = int(record.get("reward/failed", 0))
+            yield f"{line}  {failed} rewards failed" if failed else line
 
     def _row(self, step: str, time_: str, cells: list[str]) -> str:
         widths = [width for _, width, _ in self._columns]

@@ -3,12 +3,17 @@
 Names without an entry are allowed; they are written, tracked and listed by `rlctl runs show`.
 """
 
+import re
+
 MEANING = {
     "version": "weight version: optimizer steps in the weights",
-    "reward/mean": "mean reward of the step's rollouts",
+    "reward/mean": "mean reward of the step's rollouts that were scored",
     "reward/std": "its standard deviation",
-    "reward/accuracy": "share of rollouts answered right",
-    "reward/failed": "rollouts whose reward raised or timed out",
+    "reward/accuracy": "share of scored rollouts answered right, by the reward that decides (rewards.N.correct_at)",
+    "reward/failed": "rollouts without a score, because a reward raised, timed out or gave no finite number",
+    "reward/failed_share": "the same as a share of the step's rollouts (health.max_failed_reward_share)",
+    "reward/NAME/mean": "mean of one reward, before its weight",
+    "reward/NAME/failed": "rollouts for which it failed",
     "loss/policy": "policy loss",
     "loss/kl": "KL to the reference, nats a token",
     "loss/entropy": "entropy, nats a token",
@@ -59,9 +64,17 @@ MEANING = {
     "device/utilization": "share of the devices in use",
     "time/step": "wall time of the step, seconds",
     "time/other": "the driver's own time, seconds",
-    "validation/accuracy": "share of held-out prompts answered right",
-    "validation/pass_at_k": "share of held-out prompts with one right answer among k",
+    "validation/accuracy": "share of scored held-out answers that are right, by the reward that decides",
+    "validation/pass_at_k": "share of held-out prompts with one right answer among k; prompts without a score left out",
+    "validation/reward": "mean reward of the held-out answers that were scored",
+    "validation/failed_rewards": "held-out answers without a score, because a reward failed",
     "validation/loss": "held-out loss, nats a token",
     "validation/length": "mean held-out response, tokens",
     "validation/prompts": "held-out prompts",
 }
+
+
+def meaning(name: str) -> str:
+    """Return what a metric is, also one of a reward or an age; empty if there is no entry."""
+    general = re.sub(r"_\d+$", "_K", re.sub(r"^reward/[^/]+/", "reward/NAME/", name))
+    return MEANING.get(name) or MEANING.get(general) or ("seconds" if name.startswith("time/") else "")

@@ -68,6 +68,8 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     ):
         if series := state.series(name):
             yield label, f"{show(series[0][1])} → {show(series[-1][1])}  (step {series[0][0]} → {series[-1][0]})"
+    if failed := _failed_rewards(state):
+        yield "failed rewards", failed
     yield from _checkpoints(state)
     yield from _speed(state)
     # Where older weights sample, the largest says how far training came in between, not that anything is wrong.
@@ -82,6 +84,20 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     ]
     if peaks:
         yield "peak memory", " · ".join(peaks)
+
+
+def _failed_rewards(state: RunState) -> str:
+    """Rollouts whose rewards failed, in training and held-out; empty where there are none."""
+    failed = [count for count in state.values("reward/failed") if count]
+    held_out = sum(state.values("validation/failed_rewards"))
+    parts = []
+    if failed:
+        most = max(state.values("reward/failed_share"), default=0.0)
+        steps = f"{len(failed)} of {len(state.steps)} steps"
+        parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(most)} of a step's")
+    if held_out:
+        parts.append(f"{held_out:,.0f} held-out answers")
+    return " · ".join(parts)
 
 
 def _warned(check: str, steps: list[int]) -> str:

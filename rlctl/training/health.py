@@ -78,7 +78,8 @@ class Ceiling:
         return self.above
 
     def load_state_dict(self, state: Any) -> None:
-        self.above = state
+        # What stopped the run was mended, or stops it again after as many steps.
+        self.above = 0 if self.fatal and state >= self.patience else state
 
 
 @dataclass
@@ -177,7 +178,7 @@ class Health:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; checks that it does not know begin anew."""
-        self._ill = set(state.get("ill", ()))
+        self._ill = set(state.get("ill", ())) - {check.name for check in self._checks if check.fatal}
         for check in self._checks:
             if check.name in state:
                 check.load_state_dict(state[check.name])

@@ -18,10 +18,14 @@ class Metric:
     name: str
     show: Callable[[float | None], str] = number
     style: str = "cyan"
+    # Shown only while it is above 0, and then before all others.
+    trouble: bool = False
 
 
 METRICS = {
     "grpo": (
+        Metric("rew failed", "reward/failed_share", percent, "bold red", trouble=True),
+        Metric("val failed", "validation/failed_rewards", style="bold red", trouble=True),
         Metric("reward", "reward/mean", style="green"),
         Metric("accuracy", "reward/accuracy", percent, "green"),
         Metric("held-out", "validation/accuracy", percent, "magenta"),
@@ -57,9 +61,11 @@ LEGENDS = {
 
 
 def metrics_of(state: RunState) -> list[Metric]:
-    """The rows that have a value."""
+    """Troubles while they last, then the rows that have a value."""
     listed = METRICS.get(state.algorithm, METRICS["grpo"])
-    return [metric for metric in listed if state.latest(metric.name) is not None]
+    troubles = [metric for metric in listed if metric.trouble and (state.latest(metric.name) or 0) > 0]
+    known = [metric for metric in listed if not metric.trouble and state.latest(metric.name) is not None]
+    return [*troubles, *known]
 
 
 def legend(state: RunState, width: int) -> str:
@@ -76,7 +82,8 @@ def _line(state: RunState, metric: Metric, width: int) -> Row:
     value = state.latest(metric.name)
     # Tokens of older weights differ from the trainer's by what it has learnt since: the ages panel shows them apart.
     older = (state.latest("age/max") or 0) > 0
-    alarmed = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT and not older
+    differs = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT and not older
+    alarmed = metric.trouble or differs
     colour = "bold red" if alarmed else metric.style
     values = state.values(metric.name)
     # What changes by less than is shown is constant to who reads it.

@@ -14,7 +14,13 @@ def test_show_is_yaml_with_every_value(rlctl: Rlctl) -> None:
     shown = yaml.safe_load(done.out)
     assert done.code == 0
     assert shown["run"]["seed"] == 4
-    assert shown["rewards"][1] == {"name": "regex", "weight": 1.0, "pattern": "(a): b", "timeout_s": 5.0}
+    assert shown["rewards"][1] == {
+        "name": "regex",
+        "weight": 1.0,
+        "correct_at": None,
+        "pattern": "(a): b",
+        "timeout_s": 5.0,
+    }
     assert shown["trainer"]["optimizer"]["betas"] == [0.9, 0.99]
     sections = ["run", "model", "data", "grpo", "async", "trainer", "generation", "refit", "validation", "checkpoint"]
     sections += ["placement", "health"]

@@ -34,7 +34,18 @@ def test_a_metric_that_is_never_measured(home: Path, kind: str, metric: str, nea
 
 
 @pytest.mark.parametrize(
-    "metric", ["validation/length", "-time/step", "time/validation", "reward/mean", "age/groups_2", "-mismatch/age_1"]
+    "metric",
+    [
+        "validation/length",
+        "-time/step",
+        "time/validation",
+        "reward/mean",
+        "reward/exact/mean",
+        "validation/reward",
+        "-validation/failed_rewards",
+        "age/groups_2",
+        "-mismatch/age_1",
+    ],
 )
 def test_a_metric_of_a_step_or_a_validation_is_fine(home: Path, metric: str) -> None:
     assert notes(*VALIDATED, f"checkpoint.metric={metric}") == []

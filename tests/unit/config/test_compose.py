@@ -60,7 +60,7 @@ def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) ->
     assert origin_of(root, "model.path") == "grpo.recipe.yaml:3"
     assert origin_of(root, "generation.max_new_tokens") == "grpo.recipe.yaml:11"
     assert origin_of(root, "rewards.0.name") == "grpo.recipe.yaml:9"
-    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:5"
+    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:6"
     assert origin_of(root, "run.dir") == "configs/base.yaml:4"
     assert origin_of(root, "run.seed") == "override 1: run.seed=3"
     assert origin_of(root, "trainer.optimizer.lr") == "override 2: trainer.optimizer.lr=1e-4"
@@ -88,7 +88,7 @@ def test_overrides_are_yaml(home: Path) -> None:
 def test_an_override_reaches_into_a_list(home: Path) -> None:
     overrides = ["rewards=[exact, {name: regex}]", "rewards.1.pattern=[0-9]", "rewards.0={name: math_verify}"]
     rewards = plain(compose(home / "grpo.recipe.yaml", overrides))["rewards"]
-    assert rewards[0] == {"name": "math_verify", "weight": 1.0, "pattern": None, "timeout_s": 5.0}
+    assert rewards[0] == {"name": "math_verify", "weight": 1.0, "correct_at": None, "pattern": None, "timeout_s": 5.0}
     assert rewards[1]["name"] == "regex"
 
 

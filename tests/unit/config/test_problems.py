@@ -60,6 +60,10 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         # Rewards.
         ("rewards=[]", "is empty: at least one reward, for example `- name: exact`"),
         ("rewards.0.weight=0", "the weights are all 0: nothing would be learnt"),
+        (
+            "rewards=[{name: exact, correct_at: 1}, {name: mine:brevity, correct_at: 0.5}]",
+            "rewards.1.correct_at: one reward decides what is right; rewards.0 has a correct_at too: leave one at null",
+        ),
         # Contradictions.
         (
             "grpo.updates_per_step=3",
@@ -134,7 +138,8 @@ def test_what_has_no_default_must_be_set(home: Path) -> None:
     assert problems("grpo", "x.yaml") == [
         "x.yaml: model.path: not set, and has no default: Hugging Face folder or hub name of a Llama, Qwen2, Qwen3 or "
         "Qwen3-MoE causal LM",
-        "x.yaml: rewards: not set, and has no default: rewards, summed by weight",
+        "x.yaml: rewards: not set, and has no default: rewards, summed by weight; one of them "
+        "decides what is right (correct_at)",
     ]
 
 

@@ -57,7 +57,7 @@ def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is(ho
         ("genration.max_new_token=3", "did you mean generation.max_new_tokens?"),
         ("grpo.kl_coef=0.1", "did you mean grpo.loss.kl_coef?"),
         ("vllm.gpu_memory_utilization=0.5", "it belongs at generation.gpu_memory_utilization"),
-        ("rewards.0.function=x", "rewards.0 has name, weight, pattern, timeout_s"),
+        ("rewards.0.function=x", "rewards.0 has name, weight, correct_at, pattern, timeout_s"),
     ],
 )  # fmt: skip
 def test_words_of_others_and_misplaced_ones_are_answered(home: Path, override: str, expected: str) -> None:

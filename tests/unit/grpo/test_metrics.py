@@ -15,6 +15,7 @@ from rlctl.grpo.metrics import (
     speed_metrics,
     turn_metrics,
     update_metrics,
+    validation_metrics,
 )
 from rlctl.rewards.scorer import Score
 
@@ -29,7 +30,7 @@ def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> Grou
         Completion("p", np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), finish)
         for length, _, finish in rollouts
     ]
-    scores = [Score(value, {}, None, value == 1.0) for _, value, _ in rollouts]
+    scores = [Score(value, {"exact": value}, None, value == 1.0) for _, value, _ in rollouts]
     return Group(Prompt("p", [1] * prompt, "?", "!"), completions, scores)
 
 
@@ -48,6 +49,9 @@ def test_rewards_lengths_and_tokens_of_a_step() -> None:
             "reward/std": np.sqrt(3) / 4,
             "reward/accuracy": 0.75,
             "reward/failed": 0,
+            "reward/failed_share": 0,
+            "reward/exact/mean": 0.75,
+            "reward/exact/failed": 0,
             "length/mean": 5,
             "length/p90": 7.4,
             "length/max": 8,
@@ -60,9 +64,50 @@ def test_rewards_lengths_and_tokens_of_a_step() -> None:
     )
 
 
-def test_a_failed_reward_is_counted_and_is_no_right_answer_but_no_zero_in_the_mean_either() -> None:
-    numbers = measured([group(1, [(1, 1.0, "stop"), (1, None, "stop")])])
-    assert (numbers["reward/mean"], numbers["reward/failed"], numbers["reward/accuracy"]) == (1.0, 1.0, 0.5)
+def test_a_failed_reward_is_counted_and_is_neither_a_wrong_answer_nor_a_zero() -> None:
+    numbers = measured([group(1, [(1, 1.0, "stop"), (1, None, "stop"), (1, 0.0, "stop"), (1, 1.0, "stop")])])
+    assert (numbers["reward/failed"], numbers["reward/failed_share"]) == (1.0, 0.25)
+    assert numbers["reward/mean"] == numbers["reward/accuracy"] == pytest.approx(2 / 3)
+
+
+def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
+    one = group(1, [(1, 1.0, "stop"), (1, None, "stop")])
+    scores = [
+        Score(1.5, {"exact": 1.0, "brevity": 0.5}, None, True),
+        Score(None, {"exact": 0.0, "brevity": None}, "no", False),
+    ]
+    numbers = rollout_metrics([Group(one.prompt, one.completions, scores)], make_batch([one], CONFIG))
+    own = {name: value for name, value in numbers.items() if name.count("/") == 2}
+    assert own == {
+        "reward/exact/mean": 0.5,
+        "reward/exact/failed": 0,
+        "reward/brevity/mean": 0.5,
+        "reward/brevity/failed": 1,
+    }
+
+
+def held_out(*groups: list[float | None]) -> dict[str, float]:
+    scores = [[Score(value, {}, None, value == 1.0) for value in values] for values in groups]
+    return validation_metrics(scores, [3] * sum(map(len, groups)))
+
+
+def test_held_out_accuracy_is_of_what_was_scored_and_failures_are_apart() -> None:
+    assert held_out([1.0], [None], [0.0], [1.0]) == {
+        "validation/failed_rewards": 1,
+        "validation/accuracy": pytest.approx(2 / 3),
+        "validation/reward": pytest.approx(2 / 3),
+        "validation/length": 3,
+        "validation/prompts": 4,
+    }
+    assert held_out([1.0, None], [None, None], [0.0, 0.5])["validation/pass_at_k"] == 0.5
+
+
+def test_where_every_held_out_reward_failed_there_is_no_accuracy() -> None:
+    assert held_out([None], [None]) == {
+        "validation/failed_rewards": 2,
+        "validation/length": 3,
+        "validation/prompts": 2,
+    }
 
 
 def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> None:

@@ -1,12 +1,13 @@
 import pytest
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Item, RewardError, attempt, load_function
+from rlctl.rewards.base import Failure, Item, RewardError, attempt, load_function
 
 
 def scored(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:
-    value, reason = attempt(load_function(RewardSection(name, 1.0, pattern, 5.0)), Item("p", completion, answer, {}))
-    return reason if value is None else value
+    section = RewardSection(name, 1.0, None, pattern, 5.0)
+    outcome = attempt(load_function(section), Item("p", completion, answer, {}))
+    return str(outcome) if isinstance(outcome, Failure) else outcome
 
 
 @pytest.mark.parametrize(("completion", "value"), [("19", 1.0), (" 19\n", 1.0), ("019", 0.0), ("", 0.0)])
@@ -25,7 +26,7 @@ def test_regex_compares_the_first_group_of_the_first_match(completion, value):
 @pytest.mark.parametrize(("pattern", "complaint"), [("(", "bad pattern"), (None, "no group"), (r"\d+", "no group")])
 def test_a_pattern_that_cannot_work_is_refused_when_loaded(pattern, complaint):
     with pytest.raises(RewardError, match=complaint):
-        load_function(RewardSection("regex", 1.0, pattern, 5.0))
+        load_function(RewardSection("regex", 1.0, None, pattern, 5.0))
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,27 @@
 """User hooks here really hang, raise, exit and crash."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import Item, RewardError
+from rlctl.rewards.failures import MAX_CAUSES
 from rlctl.rewards.scorer import Scorer
 
-HOOKS = '''
-import ctypes, os, re, time
+HOOKS = r'''
+import ctypes, multiprocessing, os, re, signal, subprocess, sys, time
 
 def behave(prompt, completion, answer, row):
     """What `completion` says."""
     if completion == "raise":
         raise ZeroDivisionError("no such luck")
+    if completion == "sys.exit":
+        sys.exit(4)
     if completion == "hang":
         time.sleep(60)
     if completion == "hang in C":
@@ -26,11 +32,62 @@ def behave(prompt, completion, answer, row):
         ctypes.string_at(0)
     if completion == "print":
         print("hello from the hook")
+    if completion == "megabytes":
+        return "/" + "x" * 50_000_000
+    if completion == "huge number":
+        return 10**400
+    if completion == "raise megabytes":
+        raise ValueError("x" * 50_000_000)
+    if completion.startswith("write"):
+        for number in range(3, 30):
+            try:
+                os.write(number, b"0" * (2_000_000 if "end" in completion else 10) + b"\n")
+            except OSError:
+                pass
+    if completion == "close":
+        os.closerange(3, 30)
     if completion == "text":
         return "one"
     if completion == "nan":
         return float("nan")
     return row.get("worth", 1.0)
+
+def forks(prompt, completion, answer, row):
+    """The child comes back from the function before its parent, with a value of its own."""
+    fork = ctypes.CDLL(None).fork if completion == "below Python" else os.fork
+    if child := fork():
+        os.waitpid(child, 0)
+        return row["worth"]
+    return -1.0
+
+def pools(prompt, completion, answer, row):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return sum(pool.map(abs, [row["worth"], 0.0]))
+
+def leaves(prompt, completion, answer, row):
+    """Leaves a child, one in a session of its own, and a daemon whose parent is gone."""
+    sleep = "import time; time.sleep(300)  # left-by-a-reward"
+    children = [subprocess.Popen([sys.executable, "-c", sleep], start_new_session=new) for new in (False, True)]
+    daemon = "import subprocess as s, sys; s.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+    subprocess.run([sys.executable, "-c", daemon, sleep], check=True)
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "exit":
+        os._exit(3)
+    return 1.0
+
+def ends_its_child(prompt, completion, answer, row):
+    """A program that a reward starts can be ended in the usual way."""
+    child = subprocess.Popen(["sleep", "300"])
+    child.terminate()
+    return -child.wait(5)
+
+def terminates(prompt, completion, answer, row):
+    """As `kill` of all processes of a job does."""
+    if completion == "always" or (completion == "once" and not os.path.exists("done")):
+        open("done", "w").close()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return 1.0
 
 def slow(prompt, completion, answer, row):
     time.sleep(0.05)
@@ -51,8 +108,14 @@ def hooks(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def section(name: str, weight: float = 1.0, timeout_s: float = 0.5, pattern: str | None = None) -> RewardSection:
-    return RewardSection(name, weight, pattern, timeout_s)
+def section(
+    name: str,
+    weight: float = 1.0,
+    timeout_s: float = 0.5,
+    pattern: str | None = None,
+    correct_at: float | None = None,
+) -> RewardSection:
+    return RewardSection(name, weight, correct_at, pattern, timeout_s)
 
 
 def items(*completions: str, answer: str | None = "19") -> list[Item]:
@@ -63,54 +126,152 @@ def items(*completions: str, answer: str | None = "19") -> list[Item]:
 def test_a_hook_is_found_by_module_and_by_path(hooks, name):
     with Scorer([section(name)]) as scorer:
         score = scorer.score([Item("p", "fine", None, {"worth": 0.25})])[0]
-    assert (score.value, score.parts, score.failed) == (0.25, {name: 0.25}, None)
+    assert (score.value, score.parts, score.failed) == (0.25, {"behave": 0.25}, None)
 
 
 @pytest.mark.parametrize(
     ("completion", "kind"),
     [
-        ("raise", "raised ZeroDivisionError: no such luck"),
+        ("raise", "raised ZeroDivisionError at my_rewards.py:7: no such luck"),
+        ("sys.exit", "raised SystemExit at my_rewards.py:9: 4"),
         ("hang", "took longer than 0.5 s"),
         ("hang in C", "took longer than 0.5 s"),
         ("exit", "ended its process: exit code 3"),
         ("crash", "ended its process: SIGSEGV"),
-        ("text", "no finite number: returned 'one'"),
-        ("nan", "no finite number: returned nan"),
+        ("text", "no finite number at my_rewards.py:4: returned 'one'"),
+        ("nan", "no finite number at my_rewards.py:4: returned nan"),
+        ("megabytes", "no finite number at my_rewards.py:4: returned '/xxxxxxxxxxx...xxxxxxxxxxxxx'"),
+        ("huge number", "no finite number at my_rewards.py:4: returned 1"),
+        ("raise megabytes", "raised ValueError at my_rewards.py:25: " + "x" * 200 + "..."),
+        ("write", "wrote to a file descriptor that is not its own: "),
+        ("write and end", "wrote to a file descriptor that is not its own: "),
+        ("close", "ended its process: exit code 0"),
     ],
 )
 def test_a_reward_that_fails_costs_that_rollout_alone(hooks, completion, kind):
     with Scorer([section("my_rewards:behave")]) as scorer:
         scores = scorer.score(items("fine", completion, "fine"))
     assert [score.value for score in scores] == [1.0, None, 1.0]
-    assert scores[1].failed == f"my_rewards:behave: {kind}"
+    assert (scores[1].failed or "").startswith(f"behave: {kind}")
     assert [score.right for score in scores] == [True, False, True]
 
 
-def test_failures_are_counted_by_kind_and_the_first_reason_of_each_is_kept(hooks):
-    with Scorer([section("my_rewards:behave")]) as scorer:
+def test_failures_are_counted_by_cause_and_the_first_of_each_is_told_with_its_traceback(hooks):
+    told = []
+    with Scorer(
+        [section("my_rewards:behave")], logs=hooks, emit=lambda kind, what: told.append((kind, what))
+    ) as scorer:
         scorer.score(items("text", "nan", "exit", "raise"))
-        scorer.score(items("nan"))
-    assert scorer.failures == {
-        "my_rewards:behave: no finite number": 3,
-        "my_rewards:behave: ended its process": 1,
-        "my_rewards:behave: raised ZeroDivisionError": 1,
+        scorer.score(items("nan", *["raise"] * 31))
+    assert scorer.failures.counts == {
+        "behave: no finite number at my_rewards.py:4": 3,
+        "behave: ended its process": 1,
+        "behave: raised ZeroDivisionError at my_rewards.py:7": 32,
     }
-    assert (
-        scorer.reasons["my_rewards:behave: no finite number"] == "my_rewards:behave: no finite number: returned 'one'"
+    assert scorer.failures.most_common() == "behave: raised ZeroDivisionError at my_rewards.py:7 (32 times)"
+    left_out = "its rollouts are left out and counted, reward/failed"
+    assert told == [
+        ("warning", f"reward behave: no finite number at my_rewards.py:4: returned 'one'; {left_out}"),
+        ("warning", f"reward behave: ended its process: exit code 3; {left_out}"),
+        (
+            "warning",
+            "reward behave: raised ZeroDivisionError at my_rewards.py:7: no such luck; "
+            f"{left_out}; traceback: {Path('reward-errors.log')}",
+        ),
+    ]
+    text = (hooks / "reward-errors.log").read_text()
+    assert text.count("Traceback (most recent call last)") == 1
+    assert f'File "{hooks / "my_rewards.py"}", line 7, in behave' in text
+    assert "rlctl" not in text
+
+
+def test_causes_are_bounded_in_number(hooks):
+    told = []
+    (hooks / "many.py").write_text(
+        "def score(prompt, completion, answer, row):\n    raise type('E' + completion, (Exception,), {})(completion)\n"
     )
+    with Scorer([section("many:score")], emit=lambda kind, what: told.append(what)) as scorer:
+        scorer.score(items(*map(str, range(50))))
+    assert len(told) == MAX_CAUSES + 1
+    assert told[-1] == ("rewards fail for more than 20 causes; its rollouts are left out and counted, reward/failed")
+    assert scorer.failures.counts["other causes"] == 50 - MAX_CAUSES
 
 
-def test_the_value_is_the_weighted_sum_and_right_means_all_of_the_weight(hooks):
-    with Scorer([section("exact", weight=2.0), section("my_rewards:behave", weight=0.5)]) as scorer:
-        scores = scorer.score(items("19", "20"))
-    assert [(score.value, score.right) for score in scores] == [(2.5, True), (0.5, False)]
-    assert scores[1].parts == {"exact": 0.0, "my_rewards:behave": 1.0}
+def test_the_value_is_the_weighted_sum_and_the_first_reward_decides_what_is_right(hooks):
+    with Scorer([section("exact", weight=2.0), section("my_rewards:behave", weight=0.1)]) as scorer:
+        right, wrong = scorer.score([Item("p", c, "19", {"worth": 0.5}) for c in ("19", "20")])
+    assert (right.value, right.right) == (2.05, True)
+    assert (wrong.value, wrong.right) == (0.05, False)
+    assert wrong.parts == {"exact": 0.0, "behave": 0.5}
+
+
+@pytest.mark.parametrize(("worth", "right"), [(0.69, False), (0.7, True), (3.0, True)])
+def test_another_reward_decides_where_the_config_says_so(hooks, worth, right):
+    with Scorer([section("exact"), section("my_rewards:behave", weight=-1.0, correct_at=0.7)]) as scorer:
+        assert scorer.score([Item("p", "20", "19", {"worth": worth})])[0].right is right
+
+
+def test_a_sum_that_overflows_costs_that_rollout_alone(hooks):
+    with Scorer([section("my_rewards:behave", weight=10.0)]) as scorer:
+        scores = scorer.score([Item("p", "fine", None, {"worth": worth}) for worth in (1.0, 1e308)])
+    assert scores[0].value == 10.0
+    assert (scores[1].value, scores[1].failed) == (None, "sum: no finite number: inf of {'behave': 1e+308}")
 
 
 def test_two_rewards_of_one_name_keep_their_parts_apart(hooks):
     two = [section("regex", pattern="a(.)"), section("regex", pattern="b(.)")]
     with Scorer(two) as scorer:
         assert scorer.score(items("a1", answer="1"))[0].parts == {"regex": 1.0, "regex-2": 0.0}
+
+
+@pytest.mark.parametrize("how", ["in Python", "below Python"])
+def test_a_forked_child_never_answers_for_its_parent(hooks, how):
+    batch = [Item("p", how, None, {"worth": float(n)}) for n in range(40)]
+    with Scorer([section("my_rewards:forks", timeout_s=10)]) as scorer:
+        assert [score.value for score in scorer.score(batch)] == list(map(float, range(40)))
+
+
+def test_a_reward_may_use_processes_of_its_own(hooks):
+    batch = [Item("p", "", None, {"worth": float(n)}) for n in range(4)]
+    with Scorer([section("my_rewards:pools", timeout_s=10)]) as scorer:
+        assert [score.value for score in scorer.score(batch)] == [0.0, 1.0, 2.0, 3.0]
+    with Scorer([section("my_rewards:ends_its_child", timeout_s=10)]) as scorer:
+        assert scorer.score(items(""))[0].value == 15.0
+
+
+def left_behind() -> list[int]:
+    found = [p.pid for p in psutil.process_iter(["cmdline"]) if "left-by-a-reward" in " ".join(p.info["cmdline"] or [])]
+    return [pid for pid in found if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_whatever_a_reward_started_ends_with_its_worker(hooks):
+    with Scorer([section("my_rewards:leaves", timeout_s=2)]) as scorer:
+        worker = scorer.workers[0]
+        for completion, value in (("exit", None), ("hang", None), ("fine", 1.0)):
+            assert scorer.score(items(completion))[0].value == value
+            assert bool(left_behind()) is (value is not None)
+        assert worker is scorer.workers[0]
+    assert left_behind() == []
+
+
+def test_whatever_a_reward_started_ends_when_the_driver_is_killed(hooks):
+    driver = """
+import sys, time
+from rlctl.config.schema import RewardSection
+from rlctl.rewards.base import Item
+from rlctl.rewards.scorer import Scorer
+scorer = Scorer([RewardSection("my_rewards:leaves", 1.0, None, None, 10.0)])
+print(scorer.score([Item("p", "fine", None, {})])[0].value, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "1.0\n"
+    assert len(left_behind()) == 3
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
+    assert left_behind() == []
 
 
 def test_a_pattern_that_backtracks_for_ever_costs_that_rollout(hooks):
@@ -140,7 +301,7 @@ def test_a_worker_is_kept_from_batch_to_batch_and_gone_after_close(hooks):
 
 
 def test_what_a_hook_prints_goes_to_the_log(hooks):
-    with Scorer([section("my_rewards:behave")], log=hooks / "rewards.log") as scorer:
+    with Scorer([section("my_rewards:behave")], logs=hooks) as scorer:
         assert scorer.score(items("print"))[0].value == 1.0
     assert (hooks / "rewards.log").read_text() == "hello from the hook\n"
 
@@ -151,7 +312,10 @@ def test_what_a_hook_prints_goes_to_the_log(hooks):
         ("nowhere:score", "nowhere:score: cannot import: ModuleNotFoundError: No module named 'nowhere'"),
         ("nowhere.py:score", "nowhere.py:score: cannot import: FileNotFoundError"),
         ("my_rewards:absent", "my_rewards:absent: no such function: my_rewards has no 'absent'"),
-        ("my_rewards:three", "my_rewards:three: wrong signature: it must take (prompt, completion, answer, row)"),
+        (
+            "my_rewards:three",
+            "my_rewards:three: wrong signature at my_rewards.py:84: it must take (prompt, completion, answer, row)",
+        ),
         ("exactly", "exactly: no such reward: use exact, regex, math_verify, or a function of yours"),
     ],
 )
@@ -185,5 +349,12 @@ def test_a_hook_that_breaks_during_the_run_costs_rollouts_and_not_the_run(hooks)
         assert scorer.score(items("fine"))[0].value == 1.0
         (hooks / "my_rewards.py").write_text("syntax error")
         scores = scorer.score(items("exit", "fine"))
-    assert scores[0].failed == "my_rewards:behave: ended its process: exit code 3"
+    assert scores[0].failed == "behave: ended its process: exit code 3"
     assert "cannot import: SyntaxError" in (scores[1].failed or "")
+
+
+def test_a_worker_that_somebody_terminates_does_its_item_again(hooks):
+    with Scorer([section("my_rewards:terminates")]) as scorer:
+        scores = scorer.score(items("once", "always", "fine"))
+    assert [score.value for score in scores] == [1.0, None, 1.0]
+    assert scores[1].failed == "terminates: ended its process: SIGTERM"

@@ -101,6 +101,17 @@ def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:
         assert needed in text, needed
 
 
+@pytest.mark.parametrize("size", [(80, 24), (140, 40)])
+def test_rewards_that_fail_have_a_row_while_it_goes_on(size: tuple[int, int], tmp_path: Path) -> None:
+    def metrics(step: int) -> dict[str, float]:
+        return {**step_metrics(step), "reward/failed_share": 0.3 if step < 12 else 0.0}
+
+    runs = [write_run(tmp_path, f"of-{steps}", steps, ended=None, metrics=metrics) for steps in (11, 12)]
+    failing, mended = ("\n".join(screen(run.path, *size)) for run in runs)
+    assert "rew failed    30.0% ▲" in failing
+    assert "rew failed" not in mended
+
+
 def test_140_columns_add_the_curve_and_the_memory(tmp_path: Path) -> None:
     text = "\n".join(screen(write_run(tmp_path).path, 140, 40))
     assert "Accuracy ──" in text and "step 1 to 20" in text

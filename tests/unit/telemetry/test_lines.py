@@ -21,6 +21,11 @@ def test_the_columns_are_aligned_and_fit_80() -> None:
     assert len(head) == len(line) <= 80
 
 
+def test_a_step_says_how_many_rewards_failed() -> None:
+    _, line = LineFormat(1).metrics({**record(12), "reward/failed": 12.0})
+    assert line.endswith("     1,195  12 rewards failed")
+
+
 def test_a_metric_that_is_missing_is_a_dash() -> None:
     _, line = LineFormat(1).metrics({"kind": "step", "step": 1, "time": 0.0})
     assert line.split() == ["1", *["-"] * 9]

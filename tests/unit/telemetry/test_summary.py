@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.state import read_state
 from rlctl.telemetry.summary import print_summary
 
-from .synthetic import async_metrics, write_run
+from .synthetic import async_metrics, step_metrics, write_run
 
 
 def summary(path: Path, width: int = 80) -> str:
@@ -52,6 +52,18 @@ def test_an_asynchronous_run_is_told_by_its_ages_and_what_to_change(tmp_path: Pa
     assert "age of groups mean 0.750 · at most 2 steps · mixed versions 25.0%" in text
     assert "advice trainer waits 20% for stragglers: raise async.max_trajectory_age_steps" in text
     assert "mismatch" not in text
+
+
+def test_failed_rewards_are_counted(tmp_path: Path) -> None:
+    def metrics(step: int) -> dict[str, float]:
+        failed = 24.0 if step % 4 == 0 else 0.0
+        return {**step_metrics(step), "reward/failed": failed, "reward/failed_share": failed / 32}
+
+    run = write_run(tmp_path, metrics=metrics)
+    assert "failed rewards" not in summary(write_run(tmp_path, "sound").path)
+    MetricsLog(run.metrics, EventLog(run.events)).write("validation", 21, {"validation/failed_rewards": 3})
+    text = " ".join(summary(run.path, width=120).split())
+    assert "failed rewards 120 rollouts in 5 of 20 steps, at most 75.0% of a step's · 3 held-out answers" in text
 
 
 def test_warnings_of_the_runs_health_are_counted(tmp_path: Path) -> None:

@@ -88,6 +88,25 @@ def test_the_bounds_are_the_configs() -> None:
         assert "held-out accuracy is 74.7%, 18.0% below its start of 92.7%, at most 10.0%" in found[1].what
 
 
+def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again() -> None:
+    config = load("grpo", None, ["health.max_failed_reward_share=0.25", "health.failed_reward_steps=3"]).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config, lambda: "score: raised ValueError at mine.py:3 (96 times)")
+    shares = [1.0, 1.0, 0.25, 1.0, 0.5, 0.3]
+    found = [health.look(step, {"reward/failed_share": share}) for step, share in enumerate(shares, 1)]
+    assert found[:5] == [[]] * 5
+    (warning,) = found[5]
+    assert warning.fatal
+    assert warning.what == (
+        "rewards failed for 30% of the rollouts, in 3 steps in a row for more than 25% (health.max_failed_reward_share)"
+        "; most of them score: raised ValueError at mine.py:3 (96 times)"
+    )
+    resumed = grpo_health(config)
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    again = [resumed.look(step, {"reward/failed_share": 1.0}) for step in (7, 8, 9)]
+    assert [len(each) for each in again] == [0, 0, 1]
+
+
 def test_an_asynchronous_runs_own_tokens_are_old_and_not_judged() -> None:
     config = load("grpo", None, ["async.enabled=true"]).config
     assert isinstance(config, GrpoConfig)
