@@ -57,8 +57,13 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
 
     Raises ConfigError if none is whole.
     """
+    from rlctl.cluster.jobs.record import JobRecord
     from rlctl.training.checkpoints import NoWholeCheckpoint
 
+    record, changes = JobRecord.read(run), list(_changes(composed, run)) or ["nothing"]
+    changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]
+    if record and record.remote:
+        return [("goes on after", f"the newest whole checkpoint in {record.remote} on {record.cluster}"), *changed]
     try:
         with busy("reading the newest checkpoint"):
             found = _checkpoints(run).newest_whole()
@@ -70,8 +75,7 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
     rows.append(("goes on after", where))
     left = max(0, steps - done)
     rows.append(("left", f"{left} of {steps} steps" + (f": {done + 1} to {steps}" if left else "")))
-    changes = list(_changes(composed, run))
-    return [*rows, *(("changes" if not index else "", line) for index, line in enumerate(changes or ["nothing"]))]
+    return [*rows, *changed]
 
 
 def _checkpoints(run: Path) -> "Checkpoints":
