@@ -195,13 +195,20 @@ def announce(session: Session, config: RunConfig, num_steps: int, placement: Pla
         start_step=session.start,
         attempt=session.run_dir.attempt,
         damaged=list(session.damaged.values()),
-        devices={"trainer": placement.trainer_devices, "generator": placement.generator_devices},
-        device=placement.device,
-        ranks=len(placement.trainers),
-        engines=len(placement.engines),
-        shared=placement.shared,
+        **processes_of(placement),
         **identity(),
     )
+
+
+def processes_of(placement: Placement) -> dict[str, Any]:
+    """How many ranks and engines a run has, and the devices of each side: fields of its run_started event."""
+    return {
+        "device": placement.device,
+        "devices": {"trainer": placement.trainer_devices, "generator": placement.generator_devices},
+        "ranks": len(placement.trainers),
+        "engines": len(placement.engines),
+        "shared": placement.shared,
+    }
 
 
 def _load(config: GrpoConfig, files: ModelFiles, session: Session) -> Prompts:

@@ -7,6 +7,7 @@ could not: a whole number is a number, and what was written as a number or a lis
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, fields, is_dataclass
+from itertools import islice
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -20,6 +21,8 @@ from rlctl.config.unknown_keys import KnownKeys
 T = TypeVar("T")
 
 _TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+# Keys of an unknown section that are looked for among ours: a huge one takes a second, not minutes.
+_MOST_UNKNOWN = 500
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -106,12 +109,15 @@ class Converter:
         """Report a key that no section has; of a section that nobody knows, each key within that leads somewhere."""
         is_section = isinstance(node.value, dict)
         if isinstance(node.value, dict) and not self._known.knows(key, list(node.value)):
-            inside = list(leaves(node, key))
+            inside = list(islice(leaves(node, key), _MOST_UNKNOWN))
             leading = [(name, leaf) for name, leaf in inside if self._known.leads(name)]
             for name, leaf in leading:
                 self._wrong(leaf, name, f"unknown key{self._known.remark(name, [])}")
             if leading:
-                if others := len(inside) - len(leading):
+                others = len(inside) - len(leading)
+                if len(inside) == _MOST_UNKNOWN:
+                    self._wrong(node, key, f"unknown section; only its first {_MOST_UNKNOWN} keys were looked at")
+                elif others:
                     self._wrong(node, key, f"unknown section; rlctl has nothing for {others} more of its keys")
                 return
         self._wrong(node, key, f"unknown key{self._known.remark(key, here, is_section)}")

@@ -80,9 +80,10 @@ class KnownKeys:
 
     def _nearest(self, path: str) -> str:
         name = path.rpartition(".")[2]
-        near = [(_ratio(name, key.rpartition(".")[2]), _parents_ratio(path, key), key) for key in self._keys]
-        best = max((each for each in near if each[0] >= _NEAR), key=lambda each: each[:2], default=None)
-        return f"; did you mean {best[2]}?" if best else ""
+        words = {word: ratio for word in self._last if (ratio := _near_ratio(name, word)) >= _NEAR}
+        near = [key for key in self._keys if key.rpartition(".")[2] in words]
+        best = max(near, key=lambda key: (words[key.rpartition(".")[2]], _parents_ratio(path, key)), default=None)
+        return f"; did you mean {best}?" if best else ""
 
 
 def _translated(peer: PeerKey) -> str:
@@ -103,6 +104,12 @@ def _shared_end(words: list[str], key: list[str]) -> int:
 
 def _parents_ratio(path: str, key: str) -> float:
     return _ratio(path.rpartition(".")[0], key.rpartition(".")[0]) if "." in path else 0.0
+
+
+def _near_ratio(one: str, other: str) -> float:
+    """Their likeness where it may be near, else 0: most words are told apart by their letters alone."""
+    matcher = SequenceMatcher(None, one, other)
+    return matcher.ratio() if min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _NEAR else 0.0
 
 
 def _ratio(one: str, other: str) -> float:

@@ -27,7 +27,7 @@ class EventLog:
     """The event log of a run. `emit` never raises and may be called from any thread.
 
     - run_started: name, algorithm, model, num_steps, start_step (steps already done), attempt,
-      devices {trainer, generator}, and `process.identity()`
+      device (cpu or cuda), devices {trainer, generator}, ranks, engines, shared (devices), and `process.identity()`
     - startup: what; without `seconds` it begins, with `seconds` it is done
     - phase: step, name; begins now and lasts until the next phase
     - run_ended: status (done, failed, interrupted or stopped), reason, next (commands to paste)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.telemetry.dashboard import render
+from rlctl.telemetry.state import read_state
 from tests.faults.runs import Run, fates, read
 
 REWARD = """
@@ -49,6 +51,9 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
     assert {record["validation/prompts"] for record in validations} == {20}
     assert all(record["validation/pass_at_k"] >= record["validation/accuracy"] for record in validations)
     assert list((run.path / "tensorboard").iterdir())
+    assert "weights v3 · 2 ranks · 2 engines" in "".join(
+        segment.text for segment in render(read_state(run.path), 80, 24).rows[2]
+    )
     logs = {path.name for path in (run.path / "logs" / "latest").iterdir()}
     assert {"trainer-0.log", "trainer-1.log", "engine-0.log", "engine-1.log"} <= logs
 

@@ -1,6 +1,7 @@
 """What a person is told who writes a key as another tool has it, or in the wrong place."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,11 @@ def test_a_section_of_another_tool_is_answered_key_by_key_with_file_and_line(hom
         f"x.yaml:{first}: actor_rollout_ref: unknown section; rlctl has nothing for 1 more of its keys",
         f"x.yaml:{first + 4}: critic: unknown key; rlctl has no critic: baselines are of the group",
     ]
+
+
+def test_a_huge_section_that_nobody_knows_takes_no_time(home: Path) -> None:
+    (home / "x.yaml").write_text(GRPO + "foo:\n" + "".join(f"  num_stepss{i}: 1\n" for i in range(2000)))
+    begin = time.process_time()
+    found = problems([], "x.yaml")
+    assert time.process_time() - begin < 5
+    assert len(found) == 501 and found[-1].endswith("foo: unknown section; only its first 500 keys were looked at")

@@ -72,6 +72,12 @@ def test_dash_draws_a_finished_run_once(runs: Path) -> None:
     assert code == 0 and out.count("Learning") == 1
 
 
+def test_dash_leaves_a_row_of_the_terminal_to_the_prompt(runs: Path) -> None:
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
+    shown = CliRunner().invoke(app, ["dash", "a", "--dir", str(runs)], env=terminal).stdout
+    assert shown.count("\n") == 23 and "mismatch 1: exact" in shown.splitlines()[-1]
+
+
 def test_dash_writes_a_picture(runs: Path, tmp_path: Path) -> None:
     code, _, _ = call("dash", "a", "--dir", runs, "--svg", tmp_path / "x.svg", "--width", 140, "--height", 40)
     assert code == 0 and "</svg>" in (tmp_path / "x.svg").read_text()
