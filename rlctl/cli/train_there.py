@@ -73,8 +73,11 @@ def train_there(where: Where, target: "Target", composed: "Composed", resumed: "
     refuse(composed, short or plan.too_large)
     note(composed.notes)
     flags = ["--wait"] * where.wait + ["--probe"] * where.probe
+    if unsent := [name for name in composed.variables() if name not in where.secrets]:
+        what = "the config reads it, and it is not there: add --env "
+        raise ConfigError([Problem(f"${{oc.env:{name}}}", "", f"{what}{name}") for name in unsent])
     with explained():
-        run = submit(target, Order(composed.values(), resumed.run if resumed else None, where.secrets, flags, RECIPES))
+        run = submit(target, Order(composed.written(), resumed.run if resumed else None, where.secrets, flags, RECIPES))
     say(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
     return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 

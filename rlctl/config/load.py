@@ -1,5 +1,6 @@
 """`load`: the one way to a config that may run. It is composed, typed and checked, or every problem is raised."""
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,18 @@ class Composed:
 
         Of `${...}` what reads the environment stays as it was written: a secret in it is on no disk.
         """
+        return dump(self.written(Interpolation))
+
+    def written(self, kind: type[str] = str) -> dict[str, Any]:
+        """Return `values`, but what came from the environment as it was written, as text of a `kind`."""
         values = self.values()
         for key, text in self.secrets.items():
-            _set(values, key.split("."), Interpolation(text))
-        return dump(values)
+            _set(values, key.split("."), kind(text))
+        return values
+
+    def variables(self) -> list[str]:
+        """Return the names of the environment variables that the config reads."""
+        return sorted({name for text in self.secrets.values() for name in re.findall(r"oc\.env:\s*(\w+)", text)})
 
     def values(self) -> dict[str, Any]:
         """The resolved config as plain values, by the keys that a YAML file has."""

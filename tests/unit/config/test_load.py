@@ -79,3 +79,19 @@ def test_origins_name_every_value_of_the_config(home: Path) -> None:
     composed = load("grpo", "grpo.recipe.yaml", [])
     assert str(composed.origins["grpo.loss.clip_low"]).startswith("configs/grpo.yaml:")
     assert composed.recipe == home / "grpo.recipe.yaml"
+
+
+def test_what_comes_from_the_environment_travels_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCTL_TEST_TOKEN", "secret")
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("defaults: sft-tiny.yaml\ndata: {system_prompt: 'say ${oc.env:RLCTL_TEST_TOKEN}'}\n")
+    composed = load("sft", str(recipe), [])
+    assert composed.config.data.system_prompt == "say secret"
+    assert composed.variables() == ["RLCTL_TEST_TOKEN"]
+    written = composed.written()
+    assert written["data"].pop("system_prompt") == "say ${oc.env:RLCTL_TEST_TOKEN}"
+    values = composed.values()
+    del values["data"]["system_prompt"]
+    assert written == values
