@@ -76,8 +76,16 @@ def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="refused"):
         head.accept(request)
     assert os.listdir(tmp_path / "runs") == []
-    (tmp_path / "runs" / "mine").mkdir()
+    run = tmp_path / "runs" / "mine"
+    run.mkdir()
     assert "run.name=mine is in use" in head.accept(request)["problems"][0]
+
+    (run / "config.yaml").write_text(config)
+    with pytest.raises(OSError, match="refused"):
+        head.accept({**request, "resume": str(run), "config": config.replace("some", "other")})
+    # The run's own config is the one that it last went on with.
+    assert (run / "config.yaml").read_text() == config
+    assert "other/model" in (run / head.CONFIG).read_text()
 
 
 def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
