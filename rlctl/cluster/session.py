@@ -56,7 +56,7 @@ class Session:
     """What a run works with while it lasts. resolved: its config as YAML. resumed: there was an attempt before.
 
     checkpoint: what it goes on from. damaged: newer ones, by their folder, each with a line that says why it is not
-    that one.
+    that one. anew: what to type where none can be gone on from.
 
     lost: why the run must end after its step, with a checkpoint: Ray's head is gone, say.
     """
@@ -75,6 +75,7 @@ class Session:
     lost: str = ""
     checkpoint: Checkpoint | None = None
     damaged: dict[Path, str] = field(default_factory=dict)
+    anew: str = ""
 
     @property
     def start(self) -> int:
@@ -93,7 +94,8 @@ class Session:
                 found = self.keeper.checkpoints.newest_whole()
             except NoWholeCheckpoint as error:
                 anew = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
-                raise NoWholeCheckpoint(f"{error}; to begin anew: {shlex.join(anew)}") from None
+                self.anew = shlex.join(anew)
+                raise NoWholeCheckpoint(f"{error}; to begin anew: {self.anew}") from None
         self.checkpoint, self.damaged = found.checkpoint, found.damaged
         for line in found.damaged.values():
             self.events.emit("warning", what=f"damaged checkpoint: {line}; going on after step {self.start} instead")
@@ -198,7 +200,8 @@ def _driven(
         lost = events.lost + metrics.lost
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
-        end = {"status": status, "reason": reason, "next": _next_commands(config, run_dir, status)}
+        commands = [session.anew] if session.anew else _next_commands(config, run_dir, status)
+        end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": time.time(), **end}
     return code

@@ -117,7 +117,9 @@ def test_without_a_whole_checkpoint_nothing_starts(run: Path, capsys: pytest.Cap
     (error,) = [event["what"] for event in read_records(run / "events.jsonl")[-3:] if event["kind"] == "error"]
     assert "step_4/state.json: cut to 5 of" in error and "step_2/state.json: cut to 5 of" in error
     assert error.endswith("; to begin anew: rlctl train grpo runs/mine/config.yaml run.name=null")
-    assert "Traceback" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Traceback" not in out
+    assert out.endswith("\nNext steps\n  rlctl train grpo runs/mine/config.yaml run.name=null\n")
 
 
 def test_a_restart_goes_through_the_same_door(run: Path) -> None:
