@@ -10,7 +10,7 @@ from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.state import read_state
 from rlctl.telemetry.summary import print_summary
 
-from .synthetic import async_metrics, step_metrics, write_run
+from .synthetic import START, async_metrics, step_metrics, write_run
 
 
 def summary(path: Path, width: int = 80) -> str:
@@ -61,7 +61,8 @@ def test_failed_rewards_are_counted(tmp_path: Path) -> None:
 
     run = write_run(tmp_path, metrics=metrics)
     assert "failed rewards" not in summary(write_run(tmp_path, "sound").path)
-    MetricsLog(run.metrics, EventLog(run.events)).write("validation", 21, {"validation/failed_rewards": 3})
+    later = MetricsLog(run.metrics, EventLog(run.events), now=lambda: START + 100)
+    later.write("validation", 21, {"validation/failed_rewards": 3})
     text = " ".join(summary(run.path, width=120).split())
     assert "failed rewards 120 rollouts in 5 of 20 steps, at most 75.0% of a step's · 3 held-out answers" in text
 
