@@ -1,16 +1,15 @@
-"""A vLLM worker as the bench needs it: the run's own refit end, the reference schemes', and a look at every bit."""
+"""A vLLM worker for the bench: the run's own refit end, the reference schemes', and a comparison of every bit."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlctl.bench.rounds import Measured, Meeting, run_rounds
-from rlctl.bench.schemes import RAW_BYTES, Scheme, Wire, receive
+from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
+from rlctl.bench.schemes import RAW_BYTES, Scheme, receive
 from rlctl.bench.weights import make_tensor
 from rlctl.generation.layout import NotPlain, find_regions
 from rlctl.generation.worker import RefitWorker
-from rlctl.refit.group import Group, meet
 from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.sink import WholeSink
@@ -19,58 +18,51 @@ from rlctl.refit.sink import WholeSink
 class BenchWorker(RefitWorker):
     """Mixed into vLLM's worker; `self.rank` counts the workers of its engine."""
 
-    _bench_wire: Wire | None = None
-    _bench_before: int = 0
+    _bench: BenchEnd
 
     def bench_meet(self, port: int, parties: int) -> None:
         """Join the other processes of the bench."""
-        self._bench_meeting = Meeting(port, parties, keeper=False)
+        self._bench = BenchEnd(self.device, Meeting(port, parties, keeper=False))
 
     def bench_clear(self) -> None:
-        """Leave the last scheme; what is allocated now is the ground for peaks."""
+        """Leave the last scheme."""
         if self._rl_intake:
             self._rl_intake.close()
-        if self._bench_wire and self._bench_wire.group:
-            self._bench_wire.group.abort()
-        self._rl_intake = self._bench_wire = None
+        self._rl_intake = None
         self._bench_kept: dict[str, Tensor] = {}
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self._bench_before = torch.cuda.memory_allocated(self.device)
+        self._bench.clear()
 
     def bench_refit_rounds(self, plan: Plan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Receive and commit several times, by the transport that `rl_open` joined."""
 
-        def work(number: int) -> tuple[dict[str, float], float]:
+        def work(number: int) -> Timing:
             if in_turn:
-                self._bench_meeting.wait()
+                self._bench.meeting.wait()
             report = self._rl.receive(Header(version + number, plan.digest, checks))
             return {name: report[name] for name in ("wire", "load")}, self._rl.commit()
 
-        return run_rounds(self._bench_meeting, rounds, self.device, self._bench_before, work)
+        return self._bench.measure(rounds, work)
 
     def bench_open_scheme(self, spec: TransportSpec, buffer_bytes: int, first_rank: int) -> None:
         """Join the group of the reference schemes."""
-        group = Group(meet(spec, False), spec, 0, first_rank + self.rank, self.device)
-        self._bench_wire = Wire(group, buffer_bytes, self.device)
+        self._bench.open_wire(spec, buffer_bytes, first_rank + self.rank)
 
     def bench_scheme_rounds(self, scheme: Scheme, plan: Plan, rounds: int) -> Measured:
         """Receive by a reference scheme."""
-        assert self._bench_wire, "bench_open_scheme comes first"
-        wire = self._bench_wire
+        wire = self._bench.wire
+        assert wire, "bench_open_scheme comes first"
         layout = [(e.name, torch.Size(e.shape), getattr(torch, e.dtype)) for e in plan.entries]
         size = min(sum(e.nbytes for e in plan.entries), RAW_BYTES)
         scratch = torch.zeros(size, dtype=torch.uint8, device=self.device) if scheme == "raw" else None
 
-        def work(number: int) -> tuple[dict[str, float], float]:
+        def work(number: int) -> Timing:
             return receive(scheme, wire, layout, self._bench_load, scratch).seconds(), 0.0
 
         with torch.no_grad():
-            return run_rounds(self._bench_meeting, rounds, self.device, self._bench_before, work)
+            return self._bench.measure(rounds, work)
 
     def bench_differences(self, plan: Plan, version: int, master: str) -> list[str]:
-        """Names of the tensors of which this engine does not hold the bits of a version, as it was sent."""
+        """Return the names of the tensors that differ here from a version as it was sent."""
         held = self._bench_held(plan)
         wrong = []
         for entry in plan.entries:
@@ -82,7 +74,7 @@ class BenchWorker(RefitWorker):
         return wrong
 
     def bench_forget(self) -> None:
-        """Overwrite every parameter, so that old weights cannot pass for new ones; on CPU what arrived is looked at."""
+        """Overwrite every parameter, so that old weights cannot pass for new ones (on CPU, arrived ones are kept apart)."""
         if self.device.type == "cpu":
             return
         with torch.no_grad():
@@ -90,14 +82,14 @@ class BenchWorker(RefitWorker):
                 parameter.zero_()
 
     def _bench_load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """On CPU, where vLLM repacks weights, received tensors are kept instead: loading is no matter of transport."""
+        """Load tensors; on CPU, where vLLM repacks weights, keep them instead: loading is no matter of transport."""
         if self.device.type == "cpu":
             self._bench_kept.update(tensors)
         else:
             self.model_runner.get_model().load_weights(iter(tensors))
 
     def _bench_held(self, plan: Plan) -> dict[str, list[tuple[Any, Tensor]]]:
-        """Where each tensor lies now: parts of the live parameters, or on CPU what was delivered to the loader."""
+        """Return where each tensor is now: parts of the live parameters, or on CPU what was delivered to the loader."""
         if self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
         held: dict[str, list[tuple[Any, Tensor]]] = {}

@@ -3,72 +3,124 @@
 Answers have drawn lengths with a long tail instead of stop tokens, so that random weights make the work of a real run.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlctl.bench.runs import check_training, run_training
-from rlctl.bench.workload import make_prompts, make_random_model, make_tokenizer
+from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
+from rlctl.bench.runs import prepare_runs, run_training
+from rlctl.bench.workload import make_prompts, model_problems
+from rlctl.config.errors import Problem
+
+# Names of the kinds of run, as they are asked for and as they are shown.
+MODES = {
+    "colocated": "sync, colocated",
+    "apart": "sync, apart",
+    "drained": "async, drained",
+    "in-flight": "async, in flight",
+}
+_LEGEND = (
+    "step: seconds; tok/s/dev: prompt and answer tokens over wall time and all devices; share: of the ceiling; idle: "
+    "share of the step; refit: share of the generator's time that changing weights took; stall: longest gap between "
+    "two tokens of a running request, ms; age: mean steps; seqs: decoded at a time by an engine; "
+    "ms/tok: of a token of each"
+)
+# A trainer's reasons to wait that are shown, the longest.
+_WAITS = 3
 
 
 @dataclass(frozen=True)
-class GrpoBench:
-    """What is measured. gpus: devices that every run gets, 0 for CPU. trainers: of them, if engines stand apart.
+class GrpoBench(Bench):
+    """A row for each mode.
 
-    mean, sigma, cap: of the answers' lengths in tokens. steps: counted ones. extra: overrides for every run.
+    installed: GPUs of this machine. gpus: those that every run gets, 0 for CPU. trainers: how many of them train where
+    engines have their own. steps: counted ones. lengths: mean, sigma and cap of the answers', in tokens. extra:
+    overrides for every run.
     """
 
-    shape: Path
     model: str
+    installed: int
     gpus: int
     trainers: int
     prompts: int
     generations: int
     steps: int
     age: int
-    mean: float
-    sigma: float
-    cap: int
+    lengths: tuple[float, float, int]
     modes: list[str]
     extra: list[str]
 
-    def counted(self, mode: str) -> range:
-        """Indices of the counted steps. The first step compiles and fills caches; when asynchronous the buffer must
-        come to its ordinary state too, and in the last `age` steps there is nothing more to sample.
+    def check(self) -> list[Problem]:
+        """Return what does not fit this machine, and a model that is none."""
+        problems = []
+        if self.gpus > self.installed:
+            problems.append(Problem("--gpus", "", f"{self.gpus}: this machine has {self.installed}"))
+        if self.trainers >= self.gpus > 1:
+            what = f"{self.trainers} of {self.gpus} leave no device for engines"
+            problems.append(Problem("--trainers", "", what))
+        if self.gpus == 1:
+            what = "1: asynchronous runs need a device for each side; at least 2, or 0 for CPU"
+            problems.append(Problem("--gpus", "", what))
+        return problems + model_problems(self.model)
+
+    def measure(self, folder: Path, say: Say) -> "GrpoResults":
+        """Run every mode, one after the other."""
+        make_prompts(folder, 64 * self.prompts)
+        settings = {mode: self._settings(mode, folder) for mode in self.modes}
+        prepare_runs("grpo", self.model, {MODES[mode]: own for mode, own in settings.items()}, folder, say)
+        records = {}
+        for mode, own in settings.items():
+            counted, count = self.counted(mode)
+            say(f"{MODES[mode]}: {count} steps, {self.steps} of them counted")
+            records[MODES[mode]] = run_training("grpo", MODES[mode], own, folder)[counted]
+        rows = [_row(mode, steps) for mode, steps in records.items()]
+        ceiling = _ceiling(rows, list(records.values())) if self.gpus else None
+        return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling)
+
+    def counted(self, mode: str) -> tuple[slice, int]:
+        """Return which steps of the run are counted, and how many it has.
+
+        The first step compiles and fills caches; when asynchronous the buffer must come to its ordinary state too, and
+        in the last `age` steps there is nothing more to sample.
         """
-        first = 2 + self.age if mode.startswith("async") else 1
-        return range(first, first + self.steps)
+        age = self.age if MODES[mode].startswith("async") else None
+        first = 1 if age is None else 2 + age
+        return slice(first, first + self.steps), first + self.steps + (age or 0)
 
-    def num_steps(self, mode: str) -> int:
-        """Of the whole run."""
-        return self.counted(mode).stop + (self.age if mode.startswith("async") else 0)
+    def _settings(self, mode: str, folder: Path) -> list[str]:
+        mean, sigma, cap = self.lengths
+        return [
+            *(f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", "data.train.prompt_key=prompt"),
+            # The tiny recipe's rate would tear a large random model away from what sampled.
+            *("run.probe=false", "data.max_prompt_length=128", "trainer.optimizer.lr=1.0e-6"),
+            *(f"grpo.num_steps={self.counted(mode)[1]}", f"grpo.num_prompts_per_step={self.prompts}"),
+            *(f"grpo.num_generations_per_prompt={self.generations}", f"generation.max_new_tokens={cap}"),
+            *(f"generation.forced_lengths=[{mean}, {sigma}]", *self._overrides(mode), *self.extra),
+        ]
 
-    def overrides(self, mode: str) -> list[str]:
-        """What makes a run one of the four."""
-        apart = [f"trainer.num_ranks={self.trainers}", f"generation.num_engines={max(1, self.gpus - self.trainers)}"]
-        own = [*apart, "placement.colocated=false", "async.enabled=true"]
+    def _overrides(self, mode: str) -> list[str]:
+        """Return what makes a run one of the modes."""
+        shared = max(1, self.gpus)
+        both = [f"trainer.num_ranks={shared}", f"generation.num_engines={shared}"]
+        split = [f"trainer.num_ranks={self.trainers}", f"generation.num_engines={max(1, self.gpus - self.trainers)}"]
+        apart = [*split, "placement.colocated=false"]
         return {
-            "sync, colocated": [
-                f"trainer.num_ranks={max(1, self.gpus)}",
-                f"generation.num_engines={max(1, self.gpus)}",
-            ],
-            "sync, apart": [*apart, "placement.colocated=false"],
-            "async, drained": [*own, "async.in_flight_weight_updates=false"],
-            "async, in flight": [*own, f"async.max_trajectory_age_steps={self.age}"],
+            "colocated": both,
+            "apart": apart,
+            "drained": [*apart, "async.enabled=true", "async.in_flight_weight_updates=false"],
+            "in-flight": [*apart, "async.enabled=true", f"async.max_trajectory_age_steps={self.age}"],
         }[mode]
-
-
-MODES = ("sync, colocated", "sync, apart", "async, drained", "async, in flight")
 
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One kind of run, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1.
+    """One mode, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1.
 
-    idle: of the trainer by what it waited for. stood: share of the generator's time in which weights were changed.
-    sequences: that an engine decoded at a time, decode_step: seconds of that; of asynchronous runs.
+    idle: share of the step by what the trainer waited for. stood: share of the generator's time in which weights were
+    changed. Of asynchronous runs: sequences that an engine decoded at a time, and decode_step, seconds of a token of
+    each of them.
     """
 
     mode: str
@@ -88,10 +140,12 @@ class ModeRow:
 
 
 @dataclass(frozen=True)
-class GrpoResults:
-    """rows: in the order measured. ceiling: tokens/s/device if both sides worked all the time, with the devices split
-    as they need: the tokens over the device-seconds of their training and of their generation, each at the best rate
-    that any row reached. None on CPU, where both sides share one device.
+class GrpoResults(Results):
+    """All modes' rows, and what the devices could do.
+
+    ceiling: tokens/s/device if both sides worked all the time, with the devices split as they need: the tokens over
+    the device-seconds of their training and of their generation, each at the best rate that any row reached. None on
+    CPU, where both sides share one device.
     """
 
     model: str
@@ -101,54 +155,59 @@ class GrpoResults:
     ceiling: float | None
 
     def share(self, row: ModeRow) -> float | None:
-        """Of the ceiling."""
+        """Return the row's share of the ceiling."""
         return None if self.ceiling is None else row.effective / self.ceiling
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, with each row's share of the ceiling and its speed against the first row's."""
-        first = self.rows[0]
-        more = [{"share": self.share(row), "speedup": row.effective / first.effective} for row in self.rows]
-        rows = [asdict(row) | extra for row, extra in zip(self.rows, more)]
-        return {**asdict(self), "rows": rows}
+    def speedup(self, row: ModeRow) -> float:
+        """Return the row's rate against the first row's."""
+        return row.effective / self.rows[0].effective
+
+    def derived(self, row: ModeRow) -> dict[str, Any]:
+        """Add the share of the ceiling and the speedup."""
+        return {"share": self.share(row), "speedup": self.speedup(row)}
+
+    def report(self, wide: bool) -> list[Line | ResultTable]:
+        """Return the ceiling, the table, and what its columns mean."""
+        split = f", apart {self.trainers} train" if self.gpus > 1 else ""
+        ceiling = f": {self.ceiling:,.0f} tokens/s/device if both sides always worked" if self.ceiling else ""
+        table = ResultTable([self._cells(row) + (_wide_cells(row) if wide else []) for row in self.rows])
+        return [Line(f"{self.model} on {self._devices}{split}{ceiling}"), table, Line(_LEGEND, "dim")]
+
+    def chart(self) -> Chart:
+        """Return a bar for each mode's rate end to end."""
+        bars = []
+        for row in self.rows:
+            text = f"{row.effective:,.0f}" + (f", {share:.0%}" if (share := self.share(row)) else "")
+            bars.append(Bar(row.mode, row.effective, text, row.mode.startswith("async")))
+        label = "tokens/s/device end to end" + ("; dashed: both sides always at work" if self.ceiling else "")
+        return Chart(f"GRPO, {self.model}, {self._devices}", label, bars, self.ceiling)
+
+    @property
+    def _devices(self) -> str:
+        return f"{self.gpus} GPUs" if self.gpus else "CPU"
+
+    def _cells(self, row: ModeRow) -> Cells:
+        share = self.share(row)
+        return [
+            ("run", row.mode),
+            ("step", f"{row.step:.2f}"),
+            ("tok/s/dev", f"{row.effective:,.0f}"),
+            ("x first", f"{self.speedup(row):.2f}"),
+            ("share", "" if share is None else f"{share:.0%}"),
+            ("trainer idle", f"{row.trainer_idle:.0%}"),
+            ("gen idle", f"{row.generator_idle:.0%}"),
+            ("refit", f"{row.stood:.1%}" if row.mode.startswith("async") else ""),
+        ]
 
 
-def run_grpo_bench(bench: GrpoBench, folder: Path, say: Callable[[str], None]) -> GrpoResults:
-    """Run every mode, one after the other, in `folder`.
-
-    Raises ConfigError with everything that is wrong before any weights are made, RuntimeError with the end of a run
-    that failed.
-    """
-    make_tokenizer(bench.shape)
-    make_prompts(folder, 64 * bench.prompts)
-    say("checking what is asked for")
-    check_training("grpo", {mode: _settings(bench, mode, folder) for mode in bench.modes}, bench.shape, folder)
-    say(f"random weights in the shape of {bench.model}")
-    make_random_model(bench.shape, folder)
-    records: dict[str, list[dict[str, Any]]] = {}
-    for mode in bench.modes:
-        say(f"{mode}: {bench.num_steps(mode)} steps, {bench.steps} of them counted")
-        records[mode] = _run(bench, mode, folder)
-    rows = [_row(mode, steps) for mode, steps in records.items()]
-    ceiling = _ceiling(rows, list(records.values())) if bench.gpus else None
-    return GrpoResults(bench.model, bench.gpus, bench.trainers, rows, ceiling)
-
-
-def _run(bench: GrpoBench, mode: str, folder: Path) -> list[dict[str, Any]]:
-    """Step records of one mode, without the first ones."""
-    steps = run_training("grpo", mode, _settings(bench, mode, folder), folder)
-    counted = bench.counted(mode)
-    return steps[counted.start : counted.stop]
-
-
-def _settings(bench: GrpoBench, mode: str, folder: Path) -> list[str]:
-    columns = [f"data.train.{key}" for key in (f"path={folder / 'train.jsonl'}", "prompt_key=prompt")]
+def _wide_cells(row: ModeRow) -> Cells:
+    waits = sorted(row.idle.items(), key=lambda pair: -pair[1])[:_WAITS]
     return [
-        *(f"model.path={folder / 'model'}", f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", *columns),
-        # The tiny recipe's rate would tear a large random model away from what sampled.
-        *("run.probe=false", "data.max_prompt_length=128", "trainer.optimizer.lr=1.0e-6"),
-        *(f"grpo.num_steps={bench.num_steps(mode)}", f"grpo.num_prompts_per_step={bench.prompts}"),
-        *(f"grpo.num_generations_per_prompt={bench.generations}", f"generation.max_new_tokens={bench.cap}"),
-        *(f"generation.forced_lengths=[{bench.mean}, {bench.sigma}]", *bench.overrides(mode), *bench.extra),
+        ("stall", f"{row.stall * 1e3:.0f}"),
+        ("age", f"{row.age:.2f}"),
+        ("seqs", f"{row.sequences:.0f}" if row.sequences else ""),
+        ("ms/tok", f"{row.decode_step * 1e3:.1f}" if row.decode_step else ""),
+        ("trainer waits for", ", ".join(f"{name.removeprefix('idle_')} {share:.0%}" for name, share in waits)),
     ]
 
 

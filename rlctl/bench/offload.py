@@ -1,4 +1,4 @@
-"""`rlctl bench offload`: what it costs to have optimizer state on the host while log-probs are computed.
+"""`rlctl bench offload`: the price of having optimizer state on the host while log-probs are computed.
 
 In one run: plain page-locked copies over the link, the trainer's mover on state of the model's shape, and steps (a pass
 over log-probs, then an update) with the state left where it is and moved. Each in a fresh process, on one device.
@@ -9,40 +9,95 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlctl.bench.workload import make_random_model
+from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say, words
+from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.load import load
 from rlctl.config.schema import TrainerSection
 
 if TYPE_CHECKING:
     from rlctl.training.worker import Share
 
 _COPY, _ROUNDS = 1 << 30, 5
+LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
+# Places of optimizer state in which the host updates the weights, by backend.
+HOST_UPDATES: dict[str, tuple[str, ...]] = {"fsdp": (), "megatron": (HOST, OVERLAPPED)}
+_LEGEND = (
+    "link: one page-locked copy of 1 GiB; mover: all optimizer state; step: log-probs of all tokens, then an update, "
+    "medians in seconds; peak: most of the device allocated during log-probs; B/p: bytes of a parameter, allocated on "
+    "the device after an update, and in what the process has grown by"
+)
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class OffloadBench:
-    """What is measured. section: the trainer's, backend and all. tokens: of a sequence. batch: sequences a step.
-    steps: counted ones, after the first.
+class OffloadBench(Bench):
+    """A row for each place of optimizer state.
+
+    settings: of the trainer section. tokens: of a sequence. batch: sequences a step. steps: counted ones, after the
+    first. device: as torch names it.
     """
 
-    shape: Path
     model: str
-    section: TrainerSection
+    backend: str
+    settings: list[str]
     tokens: int
     batch: int
     steps: int
     device: str
 
+    @cached_property
+    def section(self) -> TrainerSection:
+        """The trainer section with the settings. Raises ConfigError."""
+        return load("sft", None, [f"trainer.backend={self.backend}", *self.settings]).config.trainer
+
+    @property
+    def places(self) -> list[str]:
+        """Places of optimizer state; the host updates weights only of bfloat16."""
+        dtype = self.section.dtype
+        half = dtype == "bfloat16" or (dtype == "auto" and self.device != "cpu")
+        return [LEFT, MOVED, *(HOST_UPDATES[self.section.backend] if half else ())]
+
+    def check(self) -> list[Problem]:
+        """Return a backend or model that is none, else mistakes in the settings, else sequences that are too long."""
+        problems: list[Problem] = []
+        words("--backend", self.backend, HOST_UPDATES, problems)
+        if problems := [*problems, *model_problems(self.model)]:
+            return problems
+        try:
+            most = min(longest(self.model), self.section.micro_batch_tokens)
+        except ConfigError as error:
+            return error.problems
+        what = f"{self.tokens}: the model, or a pass, holds {most} at most"
+        return [Problem("--seq-len", "", what)] if self.tokens > most else []
+
+    def measure(self, folder: Path, say: Say) -> "OffloadResults":
+        """Measure copies, where there is a GPU, then steps."""
+        say(f"random weights in the shape of {self.model}")
+        make_random_model(shape_folder(self.model, folder), folder)
+        copies = None
+        if self.device != "cpu":
+            say("copies between device and host")
+            copies = _in_process(measure_copies, folder / "model", self.device)
+        rows = []
+        for place in self.places:
+            say(f"{self.steps + 1} steps, optimizer state {place}")
+            rows.append(_in_process(measure_steps, self, place, folder))
+        return OffloadResults(self.model, self.section.backend, self.tokens, self.batch, copies, rows)
+
 
 @dataclass(frozen=True)
-class Copies:
-    """Bytes/s to the host and to the device. nbytes: of the state that the mover moves. link: one large copy.
-    mover: the whole state. first: seconds of its first way out, which makes the host buffer.
+class CopyRates:
+    """Bytes/s to the host and to the device.
+
+    nbytes: of the state that the mover moves. link: one large copy. mover: the whole state. first: seconds of its first
+    way out, which makes the host buffer.
     """
 
     nbytes: int
@@ -52,19 +107,36 @@ class Copies:
 
     @property
     def shares(self) -> tuple[float, float]:
-        """Of the link's speed that the mover reaches."""
+        """The mover's rates against the link's."""
         return self.mover[0] / self.link[0], self.mover[1] / self.link[1]
 
     def seconds(self, moved: tuple[float, float]) -> float:
-        """Of so many bytes to the host and to the device, if nothing ran beside them."""
+        """Return the seconds to move so many bytes to the host and to the device with nothing else running."""
         return moved[0] / self.mover[0] + moved[1] / self.mover[1]
+
+    def table(self) -> ResultTable:
+        """Return a row each way."""
+        ways = zip(("to host", "to device"), self.link, self.mover, self.shares)
+        return ResultTable(
+            [
+                [
+                    (f"{self.nbytes / 1e9:.2f} GB of state", way),
+                    ("link GB/s", f"{link / 1e9:.1f}"),
+                    ("mover GB/s", f"{mover / 1e9:.1f}"),
+                    ("share", f"{share:.0%}"),
+                ]
+                for way, link, mover, share in ways
+            ]
+        )
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """Steps of one kind: medians in seconds. peak: most bytes of the device allocated during log-probs.
-    moved: bytes a step to the host and to the device. device: bytes allocated there after an update; host: what the
-    process grew by; both of a parameter. losses: of each update.
+    """Steps with optimizer state in one place: medians in seconds.
+
+    peak: most bytes of the device allocated during log-probs. moved: bytes a step to the host and to the device.
+    device: bytes allocated there after an update; host: growth of the process; both per parameter. losses: of each
+    update.
     """
 
     kind: str
@@ -81,17 +153,29 @@ class StepRow:
         """Seconds of a step."""
         return self.log_probs + self.train
 
+    def cells(self) -> Cells:
+        """Return the row of the table."""
+        return [
+            ("optimizer state", self.kind),
+            ("log-probs", f"{self.log_probs:.3f}"),
+            ("update", f"{self.train:.3f}"),
+            ("step", f"{self.step:.3f}"),
+            ("peak GB", f"{self.peak / 1e9:.2f}"),
+            ("moved GB", f"{sum(self.moved) / 1e9:.2f}"),
+            ("B/p dev", f"{self.device:.1f}"),
+            ("B/p host", f"{self.host:.1f}"),
+        ]
+
 
 @dataclass(frozen=True)
-class OffloadResults:
-    """copies: None without a GPU, where state is in host memory and never moves. rows: left, moved, and those that
-    the host updates."""
+class OffloadResults(Results):
+    """rows: left, moved, and those that the host updates. copies: None without a GPU, where state never moves."""
 
     model: str
     backend: str
     tokens: int
     batch: int
-    copies: Copies | None
+    copies: CopyRates | None
     rows: list[StepRow]
 
     @property
@@ -109,61 +193,39 @@ class OffloadResults:
         """Share of the moves' time that a step does not take longer."""
         return 1 - self.cost / self.moving if self.moving else None
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything, with the derived figures."""
+    def derived(self, row: StepRow) -> dict[str, Any]:
+        """Add the seconds of a step."""
+        return {"step": row.step}
+
+    def as_json(self) -> Any:
+        """Add the rates' shares, and what moving costs."""
         copies = asdict(self.copies) | {"shares": self.copies.shares} if self.copies else None
-        rows = [asdict(row) | {"step": row.step} for row in self.rows]
-        return {
-            **asdict(self),
-            "copies": copies,
-            "rows": rows,
-            "cost": self.cost,
-            "moving": self.moving,
-            "hidden": self.hidden,
-        }
+        costs = {"cost": self.cost, "moving": self.moving, "hidden": self.hidden}
+        return super().as_json() | {"copies": copies} | costs
+
+    def report(self, wide: bool) -> list[Line | ResultTable]:
+        """Return rates of copies, then steps, then what is hidden."""
+        work = f"{self.batch} sequences of {self.tokens:,} tokens a step"
+        head = Line(f"{self.model}, backend {self.backend}: {work}")
+        steps = ResultTable([row.cells() for row in self.rows])
+        if self.copies is None:
+            return [head, steps, Line("no GPU: optimizer state is in host memory at all times, 0 bytes were moved")]
+        moves = f"the moves alone take {self.moving:.3f} s"
+        cost = Line(f"a step takes {self.cost:+.3f} s longer; {moves}: {self.hidden:.0%} of them hidden")
+        return [head, self.copies.table(), steps, cost, Line(_LEGEND, "dim")]
+
+    def chart(self) -> Chart:
+        """Return a bar for each place's step."""
+        bars = [
+            Bar(row.kind, row.step, f"{row.step:.3f} s, peak {row.peak / 1e9:.1f} GB", row.kind != LEFT)
+            for row in self.rows
+        ]
+        work = f"{self.batch} sequences of {self.tokens} tokens"
+        return Chart(f"{self.model}, backend {self.backend}: {work}", "seconds of log-probs and an update", bars)
 
 
-def run_offload_bench(bench: OffloadBench, folder: Path, say: Callable[[str], None]) -> OffloadResults:
-    """Measure in `folder`. Raises RuntimeError or OSError with what went wrong in a process."""
-    say(f"random weights in the shape of {bench.model}")
-    make_random_model(bench.shape, folder)
-    copies = None
-    if bench.device != "cpu":
-        say("copies between device and host")
-        copies = _apart(measure_copies, folder / "model", bench.device)
-    rows = []
-    for kind in kinds(bench.section, bench.device):
-        say(f"{bench.steps + 1} steps, optimizer state {kind}")
-        rows.append(_apart(measure_steps, bench, kind, folder))
-    return OffloadResults(bench.model, bench.section.backend, bench.tokens, bench.batch, copies, rows)
-
-
-LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
-
-
-def kinds(section: TrainerSection, device: str) -> list[str]:
-    """What is measured: Megatron's host optimizer only where weights are of bfloat16."""
-    half = section.dtype == "bfloat16" or (section.dtype == "auto" and device != "cpu")
-    return [LEFT, MOVED, *[HOST, OVERLAPPED] * (section.backend == "megatron" and half)]
-
-
-def _section(section: TrainerSection, kind: str) -> TrainerSection:
-    hosted = replace(
-        section.megatron,
-        optimizer_cpu_offload=kind in (HOST, OVERLAPPED),
-        overlap_cpu_optimizer_d2h_h2d=kind == OVERLAPPED,
-    )
-    return replace(
-        section,
-        num_ranks=1,
-        megatron=hosted,
-        offload_optimizer_for_logprob=kind == MOVED,
-        offload_optimizer_for_generation=False,
-    )
-
-
-def _apart(work: Callable[..., Result], *arguments: Any) -> Result:
-    """In a process of its own, which ends with it: device memory and process groups too."""
+def _in_process(work: Callable[..., Result], *arguments: Any) -> Result:
+    """Return what `work` does in a process of its own, which ends with it: device memory and process groups too."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(work, *arguments).result()
@@ -171,8 +233,8 @@ def _apart(work: Callable[..., Result], *arguments: Any) -> Result:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-def measure_copies(model: Path, name: str) -> Copies:
-    """The link, then a mover with AdamW's two moments of the model. name: of the device, one of CUDA."""
+def measure_copies(model: Path, name: str) -> CopyRates:
+    """Measure the link, then a mover of AdamW's two moments of the model. name: of a CUDA device."""
     import torch
 
     from rlctl.bench.weights import parameters_of
@@ -202,11 +264,11 @@ def measure_copies(model: Path, name: str) -> Copies:
     torch.cuda.synchronize(device)
     times = [(_seconds(lambda: move("host")), _seconds(lambda: move("device"))) for _ in range(1 + _ROUNDS)]
     out, back = (median(each[way] for each in times[1:]) for way in (0, 1))
-    return Copies(mover.nbytes, link, (mover.nbytes / out, mover.nbytes / back), times[0][0])
+    return CopyRates(mover.nbytes, link, (mover.nbytes / out, mover.nbytes / back), times[0][0])
 
 
-def measure_steps(bench: OffloadBench, kind: str, folder: Path) -> StepRow:
-    """Steps of a trainer of one rank in this process; the first, which warms everything up, is not counted."""
+def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
+    """Take steps of a trainer of one rank in this process; the first, which warms everything up, is not counted."""
     import torch
 
     from rlctl.sft.loss import NllLoss
@@ -214,11 +276,11 @@ def measure_steps(bench: OffloadBench, kind: str, folder: Path) -> StepRow:
     from rlctl.training.interface import Totals
     from rlctl.training.worker import TrainerSpec, TrainerWorker
 
-    model, meeting = str(folder / "model"), f"file://{folder / kind}"
-    section, count = _section(bench.section, kind), 1 + bench.steps
+    model, meeting = str(folder / "model"), f"file://{folder / place}"
+    section, count = _section(bench.section, place), 1 + bench.steps
     before = process.memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
-    share, totals = _share(bench), Totals((bench.tokens - 1) * bench.batch, bench.batch)
+    share, totals = _share(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
     for _ in range(count):
         if bench.device != "cpu":
@@ -232,18 +294,32 @@ def measure_steps(bench: OffloadBench, kind: str, folder: Path) -> StepRow:
     log_probs, train = (median(each[part] for each in seconds[1:]) for part in (0, 1))
     parameters = trainer.info()["parameters"]
     device, host = memory["device_allocated"] / parameters, (memory["host_rss"] - before) / parameters
-    return StepRow(kind, log_probs, train, max(peaks[1:]), moved, device, host, losses)
+    return StepRow(place, log_probs, train, max(peaks[1:]), moved, device, host, losses)
 
 
-def _share(bench: OffloadBench) -> "Share":
-    """Random tokens, of which all but each sequence's first are trained on."""
+def _section(section: TrainerSection, place: str) -> TrainerSection:
+    updated_there = place in (HOST, OVERLAPPED)
+    megatron = replace(
+        section.megatron, optimizer_cpu_offload=updated_there, overlap_cpu_optimizer_d2h_h2d=place == OVERLAPPED
+    )
+    return replace(
+        section,
+        num_ranks=1,
+        megatron=megatron,
+        offload_optimizer_for_logprob=place == MOVED,
+        offload_optimizer_for_generation=False,
+    )
+
+
+def _share(bench: OffloadBench, folder: Path) -> "Share":
+    """Return random tokens, of which all but each sequence's first are trained on."""
     import numpy as np
 
     from rlctl.training.plan import plan_micro_batches
     from rlctl.training.sequences import Sequence
     from rlctl.training.worker import Share
 
-    vocabulary = int(json.loads((bench.shape / "config.json").read_text())["vocab_size"])
+    vocabulary = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
     rng, mask = np.random.default_rng(0), np.arange(bench.tokens) > 0
     data = [Sequence(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)]
     [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, bench.section.micro_batch_tokens)

@@ -3,19 +3,26 @@ against, in one run on the same processes, devices and bytes; every row's weight
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.models import longest, model_folder
-from rlctl.bench.results import Results, Row, make_row
+from rlctl.bench.frame import Bench, Say
+from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
-from rlctl.cluster.placement import Placement
-from rlctl.cluster.processes import trainer_environment
+from rlctl.bench.workload import longest, model_folder, model_problems
+from rlctl.cluster.launch import shared_memory
+from rlctl.cluster.local import local_ray
+from rlctl.cluster.placement import Placement, Pools, place, this_machine
+from rlctl.cluster.processes import trainer_environment, usual_transport
+from rlctl.config.errors import Problem
+from rlctl.config.schema import RefitSection
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
@@ -33,89 +40,118 @@ _BEFORE_UPDATE_S = 0.25
 
 
 @dataclass(frozen=True)
-class RefitBench:
-    """What to measure. master: dtype of the trainer's weights; dtype: what travels and is served.
+class RefitBench(Bench):
+    """A row for the plain link, for each other scheme, and for each combination of rlctl's own settings.
 
-    transports, modes, num_buffers, checks: a row of rlctl's refit for each combination. rounds: refits a row. updates:
-    refits while requests run. references: whether the other schemes are measured too.
+    gpus: of this machine. colocated: trainer and engines share GPUs. transports, modes, num_buffers, checks: rlctl's
+    own; no transports: the one that a run would take. master: dtype of the trainer's weights. defaults: a run's refit
+    section. rounds: refits a row. updates: refits while requests run. references: the other schemes are measured too.
     """
 
     model: str
-    placement: Placement
+    gpus: int
+    trainers: int
+    engines: int
     tensor_parallel: int
-    transports: tuple[Kind, ...]
-    modes: tuple[str, ...]
-    num_buffers: tuple[int, ...]
+    colocated: bool
+    transports: Sequence[Kind]
+    modes: Sequence[str]
+    num_buffers: Sequence[int]
+    checks: Sequence[Checks]
     master: str
-    dtype: str
-    buffer_memory_ratio: float
-    checks: tuple[Checks, ...]
-    timeout_s: float
+    defaults: RefitSection
     rounds: int
     updates: int
     references: bool
     enforce_eager: bool
-    logs: str
+
+    def check(self) -> list[Problem]:
+        """Return what does not fit this machine, and a model that is none."""
+        problems = model_problems(self.model)
+        if self.cpu and self.tensor_parallel > 1:
+            problems.append(Problem("--tensor-parallel", "", "on CPU an engine is one process: allowed is 1"))
+        try:
+            assert self.placement
+        except ValueError as error:
+            problems.append(Problem("--trainers, --generators, --tensor-parallel", "", str(error)))
+        if "direct" in self.modes and self.cpu:
+            why = "direct needs a GPU: on CPU vLLM repacks its weights; allowed: auto, staged"
+            problems.append(Problem("--mode", "", why))
+        return problems
+
+    def measure(self, folder: Path, say: Say) -> RefitResults:
+        """Measure on a Ray of its own; weights in transit are in the host's memory."""
+        with local_ray(folder) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as memory:
+            say("starting trainer ranks and engines")
+            with _started(self, memory, folder) as stage:
+                rows = list(stage.rows(say))
+        sizes = (len(stage.trainers), len(stage.engines), self.tensor_parallel)
+        return RefitResults(self.model, stage.payload, *sizes, stage.bound, rows)
+
+    @property
+    def cpu(self) -> bool:
+        """True without GPUs."""
+        return not self.gpus
+
+    @property
+    def dtype(self) -> str:
+        """What travels and is served."""
+        return "float32" if self.cpu else "bfloat16"
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Devices of every process. Raises ValueError if there are too few."""
+        return place(this_machine(self.gpus), Pools(self.trainers, self.engines, self.tensor_parallel, self.colocated))
+
+    @property
+    def kinds(self) -> Sequence[Kind]:
+        """The transports that are measured."""
+        return self.transports or (usual_transport(self.placement, self.engines),)
 
     @property
     def reference_rounds(self) -> int:
         """Rounds of a row that is only compared with: enough for a median."""
         return min(self.rounds, 30)
 
-    @property
-    def cpu(self) -> bool:
-        return self.placement.device == "cpu"
-
-    def gpus(self, devices: Sequence[int]) -> list[str]:
-        """As CUDA_VISIBLE_DEVICES wants them."""
+    def visible(self, devices: Sequence[int]) -> list[str]:
+        """Return devices as CUDA_VISIBLE_DEVICES wants them."""
         return [] if self.cpu else [visible_gpus()[index] for index in devices]
 
 
-def run_bench(bench: RefitBench, folder: Path, say: Callable[[str], None]) -> Results:
-    """Needs a running Ray. folder: in the host's memory, for the time of the bench. say: told what begins."""
-    with ExitStack() as stack:
-        say("starting trainer ranks and engines")
-        stage = stack.enter_context(_staged(bench, model_folder(bench.model, folder), folder))
-        stage.meet()
-        rows = list(stage.rows(say))
-    return Results(
-        bench.model, stage.payload, len(stage.trainers), len(stage.engines), bench.tensor_parallel, stage.bound, rows
-    )
-
-
 @contextmanager
-def _staged(bench: RefitBench, model: Path, folder: Path) -> Iterator["_Stage"]:
-    trainers = _start_trainers(bench, model)
+def _started(bench: RefitBench, memory: Path, logs: Path) -> Iterator["_Stage"]:
+    model = model_folder(bench.model, memory)
+    trainers = _start_trainers(bench, model, logs)
     engines: list[Worker] = []
     try:
-        engines += [_start_engine(bench, model, index) for index in range(len(bench.placement.engines))]
+        engines += [_start_engine(bench, model, index, logs) for index in range(bench.engines)]
         trainers.built().wait(_DEADLINE_S)
         for engine in engines:
             engine.built().wait(_DEADLINE_S)
-        yield _Stage(bench, trainers, engines, folder)
+        yield _Stage(bench, trainers, engines, memory)
     finally:
         trainers.kill()
         for engine in engines:
             engine.kill()
 
 
-def _start_trainers(bench: RefitBench, model: Path) -> WorkerGroup:
+def _start_trainers(bench: RefitBench, model: Path, logs: Path) -> WorkerGroup:
     places, specs = bench.placement.trainers, []
     init_method = f"tcp://127.0.0.1:{free_port()}"
     for rank in range(len(places)):
         device = "cpu" if bench.cpu else "cuda:0"
         make = BenchTrainerSpec(str(model), rank, len(places), device, bench.master, init_method)
-        env = trainer_environment(bench.gpus(places[rank].devices), max(1, usable_cores() // len(places)))
-        specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{bench.logs}/trainer-{rank}.log", threads=2))
+        env = trainer_environment(bench.visible(places[rank].devices), max(1, usable_cores() // len(places)))
+        specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
     return WorkerGroup(specs, _DEADLINE_S)
 
 
-def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
+def _start_engine(bench: RefitBench, model: Path, index: int, logs: Path) -> Worker:
     spec = EngineSpec(
         model_path=str(model),
         dtype=bench.dtype,
         device=bench.placement.device,
-        max_model_len=min(2 * (_PROMPT_TOKENS + _REQUEST_TOKENS), longest(model)),
+        max_model_len=min(2 * (_PROMPT_TOKENS + _REQUEST_TOKENS), longest(str(model))),
         tensor_parallel_size=bench.tensor_parallel,
         max_num_seqs=_REQUESTS,
         # Room beside the engine for staging, and for a trainer on the same device.
@@ -133,64 +169,58 @@ def _start_engine(bench: RefitBench, model: Path, index: int) -> Worker:
         forced_lengths=None,
     )
     seat = bench.placement.engines[index]
-    beside = bench.placement.beside(seat) if "ipc" in bench.transports else ()
-    env = environment(bench.placement.device, bench.gpus(seat.devices), bench.gpus(beside))
-    return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{bench.logs}/engine-{index}.log", threads=4))
+    beside = bench.placement.beside(seat) if "ipc" in bench.kinds else ()
+    env = environment(bench.placement.device, bench.visible(seat.devices), bench.visible(beside))
+    return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{logs}/engine-{index}.log", threads=4))
 
 
 class _Stage:
-    """The processes of a bench, and one method a kind of measurement."""
+    """The processes of a bench, which all meet at its start, and one method a kind of measurement."""
 
     def __init__(self, bench: RefitBench, trainers: WorkerGroup, engines: list[Worker], folder: Path) -> None:
         self.bench, self.trainers, self.engines, self._folder = bench, trainers, engines, folder
         self.ends = [EngineEnd(engine, bench.tensor_parallel) for engine in engines]
         self.workers = len(engines) * bench.tensor_parallel
-        self.refit = Refit(trainers, self._options(bench.transports[0], "auto", bench.num_buffers[0]))
+        self.refit = Refit(trainers, self._options(bench.kinds[0], "auto", bench.num_buffers[0]))
         self.payload = self.refit.plan.payload
         self.bound = 0.0
         self._version = 0
-
-    def meet(self) -> None:
-        """All processes join one meeting; trainer ranks one of their own."""
-        port, alone, parties = free_port(), free_port(), len(self.trainers) + self.workers
-        trainers = self.trainers.start("meet", port, parties)
+        port, parties = free_port(), len(trainers) + self.workers
+        joined = trainers.start("meet", port, parties, free_port())
         self._rpc("bench_meet", port, parties)
-        trainers.wait(_DEADLINE_S)
-        self.trainers.call("meet_alone", alone)
+        joined.wait(_DEADLINE_S)
 
-    def rows(self, say: Callable[[str], None]) -> Iterator[Row]:
-        """Every row, as it is measured."""
-        bench = self.bench
-        shared = bench.placement.shared
+    def rows(self, say: Say) -> Iterator[SchemeRow]:
+        """Yield every row, as it is measured."""
+        bench, shared = self.bench, self.bench.placement.shared
         if shared:
             say("a plain copy")
-            self._clear()
-            first = self.trainers.workers[0]
-            copied = first.start("copy_speed", self.payload, bench.reference_rounds).wait(_DEADLINE_S)[0]
-            row = make_row("memcpy" if bench.cpu else "device copy", [copied], [copied])
-            self.bound = row.seconds
-            yield row
+            yield self._copy()
         # The plain link is what every row is compared with; where devices are shared, the copy above is.
-        plain: list[Scheme] = [] if shared else ["raw"]
-        others: list[Scheme] = (
-            ["each", "packed-1", "packed-2"] if bench.references and (bench.cpu or not shared) else []
-        )
-        for scheme in plain + others:
+        schemes: list[Scheme] = [] if shared else ["raw"]
+        if bench.references and (bench.cpu or not shared):
+            schemes += ["each", "packed-1", "packed-2"]
+        for scheme in schemes:
             say(LABELS[scheme])
             yield self._reference(scheme)
         if len(self.trainers) > 1:
             say("gathering alone")
             yield self._gathering()
-        for kind in bench.transports:
-            for mode in bench.modes:
-                for buffers in bench.num_buffers:
-                    for checks in bench.checks:
-                        say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
-                        yield self._ours(kind, mode, buffers, checks)
+        for kind, mode, buffers, checks in product(bench.kinds, bench.modes, bench.num_buffers, bench.checks):
+            say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
+            yield self._ours(kind, mode, buffers, checks)
 
-    def _reference(self, scheme: Scheme) -> Row:
+    def _copy(self) -> SchemeRow:
+        self._clear()
+        first = self.trainers.workers[0]
+        copied = first.start("copy_speed", self.payload, self.bench.reference_rounds).wait(_DEADLINE_S)[0]
+        row = make_row("memcpy" if self.bench.cpu else "device copy", [copied], [copied])
+        self.bound = row.seconds
+        return row
+
+    def _reference(self, scheme: Scheme) -> SchemeRow:
         bench = self.bench
-        spec = TransportSpec("broadcast", self.workers, bench.timeout_s, host="127.0.0.1", port=free_port())
+        spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
         self._clear()
         self._fill()
         opening = self.trainers.start("open_scheme", spec, self.refit.buffer_bytes)
@@ -209,12 +239,12 @@ class _Stage:
             self.bound = row.seconds
         return row
 
-    def _gathering(self) -> Row:
+    def _gathering(self) -> SchemeRow:
         self._clear()
         gathered = self.trainers.call("gather_rounds", self.bench.dtype, self.bench.reference_rounds)
         return make_row("gathering to every rank alone", gathered, gathered)
 
-    def _ours(self, kind: Kind, mode: str, buffers: int, checks: Checks) -> Row:
+    def _ours(self, kind: Kind, mode: str, buffers: int, checks: Checks) -> SchemeRow:
         bench = self.bench
         self._clear()
         self._fill()
@@ -233,7 +263,7 @@ class _Stage:
         return row
 
     def _while_requests_run(self, refit: Refit, checks: Checks) -> dict[str, Any]:
-        """Refits as a run does them, through the driver, while every engine samples."""
+        """Refit as a run does, through the driver, while every engine samples."""
         stalls, seconds = [], []
         for number in range(self.bench.updates):
             for engine in self.engines:
@@ -254,8 +284,8 @@ class _Stage:
             dtype=bench.dtype,
             mode=mode,
             num_buffers=buffers,
-            buffer_memory_ratio=bench.buffer_memory_ratio,
-            timeout_s=bench.timeout_s,
+            buffer_memory_ratio=bench.defaults.buffer_memory_ratio,
+            timeout_s=bench.defaults.timeout_s,
             folder=str(self._folder / "refit"),
             checks=bench.checks[0],
             colocated=bench.placement.shared and not bench.cpu and len(self.trainers) == self.workers == 1,
@@ -267,7 +297,7 @@ class _Stage:
         self._rpc("bench_clear")
 
     def _fill(self) -> None:
-        """New weights at the trainer, none at the engines."""
+        """Give the trainer new weights, and the engines none."""
         self._version += 1
         self.trainers.call("fill", self._version)
         self._rpc("bench_forget")
@@ -282,7 +312,7 @@ class _Stage:
 
 
 def _requests(number: int) -> list[SampleRequest]:
-    """What engines sample while weights change: prompts that differ, so that no prefix is cached."""
+    """Return what engines sample while weights change: prompts that differ, so that no prefix is cached."""
     return [
         SampleRequest(f"b{number}-{i}", [7 + number * _REQUESTS + i] * _PROMPT_TOKENS, 1, _REQUEST_TOKENS, 1.0, i)
         for i in range(_REQUESTS)

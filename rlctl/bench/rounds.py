@@ -10,7 +10,13 @@ import torch
 
 from rlctl.workers.ports import LOOPBACK, open_store
 
+from rlctl.bench.schemes import Wire
+from rlctl.refit.group import Group, meet
+from rlctl.refit.messages import TransportSpec
+
 _PATIENCE_S = 300.0
+# Seconds of a round by phase, and of its commit.
+Timing = tuple[dict[str, float], float]
 
 
 class Meeting:
@@ -22,7 +28,7 @@ class Meeting:
         self._parties, self._count = parties, 0
 
     def wait(self) -> None:
-        """Until everybody has called it as often."""
+        """Wait until everybody has called it as often."""
         self._count += 1
         name = f"{self._count}"
         if self._store.add(name, 1) == self._parties:
@@ -32,10 +38,10 @@ class Meeting:
 
 @dataclass
 class Measured:
-    """What one process saw: moments (time.perf_counter, one clock a host) of each round, seconds by phase, memory.
+    """Record of one process: moments (time.perf_counter, one clock a host) of each round, seconds by phase, memory.
 
-    committed: seconds of each round's commit. extra_bytes: device memory at the peak beyond what was held before.
-    growth_bytes: resident host memory at the end beyond that after the first tenth of the rounds.
+    commits: seconds of each round's. extra_bytes: device memory at the peak beyond that held before. growth_bytes:
+    resident host memory at the end beyond that after the first tenth of the rounds.
     """
 
     begins: list[float] = field(default_factory=list)
@@ -46,31 +52,47 @@ class Measured:
     growth_bytes: int = 0
 
 
-def run_rounds(
-    meeting: Meeting,
-    count: int,
-    device: torch.device,
-    before: int,
-    work: Callable[[int], tuple[dict[str, float], float]],
-) -> Measured:
-    """work(round) returns seconds by phase, and of the commit. before: device memory held before anything was made."""
-    measured = Measured()
-    settled = 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for number in range(count):
-        meeting.wait()
-        measured.begins.append(time.perf_counter())
-        phases, commit = work(number)
-        measured.ends.append(time.perf_counter())
-        measured.phases.append(phases)
-        measured.commits.append(commit)
-        if number == count // 10:
-            settled = _resident()
-    measured.growth_bytes = _resident() - settled
-    if device.type == "cuda":
-        measured.extra_bytes = torch.cuda.max_memory_allocated(device) - before
-    return measured
+class BenchEnd:
+    """One process's part in measuring: its meeting with the others, its wire, and the device memory held before."""
+
+    def __init__(self, device: torch.device, meeting: Meeting) -> None:
+        self.device, self.meeting = device, meeting
+        self.wire: Wire | None = None
+        self._before = 0
+
+    def clear(self) -> None:
+        """Leave the last scheme; peaks are measured from what is allocated now."""
+        if self.wire and self.wire.group:
+            self.wire.group.abort()
+        self.wire = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._before = torch.cuda.memory_allocated(self.device)
+
+    def open_wire(self, spec: TransportSpec, buffer_bytes: int, rank: int | None) -> None:
+        """Join the group of the reference schemes. rank: 0 sends; None takes part in gathering alone."""
+        group = None if rank is None else Group(meet(spec, rank == 0), spec, 0, rank, self.device)
+        self.wire = Wire(group, buffer_bytes, self.device)
+
+    def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:
+        """Run `work(round)` several times, beginning each together with everybody in the meeting."""
+        measured, settled = Measured(), 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        for number in range(count):
+            (meeting or self.meeting).wait()
+            measured.begins.append(time.perf_counter())
+            phases, commit = work(number)
+            measured.ends.append(time.perf_counter())
+            measured.phases.append(phases)
+            measured.commits.append(commit)
+            if number == count // 10:
+                settled = _resident()
+        measured.growth_bytes = _resident() - settled
+        if self.device.type == "cuda":
+            measured.extra_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
+        return measured
 
 
 def _resident() -> int:

@@ -1,4 +1,4 @@
-"""A whole run of `rlctl train` as one measurement of a bench, in a process of its own."""
+"""Whole runs of `rlctl train` as measurements of a bench, each in a process of its own, all on the same work."""
 
 import json
 import os
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlctl.bench.frame import Say
+from rlctl.bench.workload import make_random_model, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 
 _INTERRUPT_S = 60.0
@@ -23,8 +25,31 @@ _BARE = (
 )
 
 
+def prepare_runs(kind: str, model: str, settings: Mapping[str, Sequence[str]], folder: Path, say: Say) -> None:
+    """Make a model with random weights in `folder`, for runs with these settings, by their names.
+
+    Raises ConfigError with all that keeps `rlctl train KIND` from starting any of them; asked first, since weights take
+    minutes. Raises RuntimeError for weights that cannot be made.
+    """
+    shape = shape_folder(model, folder)
+    say("checking what is asked for")
+    weightless = (f"model.path={shape}", "model.random_init=true", "--dry-run")
+    problems = []
+    for name, own in settings.items():
+        command = [*_command(kind, run_folder(folder, name), own), *weightless]
+        asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
+        # The number of an override is the command's, which only this module has seen.
+        said = [re.sub(r"^error: (override \d+: )?", "", line) for line in asked.stderr.splitlines()]
+        if asked.returncode:
+            problems += [Problem(name, "", line) for line in said if not line.endswith("; nothing was started")]
+    if problems:
+        raise ConfigError(problems)
+    say(f"random weights in the shape of {model}")
+    make_random_model(shape, folder)
+
+
 def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Step records of `rlctl train KIND` from the tiny recipe with these settings.
+    """Return the step records of `rlctl train KIND`, the tiny recipe with these settings on the model in `folder`.
 
     The run's directory is `run_folder(folder, name)`. Raises RuntimeError with the run's own words if it fails.
     """
@@ -44,35 +69,19 @@ def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) ->
     return [record for record in map(json.loads, lines) if record["kind"] == "step"]
 
 
-def check_training(kind: str, settings: Mapping[str, Sequence[str]], shape: Path, folder: Path) -> None:
-    """Raises ConfigError with what would keep `run_training` from starting: to be asked before weights are made, which
-    takes minutes. settings: of each run, by its name. shape: the model's folder, without weights."""
-    weightless = (f"model.path={shape}", "model.random_init=true", "--dry-run")
-    problems = []
-    for name, own in settings.items():
-        command = [*_command(kind, run_folder(folder, name), own), *weightless]
-        asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        # Which of the command's overrides it was is nobody's but ours.
-        said = [re.sub(r"^error: (override \d+: )?", "", line) for line in asked.stderr.splitlines()]
-        said = [line for line in said if not line.endswith("; nothing was started")]
-        if asked.returncode:
-            problems += [Problem(name, "", line) for line in said]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
-    where = (f"run.dir={run.parent}", f"run.name={run.name}")
-    return [sys.executable, "-m", "rlctl.cli.main", "train", kind, f"{kind}-tiny", *where, *_BARE, *settings]
-
-
 def run_folder(folder: Path, name: str) -> Path:
-    """Where the run of that name writes."""
+    """Return the directory of the run of that name."""
     return folder / name.replace(", ", "-").replace(" ", "-")
 
 
+def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
+    model = (f"model.path={run.parent / 'model'}", "model.random_init=false")
+    where = (f"run.dir={run.parent}", f"run.name={run.name}", f"data.train.path={run.parent / 'train.jsonl'}")
+    return [sys.executable, "-m", "rlctl.cli.main", "train", kind, f"{kind}-tiny", *where, *_BARE, *model, *settings]
+
+
 def _reason(events: Path, output: Path) -> str:
-    """Why a run failed, in its own words."""
+    """Return why a run failed, in its own words."""
     told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
     errors = [str(event["what"]) for event in told if event["kind"] == "error"]
     return errors[-1] if errors else " / ".join(output.read_text().strip().splitlines()[-3:])

@@ -30,6 +30,7 @@ RAW_BYTES = 1 << 30
 
 Named = Iterator[tuple[str, Tensor]]
 Load = Callable[[list[tuple[str, Tensor]]], None]
+Layout = list[tuple[str, torch.Size, torch.dtype]]
 
 
 @dataclass
@@ -40,17 +41,17 @@ class Phases:
 
     @contextmanager
     def of(self, name: str, lane: Lane) -> Iterator[None]:
-        """What is queued on `lane` within belongs to phase `name`."""
+        """Count what is queued on `lane` within to phase `name`."""
         begin = lane.mark()
         yield
         self.spans.setdefault(name, []).append((begin, lane.mark()))
 
     def seconds(self) -> dict[str, float]:
-        """Once the device is done."""
+        """Return seconds by phase; the device must be done."""
         return {name: elapsed(spans) for name, spans in self.spans.items()}
 
     def counted(self, items: Named, name: str, lane: Lane) -> Named:
-        """The items; what making them queues on `lane` belongs to phase `name`."""
+        """Yield the items; count what making them queues on `lane` to phase `name`."""
         while True:
             with self.of(name, lane):
                 item = next(items, None)
@@ -68,13 +69,13 @@ class Wire:
     device: torch.device
 
     def broadcast(self, tensor: Tensor) -> None:
-        """One tensor's bytes, from trainer rank 0."""
+        """Send one tensor's bytes from trainer rank 0."""
         if self.group:
             self.group.broadcast([tensor.view(-1).view(torch.uint8)], "a bench tensor")
 
 
 def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int, scratch: Tensor | None) -> Phases:
-    """A trainer rank's end of one round; returns when its device is done. scratch: of the raw scheme."""
+    """Do a trainer rank's part of one round, until its device is done. scratch: of the raw scheme."""
     phases = Phases()
     if scheme == "raw":
         _raw(wire, payload, scratch, phases)
@@ -89,10 +90,8 @@ def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int, scratch: Tens
     return phases
 
 
-def receive(
-    scheme: Scheme, wire: Wire, layout: list[tuple[str, torch.Size, torch.dtype]], load: Load, scratch: Tensor | None
-) -> Phases:
-    """An engine worker's end of one round; returns when everything is loaded and its device is done."""
+def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load, scratch: Tensor | None) -> Phases:
+    """Do an engine worker's part of one round, until everything is loaded and its device is done."""
     phases = Phases()
     if scheme == "raw":
         _raw(wire, sum(_nbytes(shape, dtype) for _, shape, dtype in layout), scratch, phases)
@@ -145,9 +144,7 @@ def _send_packed(wire: Wire, tensors: Named, phases: Phases, buffers: int) -> No
         lane.wait()
 
 
-def _receive_packed(
-    wire: Wire, layout: list[tuple[str, torch.Size, torch.dtype]], load: Load, phases: Phases, buffers: int
-) -> None:
+def _receive_packed(wire: Wire, layout: Layout, load: Load, phases: Phases, buffers: int) -> None:
     lanes = [Lane(wire.device) for _ in range(buffers)]
     for turn, rows in enumerate(_chunks(layout, wire.buffer_bytes)):
         lane = lanes[turn % buffers]
@@ -164,10 +161,8 @@ def _receive_packed(
         lane.wait()
 
 
-def _chunks(
-    layout: list[tuple[str, torch.Size, torch.dtype]], limit: int
-) -> Iterator[list[tuple[str, torch.Size, torch.dtype]]]:
-    rows: list[tuple[str, torch.Size, torch.dtype]] = []
+def _chunks(layout: Layout, limit: int) -> Iterator[Layout]:
+    rows: Layout = []
     size = 0
     for row in layout:
         rows.append(row)

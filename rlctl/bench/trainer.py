@@ -1,18 +1,18 @@
-"""A trainer rank as the bench needs it: random weights, both the run's own refit end and the reference schemes'."""
+"""A trainer rank for the bench: random weights, the run's own refit end, and the reference schemes'."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from rlctl.bench.rounds import Measured, Meeting, run_rounds
-from rlctl.bench.schemes import RAW_BYTES, Scheme, Wire, send
+from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
+from rlctl.bench.schemes import RAW_BYTES, Scheme, send
 from rlctl.bench.weights import RandomShards
-from rlctl.refit.group import Group, meet
 from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.process import met_at
+from rlctl.workers.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -44,93 +44,77 @@ class BenchTrainer(SendsWeights):
             )
         self._weights = RandomShards(Path(spec.folder), spec.rank, spec.world, spec.master, self._device)
         self._sending = SendingEnd(self._weights, spec.rank, self._device)
-        self._wire: Wire | None = None
-        self._before = 0
 
     def layout(self, dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
-        """Of what is sent."""
+        """Return the name, shape and dtype of what is sent."""
         return self._weights.layout(dtype)
 
-    def meet(self, port: int, parties: int) -> None:
-        """Join the other processes of the bench."""
-        self._meeting = Meeting(port, parties, keeper=self._spec.rank == 0)
+    def meet(self, port: int, parties: int, alone: int) -> None:
+        """Join the other processes of the bench; at the port `alone` the other trainer ranks, without engines."""
+        keeper = self._spec.rank == 0
+        self._end = BenchEnd(self._device, Meeting(port, parties, keeper))
+        self._alone = Meeting(alone, self._spec.world, keeper)
 
     def fill(self, version: int) -> None:
-        """The weights become those of a version."""
+        """Make the weights those of a version."""
         self._weights.fill(version)
 
     def copy_speed(self, payload: int, rounds: int) -> Measured:
-        """Copies of as many bytes as a refit has, within this device's memory (on CPU: memcpy)."""
+        """Copy as many bytes as a refit has, within this device's memory (on CPU: memcpy)."""
         source, target = (torch.zeros(payload, dtype=torch.uint8, device=self._device) for _ in range(2))
 
-        def work(number: int) -> tuple[dict[str, float], float]:
+        def work(number: int) -> Timing:
             target.copy_(source)
             self._synchronize()
             return {}, 0.0
 
-        return run_rounds(Meeting(self._port(), 1, True), rounds, self._device, 0, work)
+        return self._end.measure(rounds, work, Meeting(free_port(), 1, keeper=True))
 
     def clear(self) -> None:
-        """Leave the last scheme; what is allocated now is the ground for peaks."""
+        """Leave the last scheme."""
         self._sending.close()
-        if self._wire and self._wire.group:
-            self._wire.group.abort()
-        self._wire = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+        self._end.clear()
 
     def refit_rounds(self, plan: Plan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Send one version several times. in_turn: receivers begin when this is done."""
 
-        def work(number: int) -> tuple[dict[str, float], float]:
+        def work(number: int) -> Timing:
             report = self._sending.send(Header(version + number, plan.digest, checks))
             if in_turn:
-                self._meeting.wait()
+                self._end.meeting.wait()
             return {"pack": report["pack"]}, 0.0
 
-        return run_rounds(self._meeting, rounds, self._device, self._before, work)
+        return self._end.measure(rounds, work)
 
     def open_scheme(self, spec: TransportSpec, buffer_bytes: int) -> None:
         """Join the group of the reference schemes."""
-        group = Group(meet(spec, True), spec, 0, 0, self._device) if self._spec.rank == 0 else None
-        self._wire = Wire(group, buffer_bytes, self._device)
+        self._end.open_wire(spec, buffer_bytes, 0 if self._spec.rank == 0 else None)
 
     def scheme_rounds(self, scheme: Scheme, dtype: str, payload: int, rounds: int) -> Measured:
         """Send by a reference scheme."""
-        assert self._wire, "open_scheme comes first"
-        wire = self._wire
+        wire = self._end.wire
+        assert wire, "open_scheme comes first"
         raw = scheme == "raw" and wire.group
         scratch = torch.zeros(min(payload, RAW_BYTES), dtype=torch.uint8, device=self._device) if raw else None
 
-        def work(number: int) -> tuple[dict[str, float], float]:
+        def work(number: int) -> Timing:
             if scheme == "raw" and not wire.group:
                 return {}, 0.0
             tensors = self._weights.gathered(getattr(torch, dtype))
             return send(scheme, wire, tensors, payload, scratch).seconds(), 0.0
 
-        return run_rounds(self._meeting, rounds, self._device, self._before, work)
+        return self._end.measure(rounds, work)
 
     def gather_rounds(self, dtype: str, rounds: int) -> Measured:
-        """Gathering and converting alone, every tensor of the model."""
+        """Gather and convert every tensor of the model, and send nothing."""
 
-        def work(number: int) -> tuple[dict[str, float], float]:
+        def work(number: int) -> Timing:
             for _ in self._weights.gathered(getattr(torch, dtype)):
                 pass
             self._synchronize()
             return {}, 0.0
 
-        return run_rounds(self._alone, rounds, self._device, self._before, work)
-
-    def meet_alone(self, port: int) -> None:
-        """Join the other trainer ranks, without engines."""
-        self._alone = Meeting(port, self._spec.world, keeper=self._spec.rank == 0)
-
-    def _port(self) -> int:
-        from rlctl.workers.ports import free_port
-
-        return free_port()
+        return self._end.measure(rounds, work, self._alone)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

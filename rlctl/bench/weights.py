@@ -10,11 +10,11 @@ from torch import Tensor
 from rlctl.refit.source import Shard
 from rlctl.training import hf_folder
 
-Row = tuple[str, tuple[int, ...]]
+NamedShape = tuple[str, tuple[int, ...]]
 
 
-def parameters_of(folder: Path) -> list[Row]:
-    """(Hugging Face name, shape) of every tensor of a checkpoint of the model, from its config.json alone."""
+def parameters_of(folder: Path) -> list[NamedShape]:
+    """Return (Hugging Face name, shape) of every tensor of the model's checkpoint, from its config.json alone."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
@@ -29,7 +29,7 @@ def parameters_of(folder: Path) -> list[Row]:
 
 
 def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The whole tensor of a version, in the trainer's dtype. On one kind of device the bits are the same everywhere."""
+    """Return a version's whole tensor in the trainer's dtype, with the same bits on all devices of one kind."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) * 1000 + version)
     return torch.randn(shape, dtype=dtype, device=device, generator=generator) * 0.02
 
@@ -54,11 +54,11 @@ class RandomShards:
             mine.copy_(make_tensor(name, shape, version, self._dtype, self._device)[first : first + mine.shape[0]])
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
-        """See `Sharded`."""
+        """Implement `Sharded`."""
         return [(name, shape, dtype or str(self._dtype).removeprefix("torch.")) for name, shape in self._rows]
 
     def shards(self) -> list[Shard]:
-        """See `Sharded`."""
+        """Implement `Sharded`."""
         found = []
         for name, shape in self._rows:
             mine = self._own(name, shape)
@@ -68,7 +68,7 @@ class RandomShards:
         return found
 
     def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors on every rank, one at a time, as FSDP2's `full_tensor` makes them; all ranks together."""
+        """Yield whole tensors on every rank, one at a time, as FSDP2's `full_tensor` makes them; all ranks together."""
         for name, shape in self._rows:
             held = self._held[name]
             if self._world > 1:
@@ -83,6 +83,6 @@ class RandomShards:
         return (-(-shape[0] // self._world), *shape[1:])
 
     def _own(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Without the padding of the last ranks."""
+        """Return this rank's rows without the padding of the last ranks."""
         rows = self._padded(shape)[0]
         return self._held[name][: max(0, min(rows, shape[0] - self._rank * rows))]

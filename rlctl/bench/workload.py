@@ -1,6 +1,6 @@
-"""Work to measure runs with: a model of a real shape with random weights, and data; its tokenizer has a word a token.
+"""Work to measure with: a model's shape, by name or from a Hugging Face folder, random weights in it, and made-up data.
 
-Everything goes into one folder.
+A word is a token of the data's tokenizer, so that lengths are exact.
 """
 
 import json
@@ -9,6 +9,52 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from rlctl.config.errors import Problem, did_you_mean
+
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    return _QWEN3 | sizes | {"num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": tied}
+
+
+# From the config.json of the published models; `tiny` is rlctl's own, large enough to leave a CPU's caches.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _qwen3(512, 1536, 4, 8, True) | {"vocab_size": 32000, "head_dim": 64},
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, False)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}
+# No token ends an answer: requests run until their length is reached.
+_COMMON = {"hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "bos_token_id": None}
+
 
 _REWARD = '''"""Rewards even words: something that a random model can learn to do more of."""
 
@@ -20,16 +66,53 @@ def score(prompt, completion, answer, row):
 _PROMPT_WORDS = 64
 
 
-def make_tokenizer(shape: Path) -> None:
-    """shape: a folder of the bench's own with a config.json, which gets a tokenizer if it has none yet."""
-    if not (shape / "tokenizer.json").exists():
-        vocabulary = int(json.loads((shape / "config.json").read_text())["vocab_size"])
-        word_tokenizer(vocabulary).save_pretrained(shape)
+def model_problems(model: str) -> list[Problem]:
+    """Return what is wrong with `--model`, if it is neither a shape's name nor a folder with a config.json."""
+    if model in SHAPES or (Path(model) / "config.json").is_file():
+        return []
+    allowed = f"{', '.join(SHAPES)}, or a folder with a config.json"
+    return [Problem("--model", "", f"{model} is no model{did_you_mean(model, SHAPES)}; allowed: {allowed}")]
+
+
+def longest(model: str) -> int:
+    """Return the tokens of the model's longest sequence."""
+    return int(json.loads(_config(model))["max_position_embeddings"])
+
+
+def model_folder(model: str, parent: Path) -> Path:
+    """Return a folder with the model's config.json: `model` itself if it is one, else written under `parent`."""
+    if (Path(model) / "config.json").is_file():
+        return Path(model).absolute()
+    return _folder(parent / model, model)
+
+
+def shape_folder(model: str, parent: Path) -> Path:
+    """Write a folder under `parent` with the model's config.json and a tokenizer of one word a token.
+
+    A user's folder is only read; its tokenizer stays behind, since sizes of made-up data are counted in words.
+    """
+    folder = _folder(parent / "shape", model)
+    word_tokenizer(int(json.loads(_config(model))["vocab_size"])).save_pretrained(folder)
+    return folder
+
+
+def _folder(folder: Path, model: str) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(_config(model))
+    return folder
+
+
+def _config(model: str) -> str:
+    """Return a config.json's text. Raises ValueError for a model that `model_problems` refuses."""
+    if (file := Path(model) / "config.json").is_file():
+        return file.read_text()
+    if model not in SHAPES:
+        raise ValueError(f"no folder with a config.json, nor one of {', '.join(SHAPES)}: {model}")
+    return json.dumps(_COMMON | {"eos_token_id": None} | SHAPES[model])
 
 
 def make_random_model(shape: Path, folder: Path) -> None:
-    """shape: as for `make_tokenizer`. Writes model/. Raises RuntimeError."""
-    make_tokenizer(shape)
+    """Write model/ into `folder`: random weights. shape: a folder of `shape_folder`. Raises RuntimeError."""
     command = [sys.executable, "-m", "rlctl.training.random_init", str(shape), str(folder / "model"), "0", "quick"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
@@ -37,14 +120,14 @@ def make_random_model(shape: Path, folder: Path) -> None:
 
 
 def make_prompts(folder: Path, count: int) -> None:
-    """Writes train.jsonl and reward.py."""
+    """Write train.jsonl and reward.py."""
     rng = random.Random(0)
     _write(folder, [{"prompt": _words(rng, _PROMPT_WORDS), "answer": ""} for _ in range(count)])
     (folder / "reward.py").write_text(_REWARD)
 
 
 def make_samples(folder: Path, count: int, tokens: int) -> None:
-    """Writes train.jsonl: every sample as long as `tokens`, of which all but the first are trained on."""
+    """Write train.jsonl: every sample as long as `tokens`, of which all but the first are trained on."""
     rng = random.Random(0)
     # The end token comes by itself.
     _write(folder, [{"prompt": _words(rng, 1) + " ", "answer": _words(rng, tokens - 2)} for _ in range(count)])
@@ -59,7 +142,7 @@ def _words(rng: random.Random, count: int) -> str:
 
 
 def word_tokenizer(size: int) -> Any:
-    """A word a token."""
+    """Return a tokenizer of `size` words, a word a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

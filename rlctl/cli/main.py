@@ -14,6 +14,7 @@ from rlctl.cli import (
     bench_dispatch,
     bench_grpo,
     bench_offload,
+    bench_refit,
     bench_sft,
     cluster,
     config,
@@ -56,6 +57,7 @@ app.add_typer(recipes.app, name="recipes")
 app.add_typer(runs.app, name="runs")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(bench.app, name="bench")
+bench.app.command("refit", epilog=bench_refit.EPILOG)(bench_refit.refit)
 bench.app.command("grpo", epilog=bench_grpo.EPILOG)(bench_grpo.grpo)
 bench.app.command("sft", epilog=bench_sft.EPILOG)(bench_sft.sft)
 bench.app.command("offload", epilog=bench_offload.EPILOG)(bench_offload.offload)

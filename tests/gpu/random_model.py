@@ -10,8 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from rlctl.bench.models import SHAPES, model_folder
-from rlctl.bench.workload import word_tokenizer
+from rlctl.bench.workload import SHAPES, model_folder, word_tokenizer
 from rlctl.training.random_init import write_random_model
 
 REWARD = '''"""Rewards even words: something that a random model can learn to do more of."""

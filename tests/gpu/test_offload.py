@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rlctl.bench.models import model_folder
 from rlctl.bench.offload import measure_copies
+from rlctl.bench.workload import model_folder
 from rlctl.training.fsdp.trainer import FsdpTrainer
 from rlctl.training.moving import Mover
 from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights

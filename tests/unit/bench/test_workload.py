@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer
 
-from rlctl.bench.models import SHAPES, shape_folder
-from rlctl.bench.workload import make_tokenizer
-from rlctl.cli import bench_grpo, bench_offload, bench_sft
+from rlctl.bench.frame import Bench
+from rlctl.bench.grpo import GrpoBench
+from rlctl.bench.offload import OffloadBench
+from rlctl.bench.sft import SftBench
+from rlctl.bench.workload import SHAPES, shape_folder
 
 
 def users_folder(parent: Path) -> Path:
@@ -32,22 +35,35 @@ def test_a_users_folder_is_only_read_and_a_word_is_a_token(tmp_path: Path, token
         (mine / "tokenizer.json").write_text(tokenizer)
     before = files(mine)
     shape = shape_folder(str(mine), parent)
-    assert files(shape) == {"config.json": before["config.json"]}
-    make_tokenizer(shape)
     assert files(mine) == before
+    assert set(files(shape)) == {"config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert files(shape)["config.json"] == before["config.json"]
+    assert files(shape)["tokenizer_config.json"] != before["tokenizer_config.json"]
     words = AutoTokenizer.from_pretrained(shape)
     assert len(words) == SHAPES["tiny"]["vocab_size"]
     assert len(words("w3 w31999 w17")["input_ids"]) == 3
 
 
+class Stopped(Exception):
+    pass
+
+
 def test_the_benches_that_make_data_take_the_shape_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = users_folder(tmp_path)
-    checked = [
-        bench_sft._checked(str(mine), (1, None, None, 8192, 1), None, [], []),
-        bench_grpo._checked(str(mine), (0, None, 2, 2, 2, 1), None, None, [], None),
-        bench_offload._checked(str(mine), "fsdp", None, 1, 1, []),
+    before = files(mine)
+    monkeypatch.setattr("subprocess.run", Mock(side_effect=Stopped))
+    benches: list[Bench] = [
+        SftBench(str(mine), 0, 1, 128, 8, 8192, 1, ["eager"], []),
+        GrpoBench(str(mine), 0, 0, 1, 2, 2, 2, 1, (32.0, 1.0, 192), ["colocated"], []),
+        OffloadBench(str(mine), "fsdp", [], 128, 1, 1, "cpu"),
     ]
-    for bench, folder in checked:
-        assert bench.shape.parent == folder and bench.model == str(mine)
-        assert list(files(bench.shape)) == ["config.json"]
+    for bench in benches:
+        assert bench.check() == []
+        folder = tmp_path / type(bench).__name__
+        folder.mkdir()
+        with pytest.raises(Stopped):
+            bench.measure(folder, print)
+        shape = files(folder / "shape")
+        assert shape["config.json"] == before["config.json"]
+        assert b"mine" not in shape["tokenizer_config.json"]
+    assert files(mine) == before

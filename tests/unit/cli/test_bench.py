@@ -1,4 +1,4 @@
-"""`rlctl bench refit`: every mistake in one go, before anything starts; a table that fits the terminal."""
+"""`rlctl bench`: every mistake in one go, before anything starts; a table that fits the terminal."""
 
 import io
 import json
@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rlctl.bench.dispatch import DispatchRow, Spread
-from rlctl.bench.offload import Copies, OffloadResults, StepRow
-from rlctl.bench.plot import write_plot
-from rlctl.bench.results import Results, Row
+from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, Spread
+from rlctl.bench.frame import Results, numbers
+from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
+from rlctl.bench.refit_results import RefitResults, SchemeRow
 from rlctl.bench.sft import SftResults, SftRow
-from rlctl.cli.bench_dispatch import _UNITS, _numbers, show
-from rlctl.cli.bench_offload import show as show_offload
-from rlctl.cli.bench_sft import show as show_sft
-from rlctl.cli.bench_view import print_results
+from rlctl.cli.bench import show
 from rlctl.config.shipped import RECIPES
 from rlctl.training.profile import Cost
 from tests.unit.cli.conftest import Rlctl
+
+
+def shown(results: Results, width: int = 80) -> str:
+    out = io.StringIO()
+    show(results, Console(file=out, width=width, force_terminal=True, color_system=None))
+    return out.getvalue()
 
 
 def test_all_mistakes_are_told_at_once(rlctl: Rlctl) -> None:
@@ -34,7 +37,7 @@ def test_all_mistakes_are_told_at_once(rlctl: Rlctl) -> None:
         "--transport: 'nccl' is not allowed; allowed: shm, broadcast, ipc",
         "--checksum: 'some' is not allowed; allowed: all, sampled, off",
         "--master: 'fp8' is not allowed; allowed: float32, bfloat16",
-        "--num-buffers: '0,2': numbers from 1 on with commas, like 1,2,3",
+        "--num-buffers: '0': numbers from 1 on with commas, like 1,2,3",
         "--plot: nowhere/x.pdf: allowed are names that end in .png or .svg",
     ]
     assert [text for text in expected if not any(text in line for line in lines)] == []
@@ -86,9 +89,7 @@ def test_mistakes_of_bench_sft_are_told_at_once(rlctl: Rlctl) -> None:
 def test_the_table_of_bench_sft_says_where_the_time_goes() -> None:
     costs = [Cost("aten::mm", 0.2, 0.5, 7), Cost("flash", 0.1, 0.25, 2)]
     rows = [SftRow("eager", 3.0, 2.0, 100.0, None, 0.5, []), SftRow("compiled", 9.0, 1.0, 200.0, 0.475, 1.0, costs)]
-    out = io.StringIO()
-    show_sft(SftResults("tiny", 2, 64, 8, rows), Console(file=out, width=80))
-    lines = out.getvalue().splitlines()
+    lines = shown(SftResults("tiny", 2, 64, 8, rows)).splitlines()
     assert lines[0] == "tiny on 2 ranks: 8 samples of 64 tokens a step"
     assert lines[2].split() == ["eager", "3.000", "2.000", "100", "1.00", "50%"]
     assert lines[3].split() == ["compiled", "9.000", "1.000", "200", "47.5%", "2.00", "100%"]
@@ -126,20 +127,18 @@ def test_mistakes_of_bench_offload_are_told_at_once(rlctl: Rlctl) -> None:
     assert (unknown.code, "did you mean dtype?" in unknown.err) == (2, True)
 
 
-def offloaded(copies: Copies | None) -> OffloadResults:
+def offloaded(copies: CopyRates | None) -> OffloadResults:
     left = StepRow("left", 1.0, 3.0, 90e9, (0.0, 0.0), 16.0, 1.0, [2.0])
     moved = StepRow("moved", 1.1, 3.2, 25e9, (65e9, 65e9), 16.0, 9.0, [2.0])
     return OffloadResults("qwen3-8b", "fsdp", 4096, 8, copies, [left, moved])
 
 
 def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
-    found = offloaded(Copies(int(40e9), (52e9, 54e9), (50e9, 52e9), 30.0))
+    found = offloaded(CopyRates(int(40e9), (52e9, 54e9), (50e9, 52e9), 30.0))
     assert found.cost == pytest.approx(0.3)
     # What a step moves, not what the mover was measured with.
     assert found.moving == pytest.approx(1.3 + 1.25)
-    out = io.StringIO()
-    show_offload(found, Console(file=out, width=80))
-    lines = out.getvalue().splitlines()
+    lines = shown(found).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "qwen3-8b, backend fsdp: 8 sequences of 4,096 tokens a step"
     assert lines[2].split() == ["to", "host", "52.0", "50.0", "96%"]
@@ -151,13 +150,11 @@ def test_the_tables_of_bench_offload_say_what_is_hidden() -> None:
 
 
 def test_bench_offload_without_a_gpu_says_that_nothing_moved() -> None:
-    out = io.StringIO()
-    show_offload(offloaded(None), Console(file=out, width=80))
-    assert out.getvalue().splitlines()[-1].endswith("0 bytes were moved")
+    assert shown(offloaded(None)).splitlines()[-1].endswith("0 bytes were moved")
 
 
-def test_a_payload_without_a_unit_is_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _numbers("--payloads", "512, 1kb,8MB", _UNITS, []) == (512, 1024, 8 << 20)
+def test_a_payload_without_a_unit_is_bytes() -> None:
+    assert numbers("--payloads", "512, 1kb,8MB", "1KB", [], UNITS) == (512, 1024, 8 << 20)
 
 
 FLOOR = Spread(3e-5, 7e-5, 900)
@@ -169,21 +166,20 @@ def test_rows_of_bench_dispatch_are_shown_with_and_without_a_graph() -> None:
         DispatchRow(4, 1024, ordinary, compiled, Spread(4e-5, 9e-5, 900), Spread(3e-4, 8e-4, 900), FLOOR, 0.06, ""),
         DispatchRow(4, 8 << 20, ordinary, None, None, None, None, 0.0, "Ray 3.0 is none of the releases"),
     ]
-    out = io.StringIO()
-    show(rows, Console(file=out, width=80))
-    assert "…" not in out.getvalue()
-    text = " ".join(out.getvalue().split())
+    found = shown(DispatchResults(rows))
+    assert "…" not in found and max(map(len, found.splitlines())) <= 80
+    text = " ".join(found.split())
     assert "4 1 KB 2.60 ms 400 us 1.90 ms 6.5x 300 us 40 us 30 us 0.06" in text
     assert "4 8 MB 2.60 ms 0.00" in text
     assert "no compiled graph: Ray 3.0 is none of the releases" in text
 
 
-def results() -> Results:
+def results() -> RefitResults:
     phases = {"pack": 0.0156, "wire": 0.0452}
     rows = [
-        Row("raw link", "", 0.0445, 0.0, {"wire": 0.0443}, 1 << 30, 1 << 30, 0, 0, False),
-        Row("packed, two buffers (NeMo-RL's)", "", 0.0569, 0.0, phases, 3 << 30, 2 << 30, 0, 0, True),
-        Row(
+        SchemeRow("raw link", "", 0.0445, 0.0, {"wire": 0.0443}, 1 << 30, 1 << 30, 0, 0, False),
+        SchemeRow("packed, two buffers (NeMo-RL's)", "", 0.0569, 0.0, phases, 3 << 30, 2 << 30, 0, 0, True),
+        SchemeRow(
             "rlctl ipc, staged, 2 buffers, checks sampled",
             "staged",
             0.0471,
@@ -198,16 +194,14 @@ def results() -> Results:
             0.1,
             0.02,
         ),
-        Row("rlctl shm, staged, 2 buffers, checks off", "staged", 0.05, 0.0, {}, 0, 0, 0, 0, True, ["w"]),
+        SchemeRow("rlctl shm, staged, 2 buffers, checks off", "staged", 0.05, 0.0, {}, 0, 0, 0, 0, True, ["w"]),
     ]
-    return Results("qwen3-8b", 16_381_000_000, 2, 2, 2, 0.0445, rows)
+    return RefitResults("qwen3-8b", 16_381_000_000, 2, 2, 2, 0.0445, rows)
 
 
 @pytest.mark.parametrize("width", [80, 140])
 def test_the_table_fits_and_says_what_decides(width: int) -> None:
-    out = io.StringIO()
-    print_results(results(), Console(file=out, width=width, force_terminal=True, color_system=None))
-    text = out.getvalue()
+    text = shown(results(), width)
     assert max(map(len, text.splitlines())) <= width
     assert "qwen3-8b, 2 trainer ranks to 2 engines x 2 devices" in text
     for cell in ("44.5", "368.1", "100%", "94%", "8.2", "20.0", "equal", "differ"):
@@ -218,7 +212,7 @@ def test_the_table_fits_and_says_what_decides(width: int) -> None:
 
 @pytest.mark.parametrize("name", ["refit.png", "refit.svg"])
 def test_a_plot_appears_whole(tmp_path: Path, name: str) -> None:
-    write_plot(results(), tmp_path / name)
+    results().chart().write(tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     begin = (tmp_path / name).read_bytes()[:8]
     assert begin.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")

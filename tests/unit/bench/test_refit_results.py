@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.bench.models import SHAPES, model_folder
-from rlctl.bench.results import Results, Row, make_row
+from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.rounds import Measured
 from rlctl.bench.weights import parameters_of
+from rlctl.bench.workload import SHAPES, model_folder
 
 
 def seen(begins: list[float], ends: list[float], commit: float = 0.0, **phases: float) -> Measured:
@@ -44,13 +44,13 @@ def test_a_round_lasts_from_the_first_begin_to_the_last_arrival_without_its_comm
     ],
 )
 def test_overlap_is_what_hides_of_what_could(phases: dict[str, float], seconds: float, expected: float | None) -> None:
-    row = Row("x", "direct", seconds, 0.0, phases, 0, 0, 0, 0, True)
+    row = SchemeRow("x", "direct", seconds, 0.0, phases, 0, 0, 0, 0, True)
     assert row.overlap == expected
 
 
 def test_rates_and_shares_are_of_the_payload_and_the_plain_link() -> None:
-    row = Row("x", "direct", 2.0, 0.0, {}, 0, 0, 0, 0, True, wrong=["w"])
-    results = Results("m", 8 * 10**9, 1, 1, 1, 1.5, [row])
+    row = SchemeRow("x", "direct", 2.0, 0.0, {}, 0, 0, 0, 0, True, wrong=["w"])
+    results = RefitResults("m", 8 * 10**9, 1, 1, 1, 1.5, [row])
     assert results.rate(row) == 4.0
     assert results.share(row) == 0.75
     assert results.wrong == [row]
