@@ -97,7 +97,6 @@ class DispatchResults(Results):
     rows: list[DispatchRow]
 
     def derived(self, row: DispatchRow) -> dict[str, Any]:
-        """Add the ratio."""
         return {"ratio": row.ratio}
 
     def as_json(self) -> Any:
@@ -112,7 +111,6 @@ class DispatchResults(Results):
         return [table, *(Line(f"no compiled graph: {why}", "yellow") for why in reasons), Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
-        """Return a bar for each row's ratio."""
         bars = [
             Bar(f"{row.workers} x {row.payload / 1024:,.0f} KB", row.ratio, f"{row.ratio:.1f}x", True)
             for row in self.rows

@@ -74,7 +74,7 @@ class BenchWorker(RefitWorker):
         return wrong
 
     def bench_forget(self) -> None:
-        """Overwrite every parameter, so that old weights cannot pass for new ones (on CPU, arrived ones are kept apart)."""
+        """Overwrite every parameter, lest old weights pass for new ones; on CPU arrived tensors are kept apart."""
         if self.device.type == "cpu":
             return
         with torch.no_grad():

@@ -163,7 +163,6 @@ class GrpoResults(Results):
         return row.effective / self.rows[0].effective
 
     def derived(self, row: ModeRow) -> dict[str, Any]:
-        """Add the share of the ceiling and the speedup."""
         return {"share": self.share(row), "speedup": self.speedup(row)}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
@@ -174,7 +173,6 @@ class GrpoResults(Results):
         return [Line(f"{self.model} on {self._devices}{split}{ceiling}"), table, Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
-        """Return a bar for each mode's rate end to end."""
         bars = []
         for row in self.rows:
             text = f"{row.effective:,.0f}" + (f", {share:.0%}" if (share := self.share(row)) else "")

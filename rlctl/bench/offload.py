@@ -194,7 +194,6 @@ class OffloadResults(Results):
         return 1 - self.cost / self.moving if self.moving else None
 
     def derived(self, row: StepRow) -> dict[str, Any]:
-        """Add the seconds of a step."""
         return {"step": row.step}
 
     def as_json(self) -> Any:
@@ -215,7 +214,6 @@ class OffloadResults(Results):
         return [head, self.copies.table(), steps, cost, Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
-        """Return a bar for each place's step."""
         bars = [
             Bar(row.kind, row.step, f"{row.step:.3f} s, peak {row.peak / 1e9:.1f} GB", row.kind != LEFT)
             for row in self.rows

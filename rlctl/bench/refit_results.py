@@ -82,7 +82,6 @@ class RefitResults(Results):
         return self.bound / row.seconds
 
     def derived(self, row: SchemeRow) -> dict[str, Any]:
-        """Add the rate and its share, overlap and pause."""
         return {"gb_per_s": self.rate(row), "share": self.share(row), "overlap": row.overlap, "pause": row.pause}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
@@ -96,7 +95,6 @@ class RefitResults(Results):
         return [Line(f"{self.model}, {ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
-        """Return a bar for each scheme's rate, beside the plain link's."""
         bars = [
             Bar(row.label, rate, f"{rate:.0f} GB/s, {self.share(row):.0%}", bool(row.mode))
             for row, rate in ((row, self.rate(row)) for row in self.rows)

@@ -154,7 +154,6 @@ class SftResults(Results):
         return row.rate / self.rows[0].rate
 
     def derived(self, row: SftRow) -> dict[str, Any]:
-        """Add the speedup."""
         return {"speedup": self.speedup(row)}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
@@ -170,7 +169,6 @@ class SftResults(Results):
         ]
 
     def chart(self) -> Chart:
-        """Return a bar for each mode's rate."""
         mfu = {row.mode: "" if row.mfu is None else f", {row.mfu:.0%} MFU" for row in self.rows}
         bars = [Bar(row.mode, row.rate, f"{row.rate:,.0f}{mfu[row.mode]}", "compiled" in row.mode) for row in self.rows]
         title = f"SFT, {self.model}, {plural(self.ranks, 'rank')}, samples of {self.tokens} tokens"

@@ -1,30 +1,15 @@
-"""`rlctl bench`: the frame of its commands, from options to a table, a plot or JSON.
+"""`rlctl bench`: a command makes its `Bench` from its options; `run_bench` checks, measures and shows."""
 
-A command makes its `Bench` from its options and hands it to `run_bench`, which checks, measures and shows.
-"""
-
-import json
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from rlctl.bench.frame import Bench, Line, Results, ResultTable, Say
-from rlctl.cli.output import FAILED, INTERRUPTED, OK, console
-from rlctl.config.errors import ConfigError, Problem
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-
-# Columns of a terminal from which tables show everything, and of a pipe, which has room for everything.
-_WIDE, _PIPE = 120, 200
+from rlctl.bench.frame import numbers, words
+from rlctl.cli.bench_frame import run_bench
+from rlctl.cli.output import examples
+from rlctl.config.errors import Problem
+from rlctl.telemetry.devices import count_gpus
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of the table.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a PNG or SVG here; needs matplotlib.")]
@@ -44,94 +29,242 @@ def bench() -> None:
     """Measure this machine: how weights reach the generator, what a call costs, what running both sides is worth."""
 
 
-def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable[Problem] = ()) -> None:
-    """Check, measure and show; end the command with its exit code. problems: mistakes found in its options already.
+@app.command(
+    epilog=examples(
+        "rlctl bench refit",
+        "rlctl bench refit --model qwen3-8b --num-buffers 1,2,3 --plot refit.png",
+        "rlctl bench refit --model llama-8b --trainers 2 --generators 2 --mode staged",
+        "rlctl bench refit --model path/to/hf-folder --json > refit.json",
+    )
+)
+def refit(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A shape by name, or a Hugging Face folder (weights not needed). Default: tiny, on GPU qwen3-8b."
+        ),
+    ] = None,
+    trainers: Annotated[int, typer.Option(min=1, help="Trainer ranks; each holds a share of every tensor.")] = 1,
+    generators: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices an engine is spread over.")] = 1,
+    num_buffers: Annotated[str | None, typer.Option(help="A row for each, like 1,2,3. Default: the configs'.")] = None,
+    mode: Annotated[str | None, typer.Option(help="A row for each: direct, staged. On CPU auto.")] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="A row for each: shm, ipc, broadcast. Default: a run's.")
+    ] = None,
+    colocated: Annotated[bool, typer.Option("--colocated", help="Trainer and engine share devices.")] = False,
+    master: Annotated[str, typer.Option(help="dtype of the trainer's weights: float32 or bfloat16.")] = "float32",
+    checksum: Annotated[
+        str | None, typer.Option(help="A row for each: all, sampled, off. Default: a run's; on CPU off too.")
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=2, help="Refits a row, at most 30 of a reference; the first is not counted.")
+    ] = 10,
+    updates: Annotated[int, typer.Option(min=0, help="Refits a row while requests run, for their stall.")] = 8,
+    references: Annotated[bool, typer.Option(help="Measure the other schemes too.")] = True,
+    eager: Annotated[bool, typer.Option("--eager", help="Engines without CUDA graphs: they start faster.")] = False,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Time weights from trainer ranks into vLLM's parameters, beside the plain link and other schemes, bit by bit.
 
-    Raises ConfigError with every problem at once.
+    Ends with 1 if any delivered weight differs from the one sent.
     """
-    if problems := [*_plot_problems(plot), *problems, *bench.check()]:
-        raise ConfigError(problems)
-    results = _measured(bench)
-    if as_json:
-        typer.echo(json.dumps(results.as_json(), indent=1))
-    else:
-        show(results, console())
-    if plot is not None:
-        results.chart().write(plot)
-    for error in (errors := results.errors()):
-        typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(FAILED if errors else OK)
+    from rlctl.bench.refit import RefitBench
+    from rlctl.config.load import load
+    from rlctl.refit.messages import Checks, Kind
+
+    problems: list[Problem] = []
+    gpus = count_gpus()
+    defaults = load("grpo", None, []).config.refit  # type: ignore[union-attr]
+    usual_modes, usual_checks = ("direct,staged", "sampled") if gpus else ("auto", "all,off")
+    words("--master", master, ("float32", "bfloat16"), problems)
+    bench = RefitBench(
+        model=model or ("qwen3-8b" if gpus else "tiny"),
+        gpus=gpus,
+        trainers=trainers,
+        engines=generators,
+        tensor_parallel=tensor_parallel,
+        colocated=colocated or gpus == 1,
+        transports=words("--transport", transport, get_args(Kind), problems) if transport else (),
+        modes=words("--mode", mode or usual_modes, ("auto", "direct", "staged"), problems),
+        num_buffers=numbers("--num-buffers", num_buffers or str(defaults.num_buffers), "1,2,3", problems),
+        checks=words("--checksum", checksum or usual_checks, get_args(Checks), problems),
+        master=master,
+        defaults=defaults,
+        rounds=rounds,
+        updates=updates,
+        references=references,
+        enforce_eager=eager,
+    )
+    run_bench(bench, as_json, plot, problems)
 
 
-def show(results: Results, out: "Console") -> None:
-    """Print the report, as wide as the terminal is."""
-    from rich.text import Text
+@app.command(
+    epilog=examples(
+        "rlctl bench grpo",
+        "rlctl bench grpo --model qwen3-1.7b --gpus 4 --trainers 2 --age 2 --plot grpo.png",
+        "rlctl bench grpo --modes apart,in-flight --lengths 2000,1.0,16384 --json",
+    )
+)
+def grpo(
+    model: TrainedModel = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="Devices of every run. Default: all.")] = None,
+    trainers: Annotated[
+        int | None, typer.Option(min=1, help="Of them trainer ranks, when apart. Default: half.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts a step.")] = 16,
+    generations: Annotated[int, typer.Option(min=2, help="Rollouts a prompt.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after some that are not.")] = 6,
+    age: Annotated[int, typer.Option(min=1, help="max_trajectory_age_steps of the run in flight.")] = 2,
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Mean, sigma and cap of the log-normal lengths. Default: 600,1.0,4096, on CPU 32,1.0,192."),
+    ] = None,
+    modes: Annotated[
+        str | None, typer.Option(help="Of colocated, apart, drained, in-flight. Default: all that differ here.")
+    ] = None,
+    override: RunSettings = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Time the same GRPO work synchronous and asynchronous, on as many devices, and say what each side waited for."""
+    from rlctl.bench.grpo import MODES, GrpoBench
 
-    if not out.is_terminal:
-        out.width = _PIPE
-    for part in results.report(wide=out.width >= _WIDE):
-        if not isinstance(part, Line):
-            out.print(_table(part))
-        elif part.cut:
-            out.print(Text(part.text, part.style, overflow="ellipsis", no_wrap=True))
-        else:
-            out.print(Text(part.text, part.style))
+    problems: list[Problem] = []
+    installed = count_gpus()
+    gpus = installed if gpus is None else gpus
+    # With one device, or none, nothing can stand apart that was colocated.
+    usual = ",".join(MODES) if gpus > 1 else "colocated,drained,in-flight"
+    bench = GrpoBench(
+        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        installed=installed,
+        gpus=gpus,
+        trainers=trainers or max(1, gpus // 2),
+        prompts=prompts,
+        generations=generations,
+        steps=steps,
+        age=age,
+        lengths=_lengths(lengths or ("600,1.0,4096" if gpus else "32,1.0,192"), problems),
+        modes=words("--modes", modes or usual, MODES, problems),
+        extra=override or [],
+    )
+    run_bench(bench, as_json, plot, problems)
 
 
-def _plot_problems(path: Path | None) -> Iterator[Problem]:
-    from importlib.util import find_spec
+@app.command(
+    epilog=examples(
+        "rlctl bench sft",
+        "rlctl bench sft --model qwen3-1.7b --seq-len 4096 --modes eager,compiled,compiled-graph --plot sft.png",
+        "rlctl bench sft --model qwen3-8b --ranks 4 --modes eager,megatron,megatron-tp2,megatron-tp2-pp2 --json",
+    )
+)
+def sft(
+    model: TrainedModel = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Trainer ranks.")] = 1,
+    seq_len: Annotated[
+        int | None, typer.Option(min=3, help="Tokens of every sample. Default: 4096, on CPU 128.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step. Default: 8 a rank.")] = None,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank packs into one pass.")] = 16384,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after the first.")] = 10,
+    modes: Annotated[
+        str | None,
+        typer.Option(
+            help="Of eager, eager-graph, compiled, compiled-graph (by FSDP2; default: all, on CPU those that are "
+            "eager), megatron-tp2 and the like."
+        ),
+    ] = None,
+    override: RunSettings = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Time a training step, eager and compiled, by ordinary calls and through a compiled graph, and say what costs."""
+    from rlctl.bench.sft import MODES, SftBench
 
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg"):
-        yield Problem("--plot", "", f"{path}: allowed are names that end in .png or .svg")
-    if not path.absolute().parent.is_dir():
-        yield Problem("--plot", "", f"{path.absolute().parent} is no folder")
-    if find_spec("matplotlib") is None:
-        yield Problem("--plot", "", "needs matplotlib: pip install 'rlctl[plot]'")
+    gpus = count_gpus()
+    usual = list(MODES) if gpus else ["eager", "eager-graph"]
+    bench = SftBench(
+        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        gpus=gpus,
+        ranks=ranks,
+        tokens=seq_len or (4096 if gpus else 128),
+        batch=batch or 8 * ranks,
+        micro_batch=micro_batch_tokens,
+        steps=steps,
+        modes=modes.split(",") if modes else usual,
+        extra=override or [],
+    )
+    run_bench(bench, as_json, plot)
 
 
-def _measured(bench: Bench) -> Results:
-    """Measure in a folder that goes when all is well and after Ctrl-C; after an error its logs stay."""
-    from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+@app.command(
+    epilog=examples(
+        "rlctl bench offload",
+        "rlctl bench offload --model qwen3-8b --set trainer.activation_checkpointing=true",
+        "rlctl bench offload --model qwen3-1.7b --backend megatron --json",
+    )
+)
+def offload(
+    model: TrainedModel = None,
+    backend: Annotated[str, typer.Option(help="What trains: fsdp or megatron.")] = "fsdp",
+    seq_len: Annotated[
+        int | None, typer.Option(min=3, help="Tokens of every sequence. Default: 4096, on CPU 128.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one pass.")] = 16384,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps of each kind, after the first.")] = 5,
+    override: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value of the trainer section; again for more.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of the tables.")] = False,
+    plot: Plot = None,
+) -> None:
+    """Time optimizer state on its way to the host and back, alone and beside a step, on one device."""
+    from rlctl.bench.offload import OffloadBench
 
-    folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
+    gpus = count_gpus()
+    bench = OffloadBench(
+        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        backend=backend,
+        settings=[f"trainer.micro_batch_tokens={micro_batch_tokens}", *(override or [])],
+        tokens=seq_len or (4096 if gpus else 128),
+        batch=batch,
+        steps=steps,
+        device="cuda:0" if gpus else "cpu",
+    )
+    run_bench(bench, as_json, plot)
+
+
+@app.command(
+    epilog=examples(
+        "rlctl bench dispatch",
+        "rlctl bench dispatch --workers 1,8 --payloads 1KB,64MB --json",
+        "rlctl bench dispatch --plot dispatch.svg",
+    )
+)
+def dispatch(
+    workers: Annotated[str, typer.Option(help="Sizes of the groups.")] = "1,2,4,8",
+    payloads: Annotated[str, typer.Option(help="What each worker gets with a call: bytes, KB or MB.")] = "1KB,1MB,8MB",
+    calls: Annotated[int, typer.Option(min=20, help="Calls a row; a row of slow ones ends after 10 s.")] = 1000,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Time what one call to a group of workers costs the driver: ordinary calls against a Ray Compiled Graph."""
+    from rlctl.bench.dispatch import UNITS, DispatchBench
+
+    problems: list[Problem] = []
+    sizes = numbers("--workers", workers, "1,2,4", problems)
+    bytes_ = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
+    run_bench(DispatchBench(sizes, bytes_, calls), as_json, plot, problems)
+
+
+def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
     try:
-        with _progress() as say:
-            results = bench.measure(folder, say)
-    except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except ConfigError:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    except (WorkerError, WorkerDied, WorkerTimeout, RuntimeError, OSError) as error:
-        typer.echo(f"error: {error}\nlogs: {folder}", err=True)
-        raise typer.Exit(FAILED) from None
-    shutil.rmtree(folder, ignore_errors=True)
-    return results
-
-
-@contextmanager
-def _progress() -> Iterator[Say]:
-    """Show what is under way on stderr: a line that changes on a terminal, lines elsewhere."""
-    err = console(stderr=True)
-    if not sys.stderr.isatty():
-        yield err.print
-        return
-    with err.status("starting") as status:
-        yield status.update
-
-
-def _table(table: ResultTable) -> "Table":
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False, padding=(0, table.gap - 1, 0, 1), header_style="bold")
-    first, *others = (name for name, _ in table.rows[0])
-    shown.add_column(first, overflow="fold")
-    for name in others:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for index, cells in enumerate(table.rows):
-        shown.add_row(*(text for _, text in cells), style="bold" if index in table.bold else "")
-    return shown
+        mean, sigma, cap = (float(part) for part in given.split(","))
+        if min(mean, sigma, cap) > 0 and cap == int(cap):
+            return mean, sigma, int(cap)
+    except ValueError:
+        pass
+    problems.append(Problem("--lengths", "", f"{given!r}: mean, sigma and cap above 0, like 600,1.0,4096"))
+    return 1.0, 1.0, 1

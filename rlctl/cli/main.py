@@ -11,11 +11,6 @@ from typer.core import TyperGroup
 
 from rlctl.cli import (
     bench,
-    bench_dispatch,
-    bench_grpo,
-    bench_offload,
-    bench_refit,
-    bench_sft,
     cluster,
     config,
     data,
@@ -57,11 +52,6 @@ app.add_typer(recipes.app, name="recipes")
 app.add_typer(runs.app, name="runs")
 app.add_typer(cluster.app, name="cluster")
 app.add_typer(bench.app, name="bench")
-bench.app.command("refit", epilog=bench_refit.EPILOG)(bench_refit.refit)
-bench.app.command("grpo", epilog=bench_grpo.EPILOG)(bench_grpo.grpo)
-bench.app.command("sft", epilog=bench_sft.EPILOG)(bench_sft.sft)
-bench.app.command("offload", epilog=bench_offload.EPILOG)(bench_offload.offload)
-bench.app.command("dispatch", epilog=bench_dispatch.EPILOG)(bench_dispatch.dispatch)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

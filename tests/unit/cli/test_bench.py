@@ -13,7 +13,7 @@ from rlctl.bench.frame import Results, numbers
 from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow
 from rlctl.bench.sft import SftResults, SftRow
-from rlctl.cli.bench import show
+from rlctl.cli.bench_frame import show
 from rlctl.config.shipped import RECIPES
 from rlctl.training.profile import Cost
 from tests.unit.cli.conftest import Rlctl

@@ -1,0 +1,117 @@
+"""The frame of the commands of `rlctl bench`: check, measure, then show a table, a plot or JSON."""
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from rlctl.bench.frame import Bench, Line, Results, ResultTable, Say
+from rlctl.cli.output import FAILED, INTERRUPTED, OK, console
+from rlctl.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+# Columns of a terminal from which tables show everything, and of a pipe, which has room for everything.
+_WIDE, _PIPE = 120, 200
+
+
+def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable[Problem] = ()) -> None:
+    """Check, measure and show; end the command with its exit code. problems: mistakes found in its options already.
+
+    Raises ConfigError with every problem at once.
+    """
+    if problems := [*_plot_problems(plot), *problems, *bench.check()]:
+        raise ConfigError(problems)
+    results = _measured(bench)
+    if as_json:
+        typer.echo(json.dumps(results.as_json(), indent=1))
+    else:
+        show(results, console())
+    if plot is not None:
+        results.chart().write(plot)
+    for error in (errors := results.errors()):
+        typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(FAILED if errors else OK)
+
+
+def show(results: Results, out: "Console") -> None:
+    """Print the report, as wide as the terminal is."""
+    from rich.text import Text
+
+    if not out.is_terminal:
+        out.width = _PIPE
+    for part in results.report(wide=out.width >= _WIDE):
+        if not isinstance(part, Line):
+            out.print(_table(part))
+        elif part.cut:
+            out.print(Text(part.text, part.style, overflow="ellipsis", no_wrap=True))
+        else:
+            out.print(Text(part.text, part.style))
+
+
+def _plot_problems(path: Path | None) -> Iterator[Problem]:
+    from importlib.util import find_spec
+
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        yield Problem("--plot", "", f"{path}: allowed are names that end in .png or .svg")
+    if not path.absolute().parent.is_dir():
+        yield Problem("--plot", "", f"{path.absolute().parent} is no folder")
+    if find_spec("matplotlib") is None:
+        yield Problem("--plot", "", "needs matplotlib: pip install 'rlctl[plot]'")
+
+
+def _measured(bench: Bench) -> Results:
+    """Measure in a folder that goes when all is well and after Ctrl-C; after an error its logs stay."""
+    from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+
+    folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
+    try:
+        with _progress() as say:
+            results = bench.measure(folder, say)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except ConfigError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except (WorkerError, WorkerDied, WorkerTimeout, RuntimeError, OSError) as error:
+        typer.echo(f"error: {error}\nlogs: {folder}", err=True)
+        raise typer.Exit(FAILED) from None
+    shutil.rmtree(folder, ignore_errors=True)
+    return results
+
+
+@contextmanager
+def _progress() -> Iterator[Say]:
+    """Show what is under way on stderr: a line that changes on a terminal, lines elsewhere."""
+    err = console(stderr=True)
+    if not sys.stderr.isatty():
+        yield err.print
+        return
+    with err.status("starting") as status:
+        yield status.update
+
+
+def _table(table: ResultTable) -> "Table":
+    from rich.table import Table
+
+    shown = Table(box=None, pad_edge=False, padding=(0, table.gap - 1, 0, 1), header_style="bold")
+    first, *others = (name for name, _ in table.rows[0])
+    shown.add_column(first, overflow="fold")
+    for name in others:
+        shown.add_column(name, justify="right", no_wrap=True)
+    for index, cells in enumerate(table.rows):
+        shown.add_row(*(text for _, text in cells), style="bold" if index in table.bold else "")
+    return shown
