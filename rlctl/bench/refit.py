@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.frame import Bench, Say
+from rlctl.bench.frame import Bench, Say, plural
 from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
@@ -256,7 +256,7 @@ class _Stage:
         received = self._rpc("bench_refit_rounds", *arguments)
         sent = sending.wait(_DEADLINE_S)
         wrong = self._differences()
-        label = f"rlctl {kind}, {choice.mode}, {buffers} buffer{'s' * (buffers > 1)}, checks {checks}"
+        label = f"rlctl {kind}, {choice.mode}, {plural(buffers, 'buffer')}, checks {checks}"
         row = make_row(label, sent, received, wrong, choice.mode)
         if bench.updates:
             row = replace(row, **self._while_requests_run(refit, checks))

@@ -87,20 +87,18 @@ class RefitResults(Results):
     def report(self, wide: bool) -> list[Line | ResultTable]:
         """Return the bound, the table, and what its columns mean."""
         size = self.payload / 1e9
-        ends = f"{plural(self.trainers, 'trainer rank')} to {plural(self.engines, 'engine')}"
         devices = f" x {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
         bound = f"{size:.2f} GB need {self.bound * 1e3:.1f} ms at the link's {size / self.bound:.1f} GB/s"
         ours = [index for index, row in enumerate(self.rows) if row.mode]
         table = ResultTable([self._cells(row, wide) for row in self.rows], bold=ours)
-        return [Line(f"{self.model}, {ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
+        return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
         bars = [
             Bar(row.label, rate, f"{rate:.0f} GB/s, {self.share(row):.0%}", bool(row.mode))
             for row, rate in ((row, self.rate(row)) for row in self.rows)
         ]
-        ends = f"{self.trainers} trainer ranks, {self.engines} engines"
-        title = f"{self.model}: {self.payload / 1e9:.1f} GB, {ends}"
+        title = f"{self.model}: {self.payload / 1e9:.1f} GB, {self._ends}"
         label = "GB/s delivered to each engine; dashed: the plain link"
         return Chart(title, label, bars, self.payload / self.bound / 1e9)
 
@@ -111,6 +109,10 @@ class RefitResults(Results):
             names = ", ".join(row.wrong[:3]) + (f" and {len(row.wrong) - 3} more" if len(row.wrong) > 3 else "")
             found.append(f"{row.label}: delivered weights differ from the sent ones: {names}")
         return found
+
+    @property
+    def _ends(self) -> str:
+        return f"{plural(self.trainers, 'trainer rank')} to {plural(self.engines, 'engine')}"
 
     def _cells(self, row: SchemeRow, wide: bool) -> Cells:
         phases = [(name, _ms(row.phases.get(name))) for name in PHASES]
