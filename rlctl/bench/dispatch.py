@@ -49,6 +49,131 @@ class Spread:
         return _time(self.median)
 
 
+# Round trip and submission through a bare graph, None where there is none.
+Floor = tuple[Spread | None, Spread | None]
+
+
+@dataclass(frozen=True)
+class DispatchBench(Bench):
+    """workers: sizes of the groups. payloads: bytes that every worker gets with a call. calls: of a row, at most."""
+
+    workers: Sequence[int]
+    payloads: Sequence[int]
+    calls: int
+
+    def measure(self, folder: Path, say: Say) -> "DispatchResults":
+        """Measure on a Ray of its own: first all floors, then all groups."""
+        with local_ray(folder):
+            # First of all: once a graph of ours stands, this process reads channels as ours does.
+            floors = {count: self._floors(count, say) for count in self.workers}
+            return DispatchResults(
+                [row for count in self.workers for row in self._rows(count, floors[count], folder, say)]
+            )
+
+    def _floors(self, count: int, say: Say) -> list[Floor]:
+        """Measure Ray's graph as its documentation has it, by payload."""
+        import ray
+        from ray.dag import InputNode, MultiOutputNode
+
+        say(plural(count, "bare actor"))
+        actors = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(count)]
+        try:
+            with InputNode() as payload:
+                leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
+            graph = leaves.experimental_compile(_submit_timeout=60, _buffer_size_bytes=_BUFFER_BYTES)
+            # The first call waits for what the actors import.
+            ray.get(graph.execute(b""), timeout=_DEADLINE_S)
+        except Exception:
+            return [(None, None)] * len(self.payloads)
+        try:
+            return [self._floor(graph, size) for size in self.payloads]
+        finally:
+            graph.teardown(kill_actors=True)
+
+    def _floor(self, graph: Any, size: int) -> Floor:
+        import ray
+
+        array, plain_bytes = np.zeros(size, np.uint8), bytes(size)
+
+        def round_trip() -> float:
+            began = time.perf_counter()
+            ray.get(graph.execute(array), timeout=_DEADLINE_S)
+            return time.perf_counter() - began
+
+        def submission() -> float:
+            began = time.perf_counter()
+            answers = graph.execute(plain_bytes)
+            submitted = time.perf_counter() - began
+            ray.get(answers, timeout=_DEADLINE_S)
+            return submitted
+
+        return self._spread(round_trip), self._spread(submission)
+
+    def _rows(self, count: int, floors: list[Floor], folder: Path, say: Say) -> "list[DispatchRow]":
+        say(plural(count, "worker"))
+        specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(count)]
+        group, why = WorkerGroup(specs, 60), ""
+        try:
+            group.built().wait(_DEADLINE_S)
+            ordinary = [self._round_trips(group, size) for size in self.payloads]
+            try:
+                group.compile(_BUFFER_BYTES)
+            except GraphUnavailable as error:
+                why = str(error)
+            idle = _idle(group)
+            rows = []
+            for size, spread, floor in zip(self.payloads, ordinary, floors):
+                compiled = None if why else self._round_trips(group, size)
+                submit = None if why else self._submissions(group, size)
+                rows.append(DispatchRow(count, size, spread, compiled, submit, *floor, idle, why))
+            return rows
+        finally:
+            group.kill()
+
+    def _round_trips(self, group: WorkerGroup, size: int) -> Spread:
+        payload = np.zeros(size, np.uint8)
+
+        def once() -> float:
+            began = time.perf_counter()
+            answers = group.call("take", payload)
+            taken = time.perf_counter() - began
+            if answers != [size] * len(group):
+                raise RuntimeError(f"workers received {answers} of {size} bytes")
+            return taken
+
+        return self._spread(once)
+
+    def _submissions(self, group: WorkerGroup, size: int) -> Spread:
+        graph, arguments = group.graph, [(np.zeros(size, np.uint8),)] * len(group)
+        assert graph is not None
+
+        def once() -> float:
+            began = time.perf_counter()
+            wait = graph.submit(("take", arguments, {}))
+            taken = time.perf_counter() - began
+            wait()
+            return taken
+
+        return self._spread(once)
+
+    def _spread(self, once: Callable[[], float]) -> Spread:
+        """Call until a row's calls or its time are used up, leaving out the first tenth. once: returns its seconds."""
+        taken, end = [], time.perf_counter() + _ROW_S
+        for _ in range(self.calls):
+            taken.append(once())
+            if time.perf_counter() > end:
+                break
+        counted = taken[len(taken) // 10 :]
+        return Spread(median(counted), float(np.percentile(counted, 99)), len(counted))
+
+
+def _idle(group: WorkerGroup) -> float:
+    processes = [psutil.Process(worker.pid()) for worker in group.workers]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(_IDLE_S)
+    return max(sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)) / _IDLE_S
+
+
 @dataclass(frozen=True)
 class DispatchRow:
     """One size of group and payload, in bytes.
@@ -127,128 +252,3 @@ def _time(seconds: float) -> str:
 def _size(payload: int) -> str:
     name, unit = next((n, u) for n, u in reversed(UNITS.items()) if payload >= u)
     return f"{payload / unit:g} {name or 'B'}"
-
-
-# Round trip and submission through a bare graph, None where there is none.
-Floor = tuple[Spread | None, Spread | None]
-
-
-@dataclass(frozen=True)
-class DispatchBench(Bench):
-    """workers: sizes of the groups. payloads: bytes that every worker gets with a call. calls: of a row, at most."""
-
-    workers: Sequence[int]
-    payloads: Sequence[int]
-    calls: int
-
-    def measure(self, folder: Path, say: Say) -> DispatchResults:
-        """Measure on a Ray of its own: first all floors, then all groups."""
-        with local_ray(folder):
-            # First of all: once a graph of ours stands, this process reads channels as ours does.
-            floors = {count: self._floors(count, say) for count in self.workers}
-            return DispatchResults(
-                [row for count in self.workers for row in self._rows(count, floors[count], folder, say)]
-            )
-
-    def _floors(self, count: int, say: Say) -> list[Floor]:
-        """Measure Ray's graph as its documentation has it, by payload."""
-        import ray
-        from ray.dag import InputNode, MultiOutputNode
-
-        say(plural(count, "bare actor"))
-        actors = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(count)]
-        try:
-            with InputNode() as payload:
-                leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
-            graph = leaves.experimental_compile(_submit_timeout=60, _buffer_size_bytes=_BUFFER_BYTES)
-            # The first call waits for what the actors import.
-            ray.get(graph.execute(b""), timeout=_DEADLINE_S)
-        except Exception:
-            return [(None, None)] * len(self.payloads)
-        try:
-            return [self._floor(graph, size) for size in self.payloads]
-        finally:
-            graph.teardown(kill_actors=True)
-
-    def _floor(self, graph: Any, size: int) -> Floor:
-        import ray
-
-        array, plain_bytes = np.zeros(size, np.uint8), bytes(size)
-
-        def round_trip() -> float:
-            began = time.perf_counter()
-            ray.get(graph.execute(array), timeout=_DEADLINE_S)
-            return time.perf_counter() - began
-
-        def submission() -> float:
-            began = time.perf_counter()
-            answers = graph.execute(plain_bytes)
-            submitted = time.perf_counter() - began
-            ray.get(answers, timeout=_DEADLINE_S)
-            return submitted
-
-        return self._spread(round_trip), self._spread(submission)
-
-    def _rows(self, count: int, floors: list[Floor], folder: Path, say: Say) -> list[DispatchRow]:
-        say(plural(count, "worker"))
-        specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(count)]
-        group, why = WorkerGroup(specs, 60), ""
-        try:
-            group.built().wait(_DEADLINE_S)
-            ordinary = [self._round_trips(group, size) for size in self.payloads]
-            try:
-                group.compile(_BUFFER_BYTES)
-            except GraphUnavailable as error:
-                why = str(error)
-            idle = _idle(group)
-            rows = []
-            for size, spread, floor in zip(self.payloads, ordinary, floors):
-                compiled = None if why else self._round_trips(group, size)
-                submit = None if why else self._submissions(group, size)
-                rows.append(DispatchRow(count, size, spread, compiled, submit, *floor, idle, why))
-            return rows
-        finally:
-            group.kill()
-
-    def _round_trips(self, group: WorkerGroup, size: int) -> Spread:
-        payload = np.zeros(size, np.uint8)
-
-        def once() -> float:
-            began = time.perf_counter()
-            answers = group.call("take", payload)
-            taken = time.perf_counter() - began
-            if answers != [size] * len(group):
-                raise RuntimeError(f"workers received {answers} of {size} bytes")
-            return taken
-
-        return self._spread(once)
-
-    def _submissions(self, group: WorkerGroup, size: int) -> Spread:
-        graph, arguments = group.graph, [(np.zeros(size, np.uint8),)] * len(group)
-        assert graph is not None
-
-        def once() -> float:
-            began = time.perf_counter()
-            wait = graph.submit(("take", arguments, {}))
-            taken = time.perf_counter() - began
-            wait()
-            return taken
-
-        return self._spread(once)
-
-    def _spread(self, once: Callable[[], float]) -> Spread:
-        """Call until a row's calls or its time are used up, leaving out the first tenth. once: returns its seconds."""
-        taken, end = [], time.perf_counter() + _ROW_S
-        for _ in range(self.calls):
-            taken.append(once())
-            if time.perf_counter() > end:
-                break
-        counted = taken[len(taken) // 10 :]
-        return Spread(median(counted), float(np.percentile(counted, 99)), len(counted))
-
-
-def _idle(group: WorkerGroup) -> float:
-    processes = [psutil.Process(worker.pid()) for worker in group.workers]
-    before = [sum(process.cpu_times()[:2]) for process in processes]
-    time.sleep(_IDLE_S)
-    return max(sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before)) / _IDLE_S

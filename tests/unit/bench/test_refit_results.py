@@ -53,7 +53,9 @@ def test_rates_and_shares_are_of_the_payload_and_the_plain_link() -> None:
     results = RefitResults("m", 8 * 10**9, 1, 1, 1, 1.5, [row])
     assert results.rate(row) == 4.0
     assert results.share(row) == 0.75
-    assert results.wrong == [row]
+    assert results.errors() == ["x: delivered weights differ from the sent ones: w"]
+    four = replace(results, rows=[replace(row, wrong=["a", "b", "c", "d"])])
+    assert four.errors()[0].endswith(": a, b, c and 1 more")
     assert json.loads(json.dumps(results.as_json()))["rows"][0]["share"] == 0.75
 
 

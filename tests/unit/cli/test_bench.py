@@ -6,14 +6,15 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 
 from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, Spread
-from rlctl.bench.frame import Results, numbers
+from rlctl.bench.frame import Bench, Results, Say, numbers
 from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow
 from rlctl.bench.sft import SftResults, SftRow
-from rlctl.cli.bench_frame import show
+from rlctl.cli.bench_frame import run_bench, show
 from rlctl.config.shipped import RECIPES
 from rlctl.training.profile import Cost
 from tests.unit.cli.conftest import Rlctl
@@ -23,6 +24,40 @@ def shown(results: Results, width: int = 80) -> str:
     out = io.StringIO()
     show(results, Console(file=out, width=width, force_terminal=True, color_system=None))
     return out.getvalue()
+
+
+class FailingBench(Bench):
+    """Writes a log, then fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def measure(self, folder: Path, say: Say) -> Results:
+        (folder / "worker.log").write_text("why")
+        say("measuring")
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (RuntimeError("no memory"), 1, "error: no memory\nlogs: {folder}")],
+)
+def test_logs_stay_after_an_error_and_go_after_ctrl_c(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(typer.Exit) as ended:
+        run_bench(FailingBench(error), as_json=False, plot=None)
+    assert ended.value.exit_code == code
+    left = list(tmp_path.glob("rlctl-bench-*/worker.log"))
+    assert len(left) == (code == 1)
+    folder = left[0].parent if left else ""
+    assert capsys.readouterr().err == f"measuring\n{said.format(folder=folder)}\n"
 
 
 def test_all_mistakes_are_told_at_once(rlctl: Rlctl) -> None:
