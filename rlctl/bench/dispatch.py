@@ -55,7 +55,10 @@ Floor = tuple[Spread | None, Spread | None]
 
 @dataclass(frozen=True)
 class DispatchBench(Bench):
-    """workers: sizes of the groups. payloads: bytes that every worker gets with a call. calls: of a row, at most."""
+    """Calls to groups of workers, a row for each size of group and payload.
+
+    workers: sizes of the groups. payloads: bytes that every worker gets with a call. calls: of a row, at most.
+    """
 
     workers: Sequence[int]
     payloads: Sequence[int]

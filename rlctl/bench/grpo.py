@@ -33,7 +33,7 @@ _WAITS = 3
 
 @dataclass(frozen=True)
 class GrpoBench(Bench):
-    """A row for each mode.
+    """GRPO runs of the same work, a row for each mode.
 
     installed: GPUs of this machine. gpus: those that every run gets, 0 for CPU. trainers: how many of them train where
     engines have their own. steps: counted ones. lengths: mean, sigma and cap of the answers', in tokens. extra:
@@ -141,7 +141,7 @@ class ModeRow:
 
 @dataclass(frozen=True)
 class GrpoResults(Results):
-    """All modes' rows, and what the devices could do.
+    """Rows of all modes, and the ceiling of their rates.
 
     ceiling: tokens/s/device if both sides worked all the time, with the devices split as they need: the tokens over
     the device-seconds of their training and of their generation, each at the best rate that any row reached. None on

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class OffloadBench(Bench):
-    """A row for each place of optimizer state.
+    """Training steps, a row for each place of optimizer state; with a GPU also copies of that state.
 
     settings: of the trainer section. tokens: of a sequence. batch: sequences a step. steps: counted ones, after the
     first. device: as torch names it.
@@ -169,7 +169,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class OffloadResults(Results):
-    """rows: left, moved, and those that the host updates. copies: None without a GPU, where state never moves."""
+    """Rows of left, moved, and those that the host updates. copies: None without a GPU, where state never moves."""
 
     model: str
     backend: str

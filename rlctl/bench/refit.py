@@ -41,7 +41,7 @@ _BEFORE_UPDATE_S = 0.25
 
 @dataclass(frozen=True)
 class RefitBench(Bench):
-    """A row for the plain link, for each other scheme, and for each combination of rlctl's own settings.
+    """Refits: a row for the plain link, for each other scheme, and for each combination of rlctl's own settings.
 
     gpus: of this machine. colocated: trainer and engines share GPUs. transports, modes, num_buffers, checks: rlctl's
     own; no transports: the one that a run would take. master: dtype of the trainer's weights. defaults: a run's refit
@@ -95,7 +95,7 @@ class RefitBench(Bench):
 
     @property
     def dtype(self) -> str:
-        """What travels and is served."""
+        """dtype of the weights that travel and are served."""
         return "float32" if self.cpu else "bfloat16"
 
     @cached_property

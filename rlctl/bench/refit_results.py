@@ -58,7 +58,7 @@ class SchemeRow:
 
 @dataclass(frozen=True)
 class RefitResults(Results):
-    """All schemes' rows. payload: bytes of one copy of the weights. bound: seconds of those over the plain link."""
+    """Rows of all schemes. payload: bytes of one copy of the weights. bound: seconds of those over the plain link."""
 
     model: str
     payload: int

@@ -51,7 +51,7 @@ def mode_settings(mode: str) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class SftBench(Bench):
-    """A row for each mode.
+    """Training steps of the same work, a row for each mode.
 
     gpus: of this machine. tokens: of a sample. batch: samples a step. micro_batch: tokens a rank packs into one pass.
     steps: counted ones, after the first. extra: overrides for every run.
@@ -141,7 +141,7 @@ def _row(mode: str, steps: list[dict[str, Any]], profile: dict[str, Any]) -> Sft
 
 @dataclass(frozen=True)
 class SftResults(Results):
-    """All modes' rows."""
+    """Rows of all modes."""
 
     model: str
     ranks: int

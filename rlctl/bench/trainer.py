@@ -17,7 +17,7 @@ from rlctl.workers.ports import free_port
 
 @dataclass(frozen=True)
 class BenchTrainerSpec:
-    """master: dtype of the trainer's weights. init_method: where ranks meet for gathering."""
+    """Recipe of a `BenchTrainer`. master: dtype of the trainer's weights. init_method: where ranks meet for gathering."""
 
     folder: str
     rank: int
@@ -31,7 +31,7 @@ class BenchTrainerSpec:
 
 
 class BenchTrainer(SendsWeights):
-    """Hosted by `workers.Host`."""
+    """A trainer rank, hosted by `workers.Host`."""
 
     def __init__(self, spec: BenchTrainerSpec) -> None:
         self._spec, self._device = spec, torch.device(spec.device)
