@@ -17,7 +17,7 @@ from rlctl.workers.ports import free_port
 
 @dataclass(frozen=True)
 class BenchTrainerSpec:
-    """Recipe of a `BenchTrainer`. master: dtype of the trainer's weights. init_method: where ranks meet for gathering."""
+    """Recipe of a `BenchTrainer`. master: dtype of its weights. init_method: where ranks meet for gathering."""
 
     folder: str
     rank: int
