@@ -215,7 +215,12 @@ class OffloadResults(Results):
 
     def chart(self) -> Chart:
         bars = [
-            Bar(row.kind, row.step, f"{row.step:.3f} s, peak {row.peak / 1e9:.1f} GB", row.kind != LEFT)
+            Bar(
+                row.kind,
+                row.step,
+                f"{row.step:.3f} s" + f", peak {row.peak / 1e9:.1f} GB" * (row.peak > 0),
+                row.kind != LEFT,
+            )
             for row in self.rows
         ]
         work = f"{self.batch} sequences of {self.tokens} tokens"
