@@ -1,5 +1,6 @@
 """What stands behind a command: at most one recipe, and any number of key=value overrides."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -36,7 +37,7 @@ def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
     overrides: list[str] = []
     problems: list[Problem] = []
     for number, text in enumerate(arguments or [], start=1):
-        if "=" in text and not Path(text).is_file():
+        if "=" in text and not os.path.isfile(text):
             overrides.append(text)
         elif recipe is None:
             recipe = text

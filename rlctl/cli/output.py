@@ -13,6 +13,8 @@ from rlctl.telemetry.escapes import neutral
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Of the problems of one config.
+_MOST_SHOWN = 40
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -48,8 +50,10 @@ def report(problems: Iterable[Problem]) -> None:
     from rich.text import Text
 
     listed, out = list(problems), console(stderr=True)
-    for problem in listed:
+    for problem in listed[:_MOST_SHOWN]:
         out.print(Text.assemble(("error: ", "bold red"), str(problem)))
+    if len(listed) > _MOST_SHOWN:
+        out.print(Text(f"and {len(listed) - _MOST_SHOWN} more", style="dim"))
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
     out.print(Text(f"{count}; nothing was started", style="dim"))
 

@@ -12,7 +12,8 @@ from rlctl.config.resolve import colocated
 from rlctl.config.schema import GrpoConfig, RunConfig
 
 Strategy = Literal["pack", "spread"]
-_ENDLESS = 1 << 20
+# Processes that share the cores of one machine without GPUs: nobody counts its CPUs, but each costs a gigabyte.
+_MOST_ON_CPU = 256
 
 
 class PlacementError(ValueError):
@@ -147,7 +148,7 @@ def this_machine(gpus: int) -> list[Room]:
 def _slots(room: Room, pools: Pools, device: str) -> int:
     if device == "cuda":
         return room.gpus
-    return _ENDLESS if room.cpus is None else int(room.cpus / pools.cpus_per_process + 1e-6)
+    return _MOST_ON_CPU if room.cpus is None else int(room.cpus / pools.cpus_per_process + 1e-6)
 
 
 def _one_node(free: list[list[int]], pools: Pools, rooms: Sequence[Room]) -> list[list[int]]:
@@ -193,6 +194,8 @@ def _too_little(rooms: Sequence[Room], pools: Pools, device: str) -> str:
     if device == "cpu":
         needed, each = pools.ranks + pools.engines, pools.cpus_per_process
         engines = f" and {pools.engines} engine{'s' * (pools.engines != 1)}" * bool(pools.engines)
+        if any(room.cpus is None for room in rooms):
+            return f"{ranks}{engines}: at most {_MOST_ON_CPU} processes share a machine without GPUs"
         what = f"{needed * each:g} CPUs needed for {ranks}{engines} (placement.cpus_per_process={each:g})"
         return f"{what}; {_free(rooms, [room.cpus or 0 for room in rooms], 'CPU')}"
     wanted = pools.engines * pools.tensor_parallel_size

@@ -86,11 +86,12 @@ class Architecture:
 def config_file(model: str) -> Path | None:
     """The config.json of a model folder, or of a hub name already in the local hub cache; None when not here."""
     folder = Path(model)
-    if not folder.is_dir():
+    # Path.is_dir would raise for what no file can be named.
+    if not os.path.isdir(folder):
         home = Path(os.environ.get("HF_HOME", Path.home() / ".cache/huggingface"))
         cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
         reference = cache / "refs/main"
-        if not reference.is_file():
+        if not os.path.isfile(reference):
             return None
         folder = cache / "snapshots" / reference.read_text().strip()
     return folder / "config.json" if (folder / "config.json").is_file() else None

@@ -10,6 +10,7 @@ same reason. `top_p` or `top_k` with `behaviour` is an error: the generator then
 distribution, which are larger than the trainer's, so every ratio is below 1 before the policy has changed.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from rlctl.config.architecture import Architecture, architecture_of, config_file
 from rlctl.config.best import best_notes
 from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
-from rlctl.config.check_inputs import check_dataset, check_reward, check_run_name
+from rlctl.config.check_inputs import check_dataset, check_reward, check_run_folder, check_run_name
 from rlctl.config.check_offload import check_offload, idle_offload
 from rlctl.config.check_parallel import check_backend, check_batch, check_cpu_optimizer, check_layout
 from rlctl.config.check_trackers import check_trackers
@@ -81,7 +82,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
         checks += [each(view, config) for each in (_rewards, _sampling, _engines, _async)]
     else:
         checks += [_graph(view, config)]
-    checks += [_batch(view)] if resume else [_batch(view), _run(view)]
+    checks += [_batch(view), _folder(view)] if resume else [_batch(view), _run(view), _folder(view)]
     checks += [] if away else [_trackers(view)]
     found: list[Problem] = []
     for problems in checks:
@@ -139,9 +140,9 @@ def _model(view: View) -> Problems:
     path = view.config.model.path
     file = config_file(path)
     if file is None:
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             yield view.problem("model.path", f"{path} has no config.json; needed: a Hugging Face model folder")
-        elif Path(path).is_file():
+        elif os.path.exists(path):
             yield view.problem("model.path", f"{path} is a file; needed: a Hugging Face model folder")
         return
     try:
@@ -152,7 +153,9 @@ def _model(view: View) -> Problems:
         what = f"{file.parent} has no model.safetensors; model.random_init=true starts from random weights"
         yield view.problem("model.path", what, "model.random_init")
     tokenizer = Path(view.config.model.tokenizer or file.parent)
-    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
+    if os.path.isfile(tokenizer):
+        yield view.problem("model.tokenizer", f"{tokenizer} is a file; needed: a folder that has a tokenizer.json")
+    elif os.path.isdir(tokenizer) and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
         key = "model.path" if view.config.model.tokenizer is None else "model.tokenizer"
         yield view.problem(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
 
@@ -317,3 +320,8 @@ def _trackers(view: View) -> Problems:
 def _run(view: View) -> Problems:
     for what in check_run_name(view.config.run):
         yield view.problem("run.name", what)
+
+
+def _folder(view: View) -> Problems:
+    for what in check_run_folder(view.config.run):
+        yield view.problem("run.dir", what)

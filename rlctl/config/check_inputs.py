@@ -5,6 +5,7 @@ And whether megatron-core, which only backend megatron needs, is installed.
 
 import ast
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,14 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rlctl.config.errors import did_you_mean
+from rlctl.config.errors import did_you_mean, shortened
 from rlctl.config.schema import DatasetSection, RewardSection, RunSection
 from rlctl.config.tree import show_path
 
+# Of most file systems, less what is put before or behind it.
+_LONGEST_NAME = 200
+# Linux takes 4,096.
+_LONGEST_PATH = 3000
 REWARDS = ("exact", "regex", "math_verify")
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -27,7 +32,7 @@ def check_dataset(dataset: DatasetSection, *, answered: bool) -> Iterator[tuple[
     answered: rows need an answer, which a chat holds itself. Hub names and folders are not looked into.
     """
     path = Path(dataset.path) if dataset.path is not None else None
-    if path is None or not path.is_file():
+    if path is None or not os.path.isfile(path):
         return
     if path.suffix not in DATA_SUFFIXES:
         yield "", "path", f"{show_path(path)} is no {' or '.join(DATA_SUFFIXES)} file"
@@ -70,16 +75,38 @@ def check_run_name(run: RunSection) -> Iterator[str]:
     if run.name is None:
         return
     if not re.fullmatch(r"\w[\w.+=-]*", str(run.name)):
-        yield f"must be letters, digits and any of . _ - + =, not {run.name!r}"
+        yield f"must be letters, digits and any of . _ - + =, not {shortened(repr(run.name))}"
         return
-    folder = Path(run.dir).expanduser() / run.name
-    if folder.exists():
+    folder = Path(run.dir) / run.name
+    if len(os.fsencode(run.name)) > _LONGEST_NAME:
+        yield f"must be at most {_LONGEST_NAME} letters, since it names a folder, not {len(run.name)}"
+    elif os.path.exists(folder):
         resumable = (folder / "config.yaml").is_file()
         yield (
             f"{folder} exists: "
             + (f"continue it with --resume {quote(str(folder))}, or " * resumable)
             + "choose another name"
         )
+
+
+def check_run_folder(run: RunSection) -> Iterator[str]:
+    """A folder that cannot be made or written to."""
+    if run.dir.startswith("~"):
+        yield f"{shortened(run.dir.partition('/')[0])} is no user of this machine"
+        return
+    folder = Path(os.path.abspath(run.dir))
+    if len(os.fsencode(folder)) > _LONGEST_PATH:
+        yield f"is {len(os.fsencode(folder)):,} letters long: at most {_LONGEST_PATH:,} leave room for a run's files"
+        return
+    while not os.path.lexists(folder) and folder != folder.parent:
+        if len(os.fsencode(folder.name)) > _LONGEST_NAME:
+            yield f"{shortened(folder.name)} is longer than a folder's name can be, {_LONGEST_NAME} letters"
+            return
+        folder = folder.parent
+    if not os.path.isdir(folder):
+        yield f"{show_path(folder)} is no folder: choose another one"
+    elif not os.access(folder, os.W_OK | os.X_OK):
+        yield f"{show_path(folder)} cannot be written to by this user: choose another folder"
 
 
 def missing_megatron() -> str | None:
@@ -93,11 +120,12 @@ def _check_pattern(pattern: str | None) -> Iterator[tuple[str, str]]:
         return
     try:
         groups = re.compile(pattern).groups
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         yield "pattern", f"no regular expression: {error}"
         return
     if groups == 0:
-        yield "pattern", f"has no group: put what is compared with the answer in brackets, not {pattern}"
+        advice = "put what is compared with the answer in brackets"
+        yield "pattern", f"has no group: {advice}, not {shortened(pattern)}"
 
 
 def _first_row(path: Path) -> tuple[int, list[str] | None]:
@@ -140,10 +168,10 @@ def _missing_function(module: str, function: str) -> str:
     """What is wrong with `module:function` or `file.py:function`, judged by the source alone; empty if nothing."""
     file = Path(module) if module.endswith(".py") else _module_file(module)
     if file is None:
-        return f"no module {module} in the current directory or on the Python path"
+        return f"no module {shortened(module)} in the current directory or on the Python path"
     try:
         names = _defined_names(file)
-    except (SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{show_path(file)} is not Python: {error}"
     if function in names:
         return ""
@@ -151,10 +179,13 @@ def _missing_function(module: str, function: str) -> str:
 
 
 def _module_file(module: str) -> Path | None:
-    relative = Path(*module.split("."))
+    names = module.split(".")
+    if not all(name.isidentifier() for name in names):
+        return None
+    relative = Path(*names)
     folders = [Path.cwd(), *map(Path, sys.path)]
     forms = (relative.with_suffix(".py"), relative / "__init__.py")
-    return next((folder / form for folder in folders for form in forms if (folder / form).is_file()), None)
+    return next((folder / form for folder in folders for form in forms if os.path.isfile(folder / form)), None)
 
 
 def _defined_names(file: Path) -> set[str]:

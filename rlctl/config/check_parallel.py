@@ -16,7 +16,7 @@ from rlctl.config.check_inputs import missing_megatron
 from rlctl.config.nearest import KEYS, clashes, instead, world_sizes
 from rlctl.config.parallel import cpu_offload_problem, hosted_share, layout
 from rlctl.config.resolve import sequences_per_update
-from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.config.schema import MOST_SEQUENCES, GrpoConfig, RunConfig, TrainerSection
 
 Found = Iterator[tuple[str, str, tuple[str, ...]]]
 _SECTION = "trainer.megatron"
@@ -105,6 +105,11 @@ def check_batch(config: RunConfig, sizes: Architecture | None) -> Found:
             near = max(updates, round(prompts / updates) * updates)
             what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
             yield "grpo.num_prompts_per_step", what, ("grpo.updates_per_step",)
+            return
+        if prompts * config.grpo.num_generations_per_prompt > MOST_SEQUENCES:
+            rollouts = f"{prompts:,} prompts x {config.grpo.num_generations_per_prompt:,} rollouts"
+            what = f"{rollouts} are more than a step can hold, {MOST_SEQUENCES:,}"
+            yield "grpo.num_generations_per_prompt", what, ("grpo.num_prompts_per_step",)
             return
     have, asked = sequences_per_update(config), layout(trainer)
     if have >= asked.data:

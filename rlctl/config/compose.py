@@ -4,27 +4,47 @@ Order, the later winning: the files of `defaults:` from left to right (each with
 file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
 """
 
+import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.references import check_references
 from rlctl.config.shipped import CONFIGS, find, recipe_names
-from rlctl.config.tree import Node, Origin, leaves, merge, plain, read_file, read_value, show_path
+from rlctl.config.tree import (
+    MOST_DEPTH,
+    MOST_VALUES,
+    Node,
+    Origin,
+    leaves,
+    merge,
+    plain,
+    read_file,
+    read_value,
+    show_path,
+)
+
+# Files that one inherits from, one through the other.
+_MOST_PARENTS = 32
 
 
 def compose(recipe: Path, overrides: list[str]) -> Node:
     """The merged, interpolated tree of the file `recipe`.
 
-    Raises ConfigError: a parent not found, unreadable YAML, a malformed override or interpolation.
+    Raises ConfigError: a parent not found, unreadable YAML, a malformed override or interpolation, too many values.
     """
-    root = _complete_rewards(_inherit(recipe, ()))
-    return _interpolate(_apply(root, overrides))
+    root = _complete_rewards(_inherit(recipe, (), {}))
+    root = _apply(root, overrides)
+    if sum(1 for _ in leaves(root)) > MOST_VALUES:
+        raise ConfigError([Problem(show_path(recipe), "", f"more than {MOST_VALUES:,} values: no config is so large")])
+    return _interpolate(root)
 
 
 def find_recipe(recipe: str) -> Path:
     """The file a person means by `recipe`: a path, a run's directory, or the name of a shipped one."""
-    path = Path(recipe).expanduser()
-    if (path / "config.yaml").is_file():
+    path = Path(os.path.expanduser(recipe))
+    if os.path.isfile(path / "config.yaml"):
         path /= "config.yaml"
     found = find(str(path), Path.cwd())
     if found is None:
@@ -33,7 +53,10 @@ def find_recipe(recipe: str) -> Path:
     return found
 
 
-def _inherit(path: Path, below: tuple[Path, ...]) -> Node:
+def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, Node]) -> Node:
+    """The file over its parents. known: what was read already, since many may inherit from one."""
+    if path in known:
+        return known[path]
     root = read_file(path)
     assert isinstance(root.value, dict)
     own = Node({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
@@ -42,13 +65,16 @@ def _inherit(path: Path, below: tuple[Path, ...]) -> Node:
         # A recipe of one's own may be named sft.yaml and inherit the shipped one of that name.
         parent = find(name, path.parent, other_than=path) or find(name, path.parent)
         if parent is None:
-            known = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
-            hint = did_you_mean(Path(name).stem, [*known, *recipe_names()])
+            names = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
+            hint = did_you_mean(Path(name).stem, [*names, *recipe_names()])
             raise ConfigError([Problem(str(origin), "defaults", f"no file {name}{hint}")])
         if parent in (*below, path):
             raise ConfigError([Problem(str(origin), "defaults", f"{name} inherits from itself")])
-        merged = merge(merged, _inherit(parent, (*below, path)))
-    return merge(merged, own)
+        if len(below) >= _MOST_PARENTS:
+            raise ConfigError([Problem(str(origin), "defaults", f"more than {_MOST_PARENTS} files, each of the next")])
+        merged = merge(merged, _inherit(parent, (*below, path), known))
+    known[path] = merge(merged, own)
+    return known[path]
 
 
 def _parents(node: Node | None) -> list[tuple[str, Origin]]:
@@ -57,6 +83,8 @@ def _parents(node: Node | None) -> list[tuple[str, Origin]]:
     entries = node.value if isinstance(node.value, list) else [node]
     if not all(isinstance(entry.value, str) for entry in entries):
         raise ConfigError([Problem(str(node.origin), "defaults", "must be a file name or a list of them")])
+    if len(entries) > _MOST_PARENTS:
+        raise ConfigError([Problem(str(node.origin), "defaults", f"must be at most {_MOST_PARENTS} files")])
     return [(str(entry.value), entry.origin) for entry in entries]
 
 
@@ -69,6 +97,8 @@ def _apply(root: Node, overrides: list[str]) -> Node:
             problems.append(Problem(str(origin), "", "must be key=value, for example trainer.optimizer.lr=1e-6"))
         elif not key[0].isalnum():
             problems.append(Problem(str(origin), "", f"no prefix is needed: {key.lstrip('+~-')}={value}"))
+        elif key.count(".") >= MOST_DEPTH:
+            problems.append(Problem(str(origin), "", f"no key is nested deeper than {MOST_DEPTH} levels"))
         else:
             try:
                 root = _complete_rewards(_put(root, key.split("."), read_value(value, origin), origin))
@@ -85,7 +115,7 @@ def _put(node: Node, names: list[str], value: Node, origin: Origin) -> Node:
         return merge(node, value) if isinstance(node.value, dict) else value
     name, rest = names[0], names[1:]
     if isinstance(node.value, list):
-        index = int(name) if name.isdecimal() else -1
+        index = int(name) if name.isdecimal() and len(name) < 9 else -1
         if not 0 <= index < len(node.value):
             has = f"0 to {len(node.value) - 1}" if node.value else "none: the list is empty"
             raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {has}")])
@@ -102,7 +132,7 @@ def _complete_rewards(root: Node) -> Node:
     rewards = root.value.get("rewards") if isinstance(root.value, dict) else None
     if rewards is None or not isinstance(rewards.value, list):
         return root
-    defaults = read_file(CONFIGS / "reward.yaml")
+    defaults = _reward_defaults()
     entries = [
         Node({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in rewards.value
     ]
@@ -110,19 +140,25 @@ def _complete_rewards(root: Node) -> Node:
     return merge(root, Node({"rewards": completed}, root.origin))
 
 
+@cache
+def _reward_defaults() -> Node:
+    return read_file(CONFIGS / "reward.yaml")
+
+
 def _interpolate(root: Node) -> Node:
     """`${a.b}` filled in, by OmegaConf. Raises ConfigError with every one that leads nowhere."""
     marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not marked:
         return root
+    if problems := list(check_references(root, marked)):
+        raise ConfigError(problems)
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     secrets = _secrets({key: str(node.value) for key, node in marked})
-    problems = []
     try:
         tree = OmegaConf.create(plain(root))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError) as error:
         where, key = next(((str(node.origin), key) for key, node in marked), (show_path(Path()), ""))
         raise ConfigError([Problem(where, key, f"bad interpolation: {_first_line(error)}")]) from error
     for key, node in marked:
@@ -131,7 +167,7 @@ def _interpolate(root: Node) -> Node:
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             filled = replace(_wrap(value, node.origin), secret=str(node.value) if key in secrets else None)
             root = _put(root, key.split("."), filled, node.origin)
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, RecursionError) as error:
             problems.append(Problem(str(node.origin), key, f"{node.value}: {_first_line(error)}"))
     if problems:
         raise ConfigError(problems)

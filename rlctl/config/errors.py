@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
+# Letters of a part of a message.
+LONGEST = 480
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -18,7 +21,9 @@ class Problem:
 
     def __str__(self) -> str:
         key = "" if f" {self.key}=" in self.where else self.key
-        return ": ".join(" ".join(part.split()) for part in (self.where, key, self.what) if part)
+        line = ": ".join(shortened(" ".join(part.split())) for part in (self.where, key, self.what) if part)
+        # An argument that is no UTF-8 arrives with surrogates, which no stream takes.
+        return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 class ConfigError(Exception):
@@ -29,7 +34,14 @@ class ConfigError(Exception):
         super().__init__("\n".join(map(str, self.problems)))
 
 
+def shortened(text: str, most: int = LONGEST) -> str:
+    """`text`, its middle left out where it has over `most` letters: an error is one line, whatever was given."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`; did you mean X?` for the nearest of `known`, or nothing when none is near."""
+    if len(word) > LONGEST:
+        return ""
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""

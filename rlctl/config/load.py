@@ -107,7 +107,7 @@ def _typed(root: Node, kind: str | None, file: Path, away: bool) -> tuple[RunCon
     """The typed config, what is wrong in it BROKEN, and the problems."""
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
-    if stated is None or stated.value not in KINDS:
+    if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
         where = str(stated.origin) if stated else show_path(file)
         what = f"must be one of {', '.join(KINDS)}: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
         raise ConfigError([Problem(where, "kind", what)])

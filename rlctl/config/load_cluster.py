@@ -44,7 +44,7 @@ def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
     root = compose(file, overrides)
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
-    if stated is None or stated.value not in CLUSTER_KINDS:
+    if stated is None or not isinstance(stated.value, str) or stated.value not in CLUSTER_KINDS:
         where = str(stated.origin) if stated else show_path(file)
         what = f"must be one of {', '.join(CLUSTER_KINDS)}: inherit it, such as `defaults: cluster/local.yaml`"
         raise ConfigError([Problem(where, "kind", what)])

@@ -12,6 +12,8 @@ from itertools import product
 from rlctl.config.architecture import Architecture
 from rlctl.config.parallel import Layout
 
+# Of the sizes proposed for a model that is not known: no model has more heads, or layers, to share out.
+_LARGEST = 128
 # Of the fields of a layout.
 KEYS = {
     "world": "trainer.num_ranks",
@@ -117,14 +119,27 @@ def _works(each: Layout, sizes: Architecture | None, sequences: int | None) -> b
 
 def _candidates(asked: Layout, sizes: Architecture | None) -> Iterator[Layout]:
     """Every way to cut the ranks; sequence parallelism as asked for or, where that contradicts, as it is best."""
-    world, divisors = asked.world, [count for count in range(1, asked.world + 1) if asked.world % count == 0]
+    world, divisors = asked.world, _divisors(asked.world)
     mixture = sizes is None or sizes.sparse_layers
-    for tensor, pipeline, context in product(divisors, repeat=3):
+    # Thousands of ranks have a hundred divisors, a model has few heads and layers: what cannot be is left out before
+    # the product is made.
+    if sizes is None:
+        tensors = stages = contexts = divisors = [count for count in divisors if count <= _LARGEST]
+    else:
+        tensors = [count for count in divisors if next(_tensor(count, sizes), None) is None]
+        stages = [count for count in divisors if sizes.layers % count == 0]
+        contexts = [count for count in divisors if sizes.heads % count == 0]
+    for tensor, pipeline, context in product(tensors, stages, contexts):
         if world % (tensor * pipeline * context):
             continue
         experts = [count for count in divisors if world // pipeline % count == 0] if mixture else [1]
         for expert, sequence in product(experts, dict.fromkeys((asked.sequence, None))):
             yield Layout(world, tensor, pipeline, context, expert, sequence)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return small + [number // count for count in reversed(small) if count * count != number]
 
 
 def _distance(asked: Layout, each: Layout) -> tuple[float, bool, tuple[int, ...]]:

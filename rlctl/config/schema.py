@@ -11,12 +11,20 @@ the field; `check.py` enforces both, and `rlctl config show` prints the meaning.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Largest numbers that make sense: what is above is a slip, and its arithmetic would take for ever.
+MOST_PROCESSES = 1 << 14
+MOST_SEQUENCES = 1 << 20
+MOST_SECONDS = 10**8
+
 
 def spec(doc: str, **limits: Any) -> Any:
     """A field without a default. `limits`: ge, gt, le, lt for numbers (for lists: of each element).
 
+    most: a bound so far away that it is only spoken of when it is passed.
+
     path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a hub
-    name), "template" (a file, or one of the field's literals), "reward" (file.py:function, or no file at all).
+    name), "template" (a file, or one of the field's literals), "reward" (file.py:function, or no file at all),
+    "folder" (one that need not exist).
     """
     return field(metadata={"doc": doc, **limits})
 
@@ -24,14 +32,18 @@ def spec(doc: str, **limits: Any) -> Any:
 @dataclass
 class RunSection:
     name: str | None = spec("name of the run and of its directory; null: KIND--MODEL--N, made up at start")
-    dir: str = spec("folder that holds the run directories")
+    dir: str = spec("folder that holds the run directories", path="folder")
     seed: int = spec("seed of everything random in the run", ge=0)
     probe: bool = spec("before step 1, compare weights and log-probs of trainer and generator; stop if they differ")
     log_every: int = spec("print a line every this many steps when the output is not a terminal", ge=1)
-    deadline_s: float = spec("longest wait, in seconds, for any one answer of a worker", gt=0)
-    explain_after_s: float = spec("say who waits for whom when nothing came for this many seconds", gt=0)
+    deadline_s: float = spec("longest wait, in seconds, for any one answer of a worker", gt=0, most=MOST_SECONDS)
+    explain_after_s: float = spec(
+        "say who waits for whom when nothing came for this many seconds", gt=0, most=MOST_SECONDS
+    )
     max_restarts: int = spec("times that the run begins again, at its last checkpoint, after it lost processes", ge=0)
-    restart_backoff_s: float = spec("pause before it does, in seconds; doubled each time, at most a minute", ge=0)
+    restart_backoff_s: float = spec(
+        "pause before it does, in seconds; doubled each time, at most a minute", ge=0, most=MOST_SECONDS
+    )
 
 
 @dataclass
@@ -75,7 +87,7 @@ class RewardSection:
         "all: the first reward decides, at 1"
     )
     pattern: str | None = spec("regex: the first group is compared with the answer; null elsewhere")
-    timeout_s: float = spec("a reward that takes longer counts as failed for that rollout", gt=0)
+    timeout_s: float = spec("a reward that takes longer counts as failed for that rollout", gt=0, most=MOST_SECONDS)
 
 
 @dataclass
@@ -118,9 +130,9 @@ class LossSection:
 
 @dataclass
 class GrpoSection:
-    num_steps: int = spec("steps of the whole run", ge=1)
-    num_prompts_per_step: int = spec("prompts drawn for a step", ge=1)
-    num_generations_per_prompt: int = spec("rollouts of each prompt: the group", ge=2)
+    num_steps: int = spec("steps of the whole run", ge=1, most=10**9)
+    num_prompts_per_step: int = spec("prompts drawn for a step", ge=1, most=MOST_SEQUENCES)
+    num_generations_per_prompt: int = spec("rollouts of each prompt: the group", ge=2, most=MOST_SEQUENCES)
     updates_per_step: int = spec("optimizer updates a step, each on an equal share of the groups", ge=1)
     skip_uniform_groups: bool = spec("leave out groups whose rewards are all equal: their advantage is 0")
     advantage: AdvantageSection = spec("advantage of a rollout within its group")
@@ -190,7 +202,7 @@ class MegatronSection:
 @dataclass
 class TrainerSection:
     backend: Literal["fsdp", "megatron"] = spec("what trains: torch FSDP2 or Megatron-core")
-    num_ranks: int = spec("trainer processes, one a device", ge=1)
+    num_ranks: int = spec("trainer processes, one a device", ge=1, most=MOST_PROCESSES)
     micro_batch_tokens: int = spec("tokens a rank packs into one forward pass", ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = spec("compute dtype; auto: float32 on CPU, bfloat16 on GPU")
     activation_checkpointing: bool = spec("recompute layers in the backward pass to save memory")
@@ -199,7 +211,9 @@ class TrainerSection:
         "torch.compile each layer (fsdp), or norms and rotary embedding (megatron), and the loss; the first step takes "
         "up to a minute longer"
     )
-    threads: int | None = spec("CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1)
+    threads: int | None = spec(
+        "CPU threads a rank; null: its share of the cores that engines beside it leave", ge=1, most=MOST_PROCESSES
+    )
     offload_optimizer_for_logprob: bool = spec("move optimizer state to the host while log-probs are computed")
     offload_optimizer_for_generation: bool = spec(
         "engines on the trainer's GPUs: move optimizer state to the host before they wake, until the next update"
@@ -210,17 +224,17 @@ class TrainerSection:
 
 @dataclass
 class GenerationSection:
-    num_engines: int = spec("vLLM engines", ge=1)
-    tensor_parallel_size: int = spec("devices an engine", ge=1)
+    num_engines: int = spec("vLLM engines", ge=1, most=MOST_PROCESSES)
+    tensor_parallel_size: int = spec("devices an engine", ge=1, most=MOST_PROCESSES)
     dtype: Literal["auto", "float32", "bfloat16"] = spec("weights' dtype; auto: the trainer's compute dtype")
     max_new_tokens: int = spec("longest answer in tokens", ge=1)
     temperature: float = spec("sampling temperature; log-probs are of the tempered distribution", gt=0)
     top_p: float = spec("nucleus; below 1 the log-prob gap to the trainer grows", gt=0, le=1)
     top_k: int = spec("sample among this many tokens; 0: all", ge=0)
     stop_token_ids: list[int] = spec("further tokens that end an answer", ge=0)
-    max_num_seqs: int = spec("sequences an engine decodes at a time", ge=1)
+    max_num_seqs: int = spec("sequences an engine decodes at a time", ge=1, most=MOST_SEQUENCES)
     gpu_memory_utilization: float = spec("share of a device an engine may use", gt=0, le=1)
-    kv_cache_mib: int = spec("CPU: key-value cache of an engine, in MiB", ge=1)
+    kv_cache_mib: int = spec("CPU: key-value cache of an engine, in MiB", ge=1, most=1 << 30)
     enforce_eager: bool | None = spec("no CUDA graphs; null: true on CPU, false on GPU")
     max_restarts: int = spec("dead engines replaced in a run before it stops", ge=0)
     max_generation_failures: int = spec("times that a group may lose its engine before it is dropped", ge=0)
@@ -231,7 +245,9 @@ class GenerationSection:
 
 @dataclass
 class PlacementSection:
-    wait_s: float = spec("on a cluster: longest wait for room, of a run with --wait or one that begins again", ge=0)
+    wait_s: float = spec(
+        "on a cluster: longest wait for room, of a run with --wait or one that begins again", ge=0, most=MOST_SECONDS
+    )
     trainer: Literal["pack", "spread"] = spec("ranks on as few nodes as will do, or in turn on all that have room")
     cpus_per_process: float = spec("on a cluster without GPUs: CPUs that each rank and engine reserves", gt=0)
 
@@ -265,14 +281,14 @@ class RefitSection:
     checksum: Literal["auto", "all", "sampled", "off"] = spec(
         "items whose bytes are compared at each refit; auto: all on CPU, one in 16 on GPU"
     )
-    timeout_s: float = spec("longest that one end of a refit waits for the other, in seconds", gt=0)
+    timeout_s: float = spec("longest that one end of a refit waits for the other, in seconds", gt=0, most=MOST_SECONDS)
 
 
 @dataclass
 class ValidationSection:
     every: int = spec("steps between validations; 0: never", ge=0)
     at_start: bool = spec("validate before step 1")
-    num_generations: int = spec("answers a prompt: 1 gives accuracy, k gives pass@k too", ge=1)
+    num_generations: int = spec("answers a prompt: 1 gives accuracy, k gives pass@k too", ge=1, most=MOST_SEQUENCES)
     temperature: float = spec("0: greedy", ge=0)
     max_prompts: int | None = spec("use only the first this many prompts; null: all", ge=1)
 
@@ -334,8 +350,8 @@ class TelemetrySection:
 
 @dataclass
 class SftSection:
-    num_steps: int = spec("steps of the whole run", ge=1)
-    batch_size: int = spec("samples a step", ge=1)
+    num_steps: int = spec("steps of the whole run", ge=1, most=10**9)
+    batch_size: int = spec("samples a step", ge=1, most=MOST_SEQUENCES)
     mask: Literal["all", "last"] = spec("train on every assistant turn, or on the last")
 
 
@@ -345,7 +361,7 @@ class CompiledGraphSection:
         "call trainer ranks through a Ray Compiled Graph; true: ordinary calls where there is none; require: or fail"
     )
     warmup_seq_len: int | None = spec("tokens of a warm-up sequence; null: the longest of the run", ge=1)
-    warmup_gbs: int | None = spec("sequences of the warm-up; null: sft.batch_size", ge=1)
+    warmup_gbs: int | None = spec("sequences of the warm-up; null: sft.batch_size", ge=1, most=MOST_SEQUENCES)
     overlap_communication: bool = spec("of accelerators within the graph; it has none, and the run says so")
 
 

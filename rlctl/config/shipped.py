@@ -1,5 +1,6 @@
 """The YAML that comes with rlctl: defaults in configs/, complete runs in recipes/."""
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -23,7 +24,8 @@ def find(name: str, beside: Path, other_than: Path | None = None) -> Path | None
     """
     for folder in (beside, RECIPES, CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
-            if candidate.is_file() and candidate.resolve() != other_than:
+            # Path.is_file would raise for what no file can be named.
+            if os.path.isfile(candidate) and candidate.resolve() != other_than:
                 return candidate.resolve()
     return None
 

@@ -1,10 +1,12 @@
 """Config values that remember where they come from: YAML files and overrides as trees of `Node`s.
 
 Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, and `on`, `off`, `yes` and `no` are
-text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object.
+text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object. Size and
+depth are bounded, after aliases are followed: a file of a few lines could otherwise fill the memory.
 """
 
 import re
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +14,16 @@ from typing import Any
 
 import yaml
 
-from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.errors import ConfigError, Problem, shortened
 from rlctl.config.shipped import CONFIGS, is_shipped
 
 MISSING = "???"
+# Bounds of one file or override. PyYAML reads some 20,000 values a second.
+MOST_BYTES = 1 << 18
+MOST_VALUES = 10_000
+MOST_DEPTH = 24
+# A whole number of more digits is text: Python converts no more than 4,300, and a float holds 308.
+_MOST_DIGITS = 300
 
 _SCALARS = [
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -29,8 +37,33 @@ _SCALARS = [
 ]
 
 
+class _LimitError(yaml.MarkedYAMLError):
+    """A value too large or too deep to be a config's."""
+
+
 class _Loader(yaml.SafeLoader):
+    """Raises _LimitError as soon as a bound is passed, before the rest is read."""
+
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose the next value."""
+        self._values, self._depth = self._values + 1, self._depth + 1
+        if self._values > 2 * MOST_VALUES or self._depth > MOST_DEPTH:
+            what = _TOO_DEEP if self._depth > MOST_DEPTH else _TOO_MANY
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            raise _LimitError(problem=what, problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
+_TOO_MANY = f"more than {MOST_VALUES:,} values"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -64,7 +97,7 @@ class Origin:
 
     def __str__(self) -> str:
         if self.override:
-            return f"override {self.override}: {self.text}"
+            return f"override {self.override}: {shortened(self.text, 240)}"
         return f"{show_path(self.file)}:{self.line}" if self.file else "defaults"
 
 
@@ -93,9 +126,12 @@ def show_path(path: Path) -> str:
 
 
 def read_file(path: Path) -> Node:
-    """The mapping in a YAML file. Raises ConfigError: unreadable, not YAML, no mapping, a key written twice."""
+    """The mapping in a YAML file.
+
+    Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
+    """
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Loader)
+        root = yaml.compose(_read_text(path), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
@@ -105,17 +141,35 @@ def read_file(path: Path) -> Node:
         return Node({}, Origin(path, 1))
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError([Problem(f"{show_path(path)}:1", "", "a config is a mapping of `key: value` lines")])
-    return _node(root, Origin(path, 1), path)
+    return _Reader(path).node(root, Origin(path, 1))
 
 
 def read_value(text: str, origin: Origin) -> Node:
-    """The YAML value of an override; what is not YAML (`[0-9]+`) is text."""
+    """The YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
-        node = Node(None, origin) if root is None else _node(root, origin, None)
-    except (yaml.YAMLError, ConfigError):
-        node = Node(text, origin)
-    return Node(node.value, origin, text)
+    except _LimitError as error:
+        raise ConfigError([Problem(str(origin), "", _reason(error))]) from error
+    except yaml.YAMLError:
+        return Node(text, origin, text)
+    if root is None:
+        return Node(None, origin, text)
+    try:
+        return Node(_Reader(None).node(root, origin).value, origin, text)
+    except _TagError:
+        return Node(text, origin, text)
+
+
+def _read_text(path: Path) -> str:
+    """Raises OSError, too where there is no end to be waited for: a pipe, a device."""
+    kind = path.stat().st_mode
+    if not stat.S_ISREG(kind):
+        raise OSError(0, "is a folder" if stat.S_ISDIR(kind) else "is no ordinary file")
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError(0, f"is larger than {MOST_BYTES >> 10} KiB, so it is no config")
+    return data.decode("utf-8-sig")
 
 
 def merge(base: Node, over: Node) -> Node:
@@ -165,25 +219,50 @@ def _escape(data: Any) -> Any:
     return data
 
 
-def _node(root: yaml.Node, origin: Origin, file: Path | None) -> Node:
-    if isinstance(root, yaml.MappingNode):
-        return Node(_mapping(root, origin, file), origin)
-    if isinstance(root, yaml.SequenceNode):
-        return Node([_node(child, _at(child, origin, file), file) for child in root.value], origin)
-    return Node(_scalar(root, _at(root, origin, file)), origin, root.value)
+class _TagError(ConfigError):
+    """What only its tag or the kind of its key makes no config value; in an override it is text."""
 
 
-def _mapping(root: yaml.MappingNode, origin: Origin, file: Path | None) -> dict[str, Node]:
-    children: dict[str, Node] = {}
-    for name, child in root.value:
-        here = _at(name, origin, file)
-        if not isinstance(name, yaml.ScalarNode):
-            raise ConfigError([Problem(str(here), "", "a key must be a name")])
-        if name.value in children:
-            first = children[name.value].origin.line
-            raise ConfigError([Problem(str(here), name.value, f"written twice; first in line {first}")])
-        children[name.value] = _node(child, here, file)
-    return children
+class _Reader:
+    """Turns PyYAML's nodes of one file (None: an override) into ours; what an alias stands for counts each time."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._values = 0
+
+    def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> Node:
+        """The value that begins at `origin`, within those of `above`. Raises ConfigError."""
+        self._values += 1
+        if any(root is each for each in above):
+            raise ConfigError([Problem(str(origin), "", f"an alias (*) within the value that it stands for{_PLAIN}")])
+        if self._values > MOST_VALUES or len(above) > MOST_DEPTH:
+            what = _TOO_DEEP if len(above) > MOST_DEPTH else _TOO_MANY
+            raise ConfigError([Problem(str(origin), "", f"{what}, once its aliases (*) are followed{_PLAIN}")])
+        if isinstance(root, yaml.ScalarNode):
+            return Node(_scalar(root, self._at(root, origin)), origin, root.value)
+        if root.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            raise _TagError([Problem(str(self._at(root, origin)), "", _not_allowed(root))])
+        if isinstance(root, yaml.MappingNode):
+            return Node(self._mapping(root, origin, (*above, root)), origin)
+        return Node([self.node(child, self._at(child, origin), (*above, root)) for child in root.value], origin)
+
+    def _mapping(self, root: yaml.MappingNode, origin: Origin, above: tuple[yaml.Node, ...]) -> dict[str, Node]:
+        children: dict[str, Node] = {}
+        for name, child in root.value:
+            here = self._at(name, origin)
+            if not isinstance(name, yaml.ScalarNode):
+                raise _TagError([Problem(str(here), "", "a key must be a name")])
+            if name.value in children:
+                first = f"; first in line {children[name.value].origin.line}" if self._file else ""
+                raise ConfigError([Problem(str(here), name.value, f"written twice{first}")])
+            children[name.value] = self.node(child, here, above)
+        return children
+
+    def _at(self, root: yaml.Node, origin: Origin) -> Origin:
+        return Origin(self._file, root.start_mark.line + 1) if self._file else origin
+
+
+_PLAIN = "; write it out"
 
 
 def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
@@ -192,17 +271,21 @@ def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
         return text
     if kind == "null":
         return None
-    if kind == "bool":
+    if kind == "bool" and text.lower() in ("true", "false"):
         return text.lower() == "true"
-    if kind == "int":
-        return int(text.replace("_", ""))
-    if kind == "float":
-        return float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", "").lower()))
-    raise ConfigError([Problem(str(here), "", f"tag {root.tag} is not allowed: write plain values")])
+    plain_text = text.replace("_", "")
+    try:
+        if kind == "int":
+            return int(plain_text) if len(plain_text) <= _MOST_DIGITS else text
+        if kind == "float":
+            return float(re.sub(r"\.(?=inf|nan)", "", plain_text.lower()))
+    except ValueError:
+        raise _TagError([Problem(str(here), "", f"is tagged !!{kind}, but is none: {text!r}")]) from None
+    raise _TagError([Problem(str(here), "", _not_allowed(root))])
 
 
-def _at(root: yaml.Node, origin: Origin, file: Path | None) -> Origin:
-    return Origin(file, root.start_mark.line + 1) if file else origin
+def _not_allowed(root: yaml.Node) -> str:
+    return f"tag {root.tag} is not allowed: write plain values"
 
 
 def _line(error: yaml.YAMLError) -> int:
@@ -211,4 +294,6 @@ def _line(error: yaml.YAMLError) -> int:
 
 
 def _reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, _LimitError):
+        return f"{error.problem}: no config is so large"
     return f"not YAML: {getattr(error, 'problem', None) or getattr(error, 'context', None) or error}"

@@ -5,6 +5,7 @@ could not: a whole number is a number, and what was written as a number or a lis
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import Field, fields, is_dataclass
 from itertools import islice
@@ -23,6 +24,10 @@ T = TypeVar("T")
 _TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 # Keys of an unknown section that are looked for among ours: a huge one takes a second, not minutes.
 _MOST_UNKNOWN = 500
+# What a 64-bit integer holds: what torch, numpy and vLLM take.
+_MOST = 2**63 - 1
+# Unknown keys of one config for which the nearest one is looked for.
+_MOST_HINTS = 100
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -48,6 +53,7 @@ class Converter:
         keys = [key for kind in self.kinds for key, _ in schema_keys(kind)]
         sections = {key.rpartition(".")[0] for key in keys}
         self._known = KnownKeys({key: key in sections for key in keys}, peers=self.kinds == tuple(KINDS.values()))
+        self._hints = 0
 
     def section(self, kind: type[T], node: Node, key: str = "") -> T:
         """A dataclass from a mapping, in which what was wrong is BROKEN."""
@@ -97,6 +103,12 @@ class Converter:
         value = _scalar(node, hint)
         if value is None:
             return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{_near_literal(hint, node)}")
+        if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
+            return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
+        most = limits.get("most", _MOST)
+        if isinstance(value, int | float) and math.isfinite(value) and not -_MOST <= value <= most:
+            bound = f"at most {most}" if value > most else f"at least {-_MOST}"
+            return self._wrong(node, key, f"must be {bound}, not {_shown(node)}")
         if isinstance(value, int | float) and not _within(value, limits):
             return self._wrong(node, key, f"must be {_describe_limits(limits)}, not {node.value}")
         return value
@@ -107,6 +119,10 @@ class Converter:
 
     def _unknown(self, node: Node, key: str, here: list[str]) -> None:
         """Report a key that no section has; of a section that nobody knows, each key within that leads somewhere."""
+        self._hints += 1
+        if self._hints > _MOST_HINTS:
+            self._wrong(node, key, "unknown key")
+            return
         is_section = isinstance(node.value, dict)
         if isinstance(node.value, dict) and not self._known.knows(key, list(node.value)):
             inside = list(islice(leaves(node, key), _MOST_UNKNOWN))
