@@ -320,6 +320,17 @@ class GrpoHealthSection(HealthSection):
         "parity_every in an asynchronous one, where a step's tokens are of older weights",
         gt=1,
     )
+    parity_every: int = spec(
+        "asynchronous: steps between comparisons of trainer and engines on a few tokens sampled under equal weights; "
+        "0: never",
+        ge=0,
+    )
+    max_non_finite_rollouts: float = spec(
+        "rollouts with a log-prob that is NaN or infinite are left out; the run stops, before the update, if they are "
+        "more than this share of a step's",
+        ge=0,
+        le=1,
+    )
     max_accuracy_drop: float = spec(
         "warn when held-out accuracy is below its start by more than this share", ge=0, le=1
     )

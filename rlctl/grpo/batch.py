@@ -5,6 +5,7 @@ Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from rlctl.generation.requests import Completion
 from rlctl.grpo.advantages import advantages
 from rlctl.rewards.scorer import Score
 from rlctl.training.sequences import Sequence
+
+NOT_FINITE = "log-probs that are not finite"
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,37 @@ class Fates:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A rollout that reaches no update: a log-prob of it is NaN or infinite.
+
+    rollout: index in its group; token: index in its answer; log_prob: "nan", "inf" or "-inf"; source: whose it is.
+    """
+
+    prompt_id: str
+    rollout: int
+    token: int
+    log_prob: str
+    source: Literal["generator", "trainer", "reference"]
+
+    def __str__(self) -> str:
+        return (
+            f"prompt {self.prompt_id}, rollout {self.rollout}, token {self.token}: {self.log_prob} of the {self.source}"
+        )
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Sequences to train on, the group each belongs to (index into `groups`), and what became of the prompts."""
+    """Sequences to train on, the group each belongs to (index into `groups`), and what became of the prompts.
+
+    places: of each sequence, the prompt's id and the rollout's index in its group. left_out: rollouts that are not
+    among the sequences, see `LeftOut`.
+    """
 
     sequences: list[Sequence]
     owners: NDArray[np.int64]
     fates: Fates
+    places: list[tuple[str, int]]
+    left_out: list[LeftOut]
 
     @classmethod
     def joined(cls, parts: "Rows[Batch]", groups: Rows[int]) -> "Batch":
@@ -58,7 +86,14 @@ class Batch:
             fates.add(part.fates)
         starts = np.cumsum([0, *groups[:-1]])
         owners = np.concatenate([part.owners + start for part, start in zip(parts, starts)])
-        return cls([sequence for part in parts for sequence in part.sequences], owners, fates)
+        sequences = [sequence for part in parts for sequence in part.sequences]
+        places = [place for part in parts for place in part.places]
+        left_out = [each for part in parts for each in part.left_out]
+        return cls(sequences, owners, fates, places, left_out)
+
+    def column(self, name: str) -> list[NDArray[np.float32]]:
+        """One field of every sequence."""
+        return [sequence.fields[name] for sequence in self.sequences]
 
     def shares(self, count: int) -> list[list[Sequence]]:
         """The sequences of `count` updates: whole groups, as even in number as can be, in drawing order."""
@@ -68,17 +103,25 @@ class Batch:
 
 
 def make_batch(groups: Rows[Group], config: GrpoSection, version: int | None = None) -> Batch:
-    """Rollouts without a score are left out; a group left with none is dropped, a uniform one may be filtered.
+    """Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline; a group
+    left with none is dropped, a uniform one may be filtered.
 
     version: of the weights that are trained; then sequences tell how many steps old each token is.
     """
-    fates = Fates()
-    rewards, owners, completions = [], [], []
+    fates, left_out = Fates(), list[LeftOut]()
+    rewards, owners, completions, places = [], [], [], []
     for index, group in enumerate(groups):
-        scored = [(c, s.value) for c, s in zip(group.completions, group.scores) if s.value is not None]
-        values = [value for _, value in scored]
+        bad = _not_finite(group)
+        left_out += bad.values()
+        scored = [
+            (place, completion, score.value)
+            for place, (completion, score) in enumerate(zip(group.completions, group.scores))
+            if score.value is not None and place not in bad
+        ]
+        values = [value for _, _, value in scored]
         if not scored:
-            fates.dropped.setdefault("no rollout could be scored", []).append(group.prompt.id)
+            reason = NOT_FINITE if bad else "no rollout could be scored"
+            fates.dropped.setdefault(reason, []).append(group.prompt.id)
             continue
         if config.skip_uniform_groups and max(values) == min(values):
             fates.filtered.setdefault("all rewards equal", []).append(group.prompt.id)
@@ -86,12 +129,52 @@ def make_batch(groups: Rows[Group], config: GrpoSection, version: int | None = N
         fates.trained.append(group.prompt.id)
         rewards += values
         owners += [index] * len(scored)
-        completions += [completion for completion, _ in scored]
+        completions += [completion for _, completion, _ in scored]
+        places += [(group.prompt.id, place) for place, _, _ in scored]
     owner_array = np.array(owners, np.int64)
     worth = advantages(np.array(rewards, np.float64), owner_array, config.advantage) if owners else np.zeros(0)
     rows = zip(owners, completions, worth)
     sequences = [to_sequence(groups[owner].prompt, one, float(value), version) for owner, one, value in rows]
-    return Batch(sequences, owner_array, fates)
+    return Batch(sequences, owner_array, fates, places, left_out)
+
+
+def _not_finite(group: Group) -> dict[int, LeftOut]:
+    """Of the rollouts that the generator gave a log-prob that is not finite, by their index."""
+    found = {}
+    for place, completion in enumerate(group.completions):
+        bad = np.flatnonzero(~np.isfinite(completion.log_probs))
+        if len(bad):
+            value = str(float(completion.log_probs[bad[0]]))
+            found[place] = LeftOut(group.prompt.id, place, int(bad[0]), value, "generator")
+    return found
+
+
+def add_log_probs(batch: Batch, columns: Rows[NDArray[np.float32]], source: Literal["trainer", "reference"]) -> Batch:
+    """The batch with a field "proximal_log_prob" or "reference_log_prob", without rollouts whose values are not finite.
+
+    Such a rollout's reward counts in its group's baseline all the same: what was sampled and scored is sound.
+    """
+    name = "proximal_log_prob" if source == "trainer" else "reference_log_prob"
+    kept, left_out = [], list(batch.left_out)
+    for row, (sequence, column) in enumerate(zip(batch.sequences, columns)):
+        bad = np.flatnonzero(sequence.mask & ~np.isfinite(column))
+        if len(bad):
+            answer, value = int(bad[0] - np.flatnonzero(sequence.mask)[0]), str(float(column[bad[0]]))
+            left_out.append(LeftOut(*batch.places[row], answer, value, source))
+        else:
+            kept.append(row)
+    sequences = with_field([batch.sequences[row] for row in kept], name, [columns[row] for row in kept])
+    places = [batch.places[row] for row in kept]
+    return Batch(sequences, batch.owners[kept], _without(batch.fates, {name for name, _ in places}), places, left_out)
+
+
+def _without(fates: Fates, left: set[str]) -> Fates:
+    """The fates where of the trained prompts those that are not `left` are dropped."""
+    lost = [name for name in fates.trained if name not in left]
+    now = Fates([name for name in fates.trained if name in left], fates.filtered, fates.dropped)
+    if lost:
+        now.add(Fates(dropped={NOT_FINITE: lost}))
+    return now
 
 
 def with_field(sequences: Rows[Sequence], name: str, columns: Rows[NDArray[np.float32]]) -> list[Sequence]:

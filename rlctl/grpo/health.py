@@ -46,6 +46,12 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
             patience=bounds.failed_reward_steps,
             cause=cause,
         ),
+        Ceiling(
+            "non_finite",
+            "rollouts/non_finite",
+            0,
+            "rollouts left out because a log-prob of theirs is not finite: {value:.0f}",
+        ),
         Decline(
             "accuracy",
             "validation/accuracy",

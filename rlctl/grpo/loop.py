@@ -22,9 +22,9 @@ from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.running import Counters
 from rlctl.generation.stream import Deliver, RolloutStream
-from rlctl.grpo.batch import Batch, Group, make_batch, with_field
+from rlctl.grpo.batch import Batch, Group, add_log_probs, make_batch
 from rlctl.grpo.feed import Feed, Span
-from rlctl.grpo.health import grpo_health
+from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.loss import GrpoLoss
 from rlctl.grpo.metrics import (
     Lane,
@@ -39,6 +39,7 @@ from rlctl.grpo.metrics import (
     validation_metrics,
 )
 from rlctl.grpo.mismatch import mismatch
+from rlctl.grpo.probe import parity
 from rlctl.grpo.scoring import GroupScorer
 from rlctl.grpo.seeds import VALIDATION, rollout_seeds
 from rlctl.refit.refit import Refit
@@ -47,6 +48,7 @@ from rlctl.telemetry.recorder import StepRecorder
 from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.checkpoints import Checkpoint
 from rlctl.training.client import TrainerClient
+from rlctl.training.health import HealthStop
 from rlctl.training.interface import Totals
 from rlctl.training.keeper import Keeper
 from rlctl.training.loop import Loop
@@ -131,7 +133,7 @@ class GrpoLoop(Loop):
 
     def step(self) -> None:
         """One step: N groups, `updates_per_step` updates, the generator brought up to date."""
-        number, config = self.done + 1, self._config.grpo
+        number = self.done + 1
         record = StepRecorder(self._parts.keeper.events, number)
         # Not those of the last step's end: what a validation samples belongs to no step.
         self._counters = self._feed.stream.counters()
@@ -142,19 +144,20 @@ class GrpoLoop(Loop):
         self._feed.wait(self.done, span)
         groups = self._feed.take(self.done, span)
         with record.phase("advantage"):
-            batch = make_batch(groups, config, self.done if self._async else None)
+            batch = self._batch(groups, ahead)
         if self._parts.pool.sleeps:
             with record.phase("sleep"):
                 self._parts.pool.rest()
         measured: dict[str, float] = {}
         if self._needs_log_probs and batch.sequences:
             with record.phase("log_probs"):
-                batch, measured = self._add_log_probs(batch)
+                batch, measured = self._add_log_probs(batch, ahead)
         with record.phase("train"):
             updates = self._update(batch, ahead)
         groups, batch = ahead.with_last(groups, batch)
         moved = self._refit(number, record, span)
         self.done = number
+        measured |= self._parity(record)
         metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
         if self._streams:
             metrics["train/parts"] = float(ahead.parts + 1)
@@ -175,7 +178,7 @@ class GrpoLoop(Loop):
         trainer = self._parts.trainer
         while self._streams and (groups := self._feed.take_part(self.done, trainer.worthwhile, span)):
             with record.phase("advantage"):
-                batch = make_batch(groups, self._config.grpo, self.done)
+                batch = self._batch(groups, ahead)
             with record.phase("train"):
                 if batch.sequences:
                     ahead.totals = trainer.accumulate(batch.sequences, self._loss, ahead.totals)
@@ -184,11 +187,49 @@ class GrpoLoop(Loop):
             ahead.batches.append(batch)
         return ahead
 
+    def _batch(self, groups: list[Group], ahead: "Ahead") -> Batch:
+        batch = make_batch(groups, self._config.grpo, self.done if self._async else None)
+        self._refuse_many(batch, ahead)
+        return batch
+
+    def _refuse_many(self, batch: Batch, ahead: "Ahead") -> None:
+        """Raise FloatingPointError if more rollouts of the step are left out than the config allows."""
+        left_out = [each for part in (*ahead.batches, batch) for each in part.left_out]
+        config, share = self._config.grpo, self._config.health.max_non_finite_rollouts
+        rollouts = config.num_prompts_per_step * config.num_generations_per_prompt
+        if left_out:
+            self._details["non_finite"] = f"first {left_out[0]}"
+        if len(left_out) > share * rollouts:
+            raise FloatingPointError(
+                f"{len(left_out)} of {rollouts} rollouts have a log-prob that is not finite, at most {share:.0%} "
+                f"(health.max_non_finite_rollouts): first {left_out[0]}"
+            )
+
     def _update(self, batch: Batch, ahead: "Ahead") -> list[dict[str, float]]:
         trainer = self._parts.trainer
         if ahead.totals:
             return [trainer.train(batch.sequences, self._loss, ahead.totals)]
-        return [trainer.train(share, self._loss) for share in batch.shares(self._config.grpo.updates_per_step)]
+        updates: list[dict[str, float]] = []
+        for share in batch.shares(count := self._config.grpo.updates_per_step):
+            try:
+                updates.append(trainer.train(share, self._loss))
+            except FloatingPointError as error:
+                if not updates:
+                    raise
+                # The weights are between two steps: no checkpoint is made of them.
+                which, newest = f"step {self.done + 1}, update {len(updates) + 1} of {count}", self._parts.keeper.newest
+                raise HealthStop(f"{which}: {error}, as the updates before made them; {newest}") from error
+        return updates
+
+    def _parity(self, record: StepRecorder) -> dict[str, float]:
+        """In an asynchronous run, every so many steps: the mismatch under equal weights. A synchronous run's own tokens
+        tell it."""
+        every = self._config.health.parity_every
+        if not self._async or not every or self.done % every:
+            return {}
+        with record.phase("parity"):
+            prompts = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)
+            return {PARITY: parity(self._config, self._parts, prompts, self.done).token_mult_prob_error}
 
     def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
         """The generator comes to `version`; what was trained makes room, which async fills at once."""
@@ -220,22 +261,25 @@ class GrpoLoop(Loop):
             lengths = [len(completion.tokens) for group in groups for completion in group]
             metrics |= validation_metrics(self._parts.score(prompts, groups), lengths)
 
-    def _add_log_probs(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
-        sequences, measured = batch.sequences, {}
+    def _add_log_probs(self, batch: Batch, ahead: "Ahead") -> tuple[Batch, dict[str, float]]:
+        trainer, measured = self._parts.trainer, dict[str, float]()
         if self._loss.proximal == "recompute":
-            ours = self._parts.trainer.log_probs(sequences)
-            theirs = [sequence.fields["behaviour_log_prob"] for sequence in sequences]
-            gap = mismatch(theirs, ours, [sequence.mask for sequence in sequences])
-            measured = {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
-            sequences = with_field(sequences, "proximal_log_prob", ours)
-        if self._loss.kl_coef > 0:
-            reference = self._parts.trainer.log_probs(sequences, reference=True)
-            sequences = with_field(sequences, "reference_log_prob", reference)
-        return Batch(sequences, batch.owners, batch.fates), measured
+            batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer")
+            if batch.sequences:
+                ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "behaviour_log_prob"))
+                gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
+                measured = {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
+        if self._loss.kl_coef > 0 and batch.sequences:
+            batch = add_log_probs(batch, trainer.log_probs(batch.sequences, reference=True), "reference")
+        self._refuse_many(batch, ahead)
+        return batch, measured
 
     def _record(self, record: StepRecorder, groups: list[Group], batch: Batch, metrics: dict[str, float]) -> None:
         keeper, devices = self._parts.keeper, self._parts.devices
-        keeper.rollouts(self.done, asdict(batch.fates), lambda: _shown(groups, self._parts.score.decode))
+        fates = asdict(batch.fates) | (
+            {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
+        )
+        keeper.rollouts(self.done, fates, lambda: _shown(groups, self._parts.score.decode))
         vitals = self._parts.vitals.read()
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)

@@ -21,6 +21,7 @@ def rollout_metrics(groups: Rows[Group], batch: Batch) -> dict[str, float]:
     scores = [score for group in groups for score in group.scores]
     lengths = np.array([len(completion.tokens) for completion in completions])
     return reward_metrics(scores) | {
+        "rollouts/non_finite": float(len(batch.left_out)),
         "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
         "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
         "length/max": float(lengths.max(initial=0)),

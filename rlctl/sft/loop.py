@@ -40,18 +40,19 @@ class SftLoop(Loop):
         super().__init__(config.sft.num_steps, parts.keeper, parts.source.cursor, write, stop, health)
         self._config, self._parts = config, parts
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next = self._prepare()
+        self._next = self._prepare(parts.source.cursor.position)
 
     def step(self) -> None:
         """One step: a batch of samples, one update."""
         number, size = self.done + 1, self._config.sft.batch_size
-        record = StepRecorder(self._parts.keeper.events, number)
+        record, cursor = StepRecorder(self._parts.keeper.events, number), self._parts.source.cursor
         with record.phase("data"):
             batch = self._next.result()
-            self._parts.source.cursor.draw(size)
-            self._next = self._prepare()
+            self._next = self._prepare(cursor.position + size)
         with record.phase("train"):
             metrics = self._parts.trainer.train(batch, NllLoss())
+        # Not before the update, which may be refused: a checkpoint knows what was trained.
+        cursor.draw(size)
         self.done = number
         tokens, times = sum(batch.lengths), record.finish()
         speed = {
@@ -65,10 +66,9 @@ class SftLoop(Loop):
             speed["throughput/mfu"] = share
         self._parts.keeper.step(number, {"version": number, **metrics, **speed, **times})
 
-    def _prepare(self) -> "Future[Prepared]":
-        """The batch after the cursor, which moves when the batch is trained: a checkpoint knows what was."""
-        source, trainer = self._parts.source, self._parts.trainer
-        first, size = source.cursor.position, self._config.sft.batch_size
+    def _prepare(self, first: int) -> "Future[Prepared]":
+        """The batch from that draw on, which the cursor passes when the batch is trained."""
+        source, trainer, size = self._parts.source, self._parts.trainer, self._config.sft.batch_size
         return self._threads.submit(lambda: trainer.prepare(_sequences(source.ahead(first, size))))
 
     def validate(self) -> None:

@@ -14,6 +14,8 @@ MEANING = {
     "reward/failed_share": "the same as a share of the step's rollouts (health.max_failed_reward_share)",
     "reward/NAME/mean": "mean of one reward, before its weight",
     "reward/NAME/failed": "rollouts for which it failed",
+    "rollouts/non_finite": "rollouts that no update sees: a log-prob of theirs is NaN or infinite",
+    "mismatch/parity": "as mismatch/token_mult_prob_error, over a few tokens sampled and compared under equal weights",
     "loss/policy": "policy loss",
     "loss/kl": "KL to the reference, nats a token",
     "loss/entropy": "entropy, nats a token",

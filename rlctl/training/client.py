@@ -14,6 +14,7 @@ from rlctl.training.interface import Loss, LossInParts, Totals
 from rlctl.training.plan import plan_micro_batches
 from rlctl.training.sequences import Sequence
 from rlctl.training.worker import Share
+from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import WorkerGroup
 
 
@@ -52,9 +53,16 @@ class TrainerClient:
     def train(self, batch: Rows[Sequence] | Prepared, loss: Loss, before: Totals | None = None) -> dict[str, float]:
         """One optimizer update on all sequences; normalisers are over all of them.
 
-        before: what `accumulate` returned; the batch is then the update's last part.
+        before: what `accumulate` returned; the batch is then the update's last part. Raises FloatingPointError, with
+        nothing updated, for a loss or a gradient norm that is not finite.
         """
-        metrics: dict[str, float] = self._run("train", batch, loss, before)[0]
+        try:
+            metrics: dict[str, float] = self._run("train", batch, loss, before)[0]
+        except WorkerError as error:
+            if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
+                raise
+            # The rank that holds a bad gradient names it; the others know but that there is one.
+            raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
         return metrics
 
     def accumulate(self, batch: Rows[Sequence], loss: LossInParts, before: Totals | None) -> Totals:

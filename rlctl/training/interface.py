@@ -91,6 +91,9 @@ class TrainerRank(Protocol):
 
         before: the totals of the parts that `accumulate` took; `totals` are then of those and this part together, and
         the loss is a `LossInParts`.
+
+        Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
+        finite.
         """
 
     def accumulate(

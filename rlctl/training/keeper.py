@@ -95,6 +95,12 @@ class Keeper:
         self.events.emit("checkpoint", step=step, path=str(checkpoint.path), seconds=seconds)
         return checkpoint
 
+    @property
+    def newest(self) -> str:
+        """The newest checkpoint, in words."""
+        found = self.checkpoints.latest()
+        return f"the last checkpoint is of step {found.step}" if found else "there is no checkpoint"
+
     def _score(self) -> float | None:
         name = self._checkpoint.metric
         value = self.measured.get(name.removeprefix("-"))

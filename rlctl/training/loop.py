@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.data.cursor import Cursor
-from rlctl.training.checkpoints import Checkpoint
+from rlctl.training.checkpoints import Checkpoint, CheckpointError
 from rlctl.training.health import Health, HealthStop
 from rlctl.training.keeper import Keeper, WriteTrainer
 
@@ -26,6 +26,8 @@ class Loop(ABC):
     ) -> None:
         self._num_steps, self._keeper, self._cursor, self._write, self._stop = num_steps, keeper, cursor, write, stop
         self._health = health
+        # Of the step just done: a check's name -> what its warning says besides.
+        self._details: dict[str, str] = {}
         self.done = 0
 
     def run(self, start: int) -> None:
@@ -36,12 +38,16 @@ class Loop(ABC):
         self.done = start
         if start == 0 and not self._stop() and self._keeper.validation_due(0, last=False):
             self.validate()
-            self._judge()
+            self._judge(start)
         while self.done < self._num_steps and not self._stop():
-            self.step()
+            self._details.clear()
+            try:
+                self.step()
+            except FloatingPointError as error:
+                raise self._stopped(f"step {self.done + 1}: {error}", start) from error
             if self._keeper.validation_due(self.done, self._last()):
                 self.validate()
-            self._judge()
+            self._judge(start)
             if self._keeper.checkpoint_due(self.done, self._last()):
                 self.save()
         # A stop may have come after the checkpoint was found not to be due.
@@ -52,17 +58,26 @@ class Loop(ABC):
         """Take up what `save_with` kept."""
         self._health.load_state_dict(checkpoint.state.get("health", {}))
 
-    def _judge(self) -> None:
+    def _judge(self, start: int) -> None:
         """Say what of the step just done is outside its bound. Raises HealthStop, with a checkpoint of the step."""
         warnings = self._health.look(self.done, self._keeper.measured)
+        said = []
         for each in warnings:
-            what = f"step {each.step}: {each.what}"
+            detail = self._details.get(each.check)
+            said.append(f"step {each.step}: {each.what}{f': {detail}' if detail else ''}")
             fields = {"check": each.check, "step": each.step, "value": each.value, "bound": each.bound}
-            self._keeper.events.emit("warning", what=what, **fields)
-        if fatal := next((each for each in warnings if each.fatal), None):
-            if self.done and self._keeper.saved != self.done:
+            self._keeper.events.emit("warning", what=said[-1], **fields)
+        if fatal := [what for what, each in zip(said, warnings) if each.fatal]:
+            raise self._stopped(fatal[0], start)
+
+    def _stopped(self, why: str, start: int) -> HealthStop:
+        """The end of a run for its health's sake, once there is a checkpoint of the last whole step."""
+        try:
+            if start < self.done and self._keeper.saved != self.done:
                 self.save()
-            raise HealthStop(f"step {fatal.step}: {fatal.what}")
+        except CheckpointError as error:
+            return HealthStop(f"{why}; {error}")
+        return HealthStop(f"{why}; {self._keeper.newest}")
 
     @abstractmethod
     def step(self) -> None:

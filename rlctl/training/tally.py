@@ -1,6 +1,7 @@
 """Metrics of one update: summed over micro-batches on the device, read once, joined over ranks once."""
 
 from collections.abc import Callable
+from math import isfinite
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,11 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._loss: Tensor | None = None
 
     def add(self, output: LossOutput) -> None:
+        loss = output.loss.detach().double()
+        self._loss = loss if self._loss is None else self._loss + loss
         for name, value in output.sums.items():
             value = value.detach().double()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
@@ -27,6 +31,11 @@ class Tally:
     def scale(self, factor: Callable[[str], float]) -> None:
         """Multiply every sum so far by the factor of its name."""
         self._sums = {name: value * factor(name) for name, value in self._sums.items()}
+        self._loss = None if self._loss is None else self._loss * factor("loss")
+
+    def loss(self, device: torch.device) -> Tensor:
+        """Return this rank's share of the loss, float64 on `device`; of a rank that counts none, 0."""
+        return torch.zeros((), dtype=torch.float64, device=device) if self._loss is None else self._loss
 
     def join(self) -> dict[str, float]:
         """Over all ranks: sums added, maxima's maximum. A rank without sequences may know fewer names."""
@@ -42,6 +51,19 @@ class Tally:
             for name, value in maxima.items():
                 joined[name] = max(joined.get(name, value), value)
         return joined
+
+
+def check_finite(loss: float, norm: float, where: Callable[[], str]) -> None:
+    """Raise FloatingPointError unless the loss and the gradient norm of an update are finite.
+
+    Both are over all ranks, so that all of them raise, before anything is updated. where: names the worst gradients.
+    """
+    if isfinite(loss) and isfinite(norm):
+        return
+    wrong = [] if isfinite(loss) else [f"the loss is {loss}"]
+    if not isfinite(norm):
+        wrong.append(f"the gradient norm is {norm} ({where()})")
+    raise FloatingPointError(f"{' and '.join(wrong)}; the weights were left as they were")
 
 
 def _read(values: dict[str, Tensor]) -> dict[str, float]:

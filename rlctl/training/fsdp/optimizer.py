@@ -1,11 +1,14 @@
 """AdamW over sharded float32 masters, and the clipping of their gradients by the norm over all ranks."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlctl.config.schema import OptimizerSection
+from rlctl.training.tally import check_finite
 
 Named = dict[str, nn.Parameter]
 
@@ -34,20 +37,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def clip_gradients(parameters: Named, max_norm: float) -> float:
+def clip_gradients(parameters: Named, max_norm: float, loss: Tensor) -> float:
     """Scale all gradients by min(1, max_norm / norm); returns the 2-norm over all ranks before it.
 
-    Raises FloatingPointError, on every rank and with nothing updated, if the norm is not finite.
+    loss: this rank's share, float64. Raises FloatingPointError, on every rank and with nothing updated, if the norm or
+    the loss is not finite: they are reduced and read together, so that the loss costs no wait of its own.
     """
     grads = {name: local(p.grad) for name, p in parameters.items() if p.grad is not None}
     squared = torch.nn.utils.get_total_norm(list(grads.values())).double().square()
-    dist.all_reduce(squared)
-    norm = squared.sqrt().item()
-    if not norm < float("inf"):
-        bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
-        where = f"first in {bad[0]}, {len(bad)} of {len(grads)} tensors" if bad else "on another rank"
-        raise FloatingPointError(f"the gradient norm is {norm} ({where}); the weights were left as they were")
+    both = torch.stack([squared, loss])
+    dist.all_reduce(both)
+    square, total = both.tolist()
+    norm = math.sqrt(square)
+    check_finite(total, norm, lambda: _worst(grads))
     scale = min(1.0, max_norm / (norm + 1e-6))
     for grad in grads.values():
         grad.mul_(scale)
     return norm
+
+
+def _worst(grads: dict[str, Tensor]) -> str:
+    bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
+    return f"first in {bad[0]}, {len(bad)} of {len(grads)} tensors" if bad else "on another rank"

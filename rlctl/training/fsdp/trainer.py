@@ -96,7 +96,7 @@ class FsdpTrainer:
     ) -> dict[str, float]:
         """See TrainerRank. Adds train/grad_norm (before clipping) and train/lr (of this update).
 
-        Raises ValueError without micro-batches, FloatingPointError for a gradient norm that is not finite.
+        Raises ValueError without micro-batches, FloatingPointError for a loss or a gradient norm that is not finite.
         """
         if not micro_batches:
             raise ValueError("an update needs at least one micro-batch on every rank")
@@ -105,7 +105,8 @@ class FsdpTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         tally = self._gradients(micro_batches, loss, totals, before)
-        norm = clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        max_norm = self._config.optimizer.max_grad_norm
+        norm = clip_gradients(self._parameters, max_norm, tally.loss(self._device))
         self._state.wait()
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -134,7 +135,7 @@ class FsdpTrainer:
         for p in self._parameters.values():
             if p.grad is not None:
                 local(p.grad).zero_()
-        clip_gradients(self._parameters, self._config.optimizer.max_grad_norm)
+        clip_gradients(self._parameters, self._config.optimizer.max_grad_norm, Tally().loss(self._device))
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._state.wait()

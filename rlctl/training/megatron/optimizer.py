@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlctl.config.parallel import hosted_share
 from rlctl.config.schema import TrainerSection
+from rlctl.training.tally import check_finite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,18 +49,18 @@ class Optimizer:
         self._ddp.zero_grad_buffer()
         self._chained.zero_grad(set_to_none=True)
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, loss: Tensor) -> float:
         """One update at rate `lr`; returns the gradients' 2-norm over all ranks before clipping.
 
-        Raises FloatingPointError, on every rank and with nothing updated, if the norm is not finite.
+        loss: this rank's share. Raises FloatingPointError, on every rank and with nothing updated, if the norm or the
+        loss is not finite.
         """
         self._set_rate(lr)
         self._chained.prepare_grads()
+        # Ahead of the norm, for which the host waits in any case: to read the loss is no wait of its own then.
+        dist.all_reduce(loss)
         norm = float(self._chained.get_grad_norm())
-        if not norm < float("inf"):
-            raise FloatingPointError(
-                f"the gradient norm is {norm} ({self._worst()}); the weights were left as they were"
-            )
+        check_finite(float(loss), norm, self._worst)
         self._chained.step()
         return norm
 

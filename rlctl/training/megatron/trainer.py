@@ -137,7 +137,7 @@ class MegatronTrainer:
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         tally = self._gradients(micro_batches, loss, totals, before)
         self._state.wait()
-        norm = self._optimizer.step(lr)
+        norm = self._optimizer.step(lr, tally.loss(self._device))
         self._optimizer.zero_grad()
         self._updates += 1
         return tally.join() | {"train/grad_norm": norm, "train/lr": lr}

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.config.schema import MegatronSection, OptimizerSection, TrainerSection
+from rlctl.config.load import load
+from rlctl.config.schema import GrpoConfig, MegatronSection, OptimizerSection, TrainerSection
+from rlctl.grpo.loss import GrpoLoss
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.plan import plan_micro_batches
 from rlctl.training.sequences import Sequence
@@ -86,6 +88,28 @@ def train_in_parts(one: Any, data: list[Sequence], max_tokens: int, rank: int = 
     return metrics
 
 
+def refused(one: Any, data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """A NaN among the generator's log-probs, which leaves the gradient finite: what an update says of it, whole and in
+    parts, and the weights and log-probs before and after."""
+    config = load("grpo", None, []).config
+    assert isinstance(config, GrpoConfig)
+    loss, poisoned = GrpoLoss.from_config(config), []
+    for index, sequence in enumerate(data):
+        behaviour = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
+        poisoned.append(replace(sequence, fields={**sequence.fields, "behaviour_log_prob": behaviour}))
+    mine, first, last = (share(part, max_tokens, rank, world) for part in (poisoned, poisoned[:2], poisoned[2:]))
+    seen: dict[str, Any] = {"before": weights(one), "said": []}
+    for in_parts in (False, True):
+        before = totals(data[:2]) if in_parts else None
+        if in_parts:
+            one.accumulate(first, loss, before, None)
+        try:
+            one.train(last if in_parts else mine, loss, totals(data), before)
+        except FloatingPointError as error:
+            seen["said"].append(str(error))
+    return seen | {"after": weights(one)}
+
+
 @contextmanager
 def trainer(
     model: Path, folder: Path, rank: int = 0, world: int = 1, device: str = "cpu", **options: Any
@@ -150,3 +174,9 @@ def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> 
         torch.testing.assert_close(
             torch.as_tensor(got[name]), torch.as_tensor(value), atol=atol, rtol=atol, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def assert_refused(seen: dict[str, Any]) -> None:
+    """Both updates were refused for their loss alone, and no bit of the weights changed."""
+    assert seen["said"] == ["the loss is nan; the weights were left as they were"] * 2
+    assert_close(seen["after"], seen["before"], atol=0)

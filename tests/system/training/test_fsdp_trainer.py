@@ -23,8 +23,10 @@ from tests.system.training.scenario import (
     WeightedLoss,
     assert_close,
     assert_compiled_trains_alike,
+    assert_refused,
     plain_log_probs,
     plain_loss,
+    refused,
     sequences,
     share,
     totals,
@@ -311,9 +313,17 @@ class ExplodingLoss:
 def test_a_gradient_that_is_not_finite_stops_the_update(models: dict[Kind, Path], tmp_path: Path) -> None:
     with trainer(models["qwen3"], tmp_path) as one:
         before = weights(one)
-        with pytest.raises(FloatingPointError, match=r"gradient norm is nan \(first in model\.embed_tokens"):
+        with pytest.raises(
+            FloatingPointError, match=r"loss is -inf and the gradient norm is nan \(first in model\.embed_t"
+        ):
             one.train([DATA], ExplodingLoss(), totals(DATA))
         assert_close(weights(one), before, atol=0)
+        one.train([DATA], LOSS, totals(DATA))
+
+
+def test_a_loss_that_is_not_finite_stops_it_though_the_gradient_is(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as one:
+        assert_refused(refused(one, DATA, 64))
         one.train([DATA], LOSS, totals(DATA))
 
 

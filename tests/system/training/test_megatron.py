@@ -20,6 +20,8 @@ from tests.system.training.scenario import (
     MEGATRON,
     WeightedLoss,
     assert_close,
+    assert_refused,
+    refused,
     sequences,
     share,
     totals,
@@ -88,6 +90,8 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             reference = one.reference_log_probs(mine)
             seen["reference"] = [torch.from_numpy(x) for b in reference for x in b]
             seen["next"] = one.train(mine, LOSS, totals(DATA))
+            refusal = refused(one, DATA, 48, rank % shards, shards)
+            seen["refused"] = {key: on_host(each) if key != "said" else each for key, each in refusal.items()}
             torch.save(seen, own / f"rank-{rank}.pt")
 
 
@@ -177,6 +181,12 @@ def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dic
         assert_close(one, other, atol=1e-4)
     for key in ("evaluated", "weights", "next"):
         assert_close(ranks[0][key], want[key], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_loss_that_is_not_finite_is_refused_by_both_ranks(name: str, run: Path) -> None:
+    for rank in (0, 1):
+        assert_refused(seen(run, name, rank)["refused"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

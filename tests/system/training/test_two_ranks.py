@@ -11,6 +11,8 @@ import torch.multiprocessing as mp
 from tests.system.training.scenario import (
     WeightedLoss,
     assert_close,
+    assert_refused,
+    refused,
     sequences,
     share,
     totals,
@@ -43,6 +45,7 @@ def two_ranks(rank: int, folder: Path) -> None:
             # Everything is on rank 0: rank 1 sees no sequence, yet takes part and learns the metrics' names.
             seen["lopsided"] = one.evaluate([DATA] if rank == 0 else [[]], LOSS, totals(DATA))
             seen["next"] = one.train([[]] if rank == 0 else [DATA], LOSS, totals(DATA))
+            seen["refused"] = refused(one, DATA, 24, rank, 2)
             torch.save(seen, folder / kind / f"rank-{rank}.pt")
 
 
@@ -72,6 +75,12 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
             assert_close(rank["weights"], weights(one), atol=1e-6)
         assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS, totals(DATA)), atol=1e-6)
         assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_that_is_not_finite_on_one_rank_is_refused_by_both(kind: Kind, run: Path) -> None:
+    for rank in (0, 1):
+        assert_refused(seen(run, kind, rank)["refused"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,8 @@
 """Every prompt ends in exactly one state, and what is trained is what was sampled."""
 
+from dataclasses import replace
+from typing import Literal
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,7 +11,7 @@ from hypothesis import strategies as st
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Completion
-from rlctl.grpo.batch import Batch, Group, make_batch, with_field
+from rlctl.grpo.batch import NOT_FINITE, Batch, Group, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, None, 1.0)
@@ -114,3 +117,59 @@ def test_parts_joined_are_the_batch_of_all_groups() -> None:
     for one, other in zip(joined.sequences, whole.sequences, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.fields["advantage"], other.fields["advantage"])
+
+
+def spoiled(whole: Group, places: dict[int, tuple[int, float]]) -> Group:
+    """The group with a log-prob of some rollouts, rollout -> (token, value), replaced."""
+    completions = list(whole.completions)
+    for place, (token, value) in places.items():
+        log_probs = completions[place].log_probs.copy()
+        log_probs[token] = value
+        completions[place] = replace(completions[place], log_probs=log_probs)
+    return Group(whole.prompt, completions, whole.scores)
+
+
+def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_baseline() -> None:
+    groups = [
+        spoiled(group("a", [1.0, 0.0, 1.0]), {0: (2, np.nan)}),
+        spoiled(group("b", [1.0]), {0: (0, -np.inf)}),
+    ]
+    batch = make_batch(groups, config(skip=False))
+    assert list(map(str, batch.left_out)) == [
+        "prompt a, rollout 0, token 2: nan of the generator",
+        "prompt b, rollout 0, token 0: -inf of the generator",
+    ]
+    assert batch.places == [("a", 1), ("a", 2)]
+    assert [sequence.fields["advantage"][-1] for sequence in batch.sequences] == [-0.5, 0.5]
+    assert batch.fates.trained == ["a"]
+    assert batch.fates.dropped == {NOT_FINITE: ["b"]}
+    assert all(np.isfinite(sequence.fields["behaviour_log_prob"]).all() for sequence in batch.sequences)
+
+
+@pytest.mark.parametrize("source", ["trainer", "reference"])
+def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Literal["trainer", "reference"]) -> None:
+    batch = make_batch([group("a", [1.0, 0.0]), group("b", [1.0]), group("c", [0.0])], config(skip=False))
+    columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
+    # Where the prompt stands nothing is read.
+    columns[0][0] = np.nan
+    columns[1][4], columns[2][2] = np.inf, np.nan
+    after = add_log_probs(batch, columns, source)
+    assert list(map(str, after.left_out)) == [
+        f"prompt a, rollout 1, token 2: inf of the {source}",
+        f"prompt b, rollout 0, token 0: nan of the {source}",
+    ]
+    assert (after.places, after.owners.tolist()) == ([("a", 0), ("c", 0)], [0, 2])
+    assert after.fates.trained == ["a", "c"]
+    assert after.fates.dropped == {NOT_FINITE: ["b"]}
+    name = {"trainer": "proximal_log_prob", "reference": "reference_log_prob"}[source]
+    assert [sequence.fields[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
+    # The rollout was sampled and scored like the others: its reward stays in the baseline.
+    assert after.sequences[0].fields["advantage"][-1] == 0.5
+
+
+def test_parts_of_a_step_keep_their_places_and_who_was_left_out() -> None:
+    parts = [[spoiled(group("a", [1.0, 0.0]), {1: (0, np.nan)})], [group("b", [1.0, 0.0]), group("c", [1.0])]]
+    joined = Batch.joined([make_batch(part, config(skip=False)) for part in parts], [1, 2])
+    assert joined.places == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
+    assert joined.owners.tolist() == [0, 1, 1, 2]
+    assert [each.rollout for each in joined.left_out] == [1]

@@ -52,6 +52,7 @@ def test_rewards_lengths_and_tokens_of_a_step() -> None:
             "reward/failed_share": 0,
             "reward/exact/mean": 0.75,
             "reward/exact/failed": 0,
+            "rollouts/non_finite": 0,
             "length/mean": 5,
             "length/p90": 7.4,
             "length/max": 8,

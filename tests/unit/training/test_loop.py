@@ -29,6 +29,7 @@ class Diary(Loop):
         at_end: bool = True,
         stop: Callable[[list[str]], bool] = lambda _: False,
         ill_at: int = 0,
+        broken_at: int = 0,
     ) -> None:
         run = RunDir.create("r", root)
         events = EventLog(run.events)
@@ -41,12 +42,14 @@ class Diary(Loop):
             TelemetrySection("off", False, None, 0, None),
         )
         self.book: list[str] = []
-        self.run_dir, self._ill_at = run, ill_at
+        self.run_dir, self._ill_at, self._broken_at = run, ill_at, broken_at
         self.kept = keeper.checkpoints
         health = Health([Ceiling("height", "height", 2, "height {value}, at most {bound}")], stop=True)
         super().__init__(steps, keeper, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)
 
     def step(self) -> None:
+        if self.done + 1 == self._broken_at:
+            raise FloatingPointError("the loss is nan")
         self._cursor.draw(1)
         self.done += 1
         self.book.append(f"step {self.done}")
@@ -136,7 +139,7 @@ def test_a_checkpoint_says_where_the_data_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_whose_health_forbids_to_go_on_is_saved_and_says_why(tmp_path: Path) -> None:
     diary = Diary(tmp_path, steps=9, ill_at=2)
-    with pytest.raises(HealthStop, match=r"^step 2: height 3\.0, at most 2$"):
+    with pytest.raises(HealthStop, match=r"^step 2: height 3\.0, at most 2; the last checkpoint is of step 2$"):
         diary.run(0)
     assert diary.book == ["step 1", "step 2", "save 2"]
     (warning,) = (event for event in read_records(diary.run_dir.events) if event["kind"] == "warning")
@@ -161,3 +164,17 @@ def test_a_resumed_run_knows_what_it_has_said(tmp_path: Path) -> None:
     second.resume(latest)
     second.run(2)
     assert second.book == ["step 3", "save 3"]
+
+
+def test_an_update_that_is_not_finite_stops_the_run_with_a_checkpoint_of_before(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, steps=9, save=2, broken_at=4)
+    with pytest.raises(HealthStop, match=r"^step 4: the loss is nan; the last checkpoint is of step 3$"):
+        diary.run(0)
+    assert diary.book == ["step 1", "step 2", "save 2", "step 3", "save 3"]
+
+
+def test_in_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, steps=9, broken_at=1)
+    with pytest.raises(HealthStop, match=r"^step 1: the loss is nan; there is no checkpoint$"):
+        diary.run(0)
+    assert diary.book == []
