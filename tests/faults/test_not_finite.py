@@ -1,0 +1,116 @@
+"""Runs whose numbers break: said, counted, left out, or stopped before the update with the weights of before kept."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.faults.runs import Run, read
+from tests.tiny_models import make_model
+
+# A character that a prompt may hold and that is never sampled, whose embedding is no number.
+POISON = "?"
+
+
+def poisoned_model(folder: Path) -> Path:
+    """A model in which whatever stands after a `?` is NaN, and nothing else."""
+    make_model(folder, "llama", scale=1.0)
+    index = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][POISON]
+    weights = load_file(folder / "model.safetensors")
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    # A direction in which all tokens agree, and that speaks against this one.
+    embedding[:, 0], head[:, 0], head[index, 0] = 3.0, 0.0, -100.0
+    embedding[index] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def rows(path: Path, *prompts: str) -> Path:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "12"}) + "\n" for prompt in prompts))
+    return path
+
+
+def warnings(run: Run, check: str) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["kind"] == "warning" and event.get("check") == check]
+
+
+def unharmed(checkpoint: Path) -> bool:
+    """No weight of the export is NaN or infinite but those that were from the start."""
+    weights = load_file(checkpoint / "hf" / "model.safetensors")
+    return [name for name, tensor in weights.items() if not tensor.isfinite().all()] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.slow
+def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_update(tmp_path: Path) -> None:
+    good = [f"{i}+1=" for i in range(8)]
+    data = rows(tmp_path / "data.jsonl", *good, *good[:7], "1?2=", *(f"{i}?1=" for i in range(8)))
+    # Something to learn from.
+    reward = tmp_path / "odd.py"
+    reward.write_text("def odd(prompt, completion, answer, row):\n    return len(completion) % 2\n")
+    run = Run(
+        tmp_path, "nan", f"model.path={poisoned_model(tmp_path / 'model')}", f"data.train.path={data}",
+        f"rewards=[{{name: '{reward}:odd'}}]", "data.shuffle=false", "validation.every=0", "grpo.num_steps=9",
+        "health.max_non_finite_rollouts=0.2", "checkpoint.every=0", "generation.max_new_tokens=4",
+    )  # fmt: skip
+    assert run.end() == 1, run.text()
+
+    # In step 2 one prompt of eight, four rollouts each; in step 3 all of them.
+    steps = run.steps()
+    assert [step["rollouts/non_finite"] for step in steps] == [0, 4]
+    assert all(step["loss/policy"] == pytest.approx(0, abs=1) and step["train/grad_norm"] > 0 for step in steps)
+    (said,) = warnings(run, "non_finite")
+    assert said["step"] == 2
+    assert said["what"].endswith("left out because a log-prob of theirs is not finite: 4: first prompt e0-r15, "
+                                 "rollout 0, token 0: nan of the generator")  # fmt: skip
+    second = next(r for r in read(run.path / "rollouts.jsonl") if r["kind"] == "prompts" and r["step"] == 2)
+    assert [(each["prompt_id"], each["rollout"], each["source"]) for each in second["left_out"]] == [
+        ("e0-r15", rollout, "generator") for rollout in range(4)
+    ]
+    assert second["dropped"] == {"log-probs that are not finite": ["e0-r15"]}
+    assert len(second["trained"]) == 7
+
+    (end,) = (event for event in run.events() if event["kind"] == "run_ended")
+    assert end["reason"].startswith("step 3: 32 of 32 rollouts have a log-prob that is not finite, at most 20%")
+    assert end["reason"].endswith("nan of the generator; the last checkpoint is of step 2")
+    assert end["next"][0] == f"rlctl train grpo --resume {run.path}"
+    assert unharmed(run.path / "checkpoints" / "step_2")
+    assert "warnings non finite (step 2)" in " ".join(run.text().split())
+
+
+@pytest.mark.slow
+def test_sft_tells_of_a_jump_and_stops_before_an_update_that_is_not_finite(tmp_path: Path) -> None:
+    learnt, new = ["1+2="] * 15, "9-8*7/6="
+    run = Run(
+        tmp_path, "sft", f"model.path={poisoned_model(tmp_path / 'model')}",
+        f"data.train.path={rows(tmp_path / 'data.jsonl', *learnt, new, '3?4=', *learnt)}",
+        "model.random_init=false", "data.shuffle=false", "validation.every=0", "sft.num_steps=20", "sft.batch_size=1",
+        "trainer.optimizer.lr=0.002", "trainer.optimizer.warmup_steps=0", "checkpoint.every=0",
+        "health.max_grad_norm_ratio=3", "health.grad_norm_window=4",
+        kind="sft",
+    )  # fmt: skip
+    assert run.end() == 1, run.text()
+    assert [step["step"] for step in run.steps()] == list(range(1, 17))
+    (said,) = warnings(run, "grad_norm") or [{}]
+    assert said, [step["train/grad_norm"] for step in run.steps()]
+    assert (said["step"], said["bound"]) == (16, 3)
+    assert said["value"] > 3
+    (end,) = (event for event in run.events() if event["kind"] == "run_ended")
+    assert end["reason"].startswith("step 17: the loss is nan and the gradient norm is nan (first in ")
+    assert end["reason"].endswith("the weights were left as they were; the last checkpoint is of step 16")
+    checkpoint = run.path / "checkpoints" / "step_16"
+    assert unharmed(checkpoint)
+    assert json.loads((checkpoint / "state.json").read_text())["cursor"]["index"] == 16, "sample 17 was not trained"
+
+
+@pytest.mark.long  # the same stop, by a rate of learning
+@pytest.mark.slow
+def test_a_rate_at_which_weights_overflow_stops_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path, "wild", "trainer.optimizer.lr=1e30", "sft.num_steps=9", "validation.every=0", kind="sft")
+    assert run.end() == 1, run.text()
+    (end,) = (event for event in run.events() if event["kind"] == "run_ended")
+    assert re.match(rf"step {len(run.steps()) + 1}: the (loss|gradient norm) is (nan|inf)", end["reason"])
+    assert (run.path / "checkpoints" / f"step_{len(run.steps())}" / "state.json").exists()
