@@ -39,6 +39,8 @@ class RunState:
     health: dict[str, dict[int, Record]] = field(default_factory=dict)
     status: Status = "new"
     checkpoint_metric: str = ""
+    # health.max_token_mult_prob_error of the config.
+    mismatch_bound: float = float("inf")
 
     @property
     def algorithm(self) -> str:
@@ -176,7 +178,7 @@ class RunReader:
         for record in [*events[-1:], *metrics[-1:]]:
             self._newest = max(self._newest, float(record.get("time", 0.0)))
         if not self.state.checkpoint_metric:
-            self.state.checkpoint_metric = _checkpoint_metric(self._config)
+            self.state.checkpoint_metric, self.state.mismatch_bound = _of_config(self._config)
         self._judge()
         return bool(events or metrics)
 
@@ -219,11 +221,13 @@ def _numbers(record: Record) -> Record:
     return {name: value for name, value in record.items() if name == "kind" or isinstance(value, (int, float))}
 
 
-def _checkpoint_metric(config: Path) -> str:
+def _of_config(config: Path) -> tuple[str, float]:
+    """Return what best means, and the bound on the mismatch where there is one."""
     import yaml
 
     try:
         loaded: Any = yaml.safe_load(config.read_text())
-        return str(loaded["checkpoint"]["metric"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return ""
+        bound = (loaded.get("health") or {}).get("max_token_mult_prob_error", "inf")
+        return str(loaded["checkpoint"]["metric"]), float(bound)
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
+        return "", float("inf")

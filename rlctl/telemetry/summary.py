@@ -75,6 +75,8 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     # Where older weights sample, the largest says how far training came in between, not that anything is wrong.
     if (mismatch := state.values("mismatch/token_mult_prob_error")) and not any(state.values("age/max")):
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
+    if parity := state.values("mismatch/parity"):
+        yield "parity", f"{error_factor(max(parity))} at most (1 is exact), under equal weights"
     if state.health:
         yield "warnings", " · ".join(_warned(check, list(said)) for check, said in state.health.items())
     peaks = [

@@ -8,8 +8,7 @@ from rlctl.telemetry.panels.canvas import Row, box, row
 from rlctl.telemetry.panels.draw import spark
 from rlctl.telemetry.state import RunState
 
-# token_mult_prob_error above this says that generator and trainer disagree.
-MISMATCH_LIMIT = 1.02
+MISMATCH, PARITY = "mismatch/token_mult_prob_error", "mismatch/parity"
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,8 @@ METRICS = {
         Metric("grad norm", "train/grad_norm"),
         Metric("length", "length/mean"),
         Metric("truncated", "length/truncated", percent),
-        Metric("mismatch", "mismatch/token_mult_prob_error", error_factor),
+        Metric("mismatch", MISMATCH, error_factor),
+        Metric("parity", PARITY, error_factor),
         Metric("entropy", "loss/entropy"),
         Metric("clip low", "ratio/clipped_low", percent),
         Metric("clip high", "ratio/clipped_high", percent),
@@ -80,16 +80,18 @@ def learning(state: RunState, width: int, height: int) -> list[Row]:
 
 def _line(state: RunState, metric: Metric, width: int) -> Row:
     value = state.latest(metric.name)
-    # Tokens of older weights differ from the trainer's by what it has learnt since: the ages panel shows them apart.
-    older = (state.latest("age/max") or 0) > 0
-    differs = metric.name.startswith("mismatch/") and value is not None and value > MISMATCH_LIMIT and not older
-    alarmed = metric.trouble or differs
+    # Tokens of older weights differ from the trainer's by what it has learnt since, so the bound is on others, sampled
+    # under equal weights: the parity. The ages panel shows the older ones apart.
+    asynchronous = "age/max" in state.last
+    judged = metric.name == (PARITY if asynchronous else MISMATCH)
+    alarmed = metric.trouble or (judged and value is not None and value > state.mismatch_bound)
     colour = "bold red" if alarmed else metric.style
+    label = "off-policy" if metric.name == MISMATCH and asynchronous else metric.label
     values = state.values(metric.name)
     # What changes by less than is shown is constant to who reads it.
     constant = bool(values) and metric.show(min(values)) == metric.show(max(values))
     return row(
-        (f"{metric.label:<10}", "bright_black"),
+        (f"{label:<10}", "bright_black"),
         (f"{metric.show(value):>9}", "bold red" if alarmed else "bold"),
         (" ▲" if alarmed else "  ", colour),
         (spark([0.0] * len(values) if constant else values, min(width - 21, 40)), colour),

@@ -85,7 +85,7 @@ def write_run(
     """A run of `steps` of 20 steps with a validation and a checkpoint every 5; ended: its status, None: not yet."""
     run = RunDir.create(name, root)
     run.start_attempt()
-    run.config.write_text("checkpoint:\n  metric: validation/accuracy\n")
+    run.config.write_text("checkpoint:\n  metric: validation/accuracy\nhealth:\n  max_token_mult_prob_error: 1.02\n")
     clock = Ticker()
     events = EventLog(run.events, clock)
     log = MetricsLog(run.metrics, events, now=clock)

@@ -71,7 +71,13 @@ def test_a_mismatch_of_older_weights_is_no_alarm(tmp_path: Path) -> None:
         tmp_path, metrics=lambda step: {**async_metrics(step), "mismatch/token_mult_prob_error": 1.021}
     ).path
     text = "\n".join(screen(path, 140, 40))
-    assert "1.02100" in text and "▲" not in text
+    assert "off-policy  1.02100" in text and "▲" not in text and "mismatch  " not in text.partition("age trained")[0]
+
+
+def test_a_mismatch_under_equal_weights_is_an_alarm_of_an_asynchronous_run_too(tmp_path: Path) -> None:
+    path = write_run(tmp_path, metrics=lambda step: {**async_metrics(step), "mismatch/parity": 1.021}).path
+    text = "\n".join(screen(path, 140, 40))
+    assert "parity      1.02100 ▲" in text and "off-policy  1.00030  " in text
 
 
 def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def test_an_asynchronous_run_is_told_by_its_ages_and_what_to_change(tmp_path: Pa
     assert "age of groups mean 0.750 · at most 2 steps · mixed versions 25.0%" in text
     assert "advice trainer waits 20% for stragglers: raise async.max_trajectory_age_steps" in text
     assert "mismatch" not in text
+    equal = write_run(
+        tmp_path / "equal", metrics=lambda step: {**async_metrics(step), "mismatch/parity": 1 + step / 1e4}
+    )
+    assert "parity 1.00200 at most (1 is exact), under equal weights" in " ".join(summary(equal.path).split())
 
 
 def test_failed_rewards_are_counted(tmp_path: Path) -> None:
