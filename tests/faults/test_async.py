@@ -22,6 +22,7 @@ SETTINGS = (
     *("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", "generation.max_restarts=20"),
     # A group at a time, and small packs: the trainer waits, and trains steps in parts.
     *("generation.forced_lengths=[8, 1.0]", "generation.max_num_seqs=8", "trainer.micro_batch_tokens=64"),
+    "health.parity_every=2",
 )
 CHECKPOINTS = ("checkpoint.every=2", "validation.every=0")
 
@@ -87,6 +88,10 @@ def keeps_both(run: Run, last: int) -> None:
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, last + 1))
     assert all(step["age/max"] <= AGE for step in steps)
+    # Whatever was sampled by older weights, under equal ones trainer and engine agree.
+    parity = {step["step"]: step["mismatch/parity"] for step in steps if "mismatch/parity" in step}
+    assert list(parity) == list(range(2, last + 1, 2))
+    assert max(parity.values()) < 1.0001
     assert max(step["age/max"] for step in steps) > 0
     assert max(step["train/parts"] for step in steps) > 1
     assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,25 +13,28 @@ from safetensors.torch import load_file, save_file
 from tests.faults.runs import Run, read
 from tests.tiny_models import make_model
 
-# A character that a prompt may hold and that is never sampled, whose embedding is no number.
-POISON = "?"
+# Two characters that are never sampled: one whose embedding is no number, and one that is only as unlikely.
+POISON, UNLIKELY = "?", "y"
 
 
 def poisoned_model(folder: Path) -> Path:
     """A model in which whatever stands after a `?` is NaN, and nothing else."""
     make_model(folder, "llama", scale=1.0)
-    index = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"][POISON]
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     weights = load_file(folder / "model.safetensors")
     embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    # A direction in which all tokens agree, and that speaks against this one.
-    embedding[:, 0], head[:, 0], head[index, 0] = 3.0, 0.0, -100.0
-    embedding[index] = torch.nan
+    # A direction in which all tokens agree, and that speaks against these two.
+    embedding[:, 0], head[:, 0] = 3.0, 0.0
+    head[[vocabulary[POISON], vocabulary[UNLIKELY]], 0] = -100.0
+    embedding[vocabulary[POISON]] = torch.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def rows(path: Path, *prompts: str) -> Path:
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "12"}) + "\n" for prompt in prompts))
+def rows(path: Path, *prompts: str, answers: dict[int, str] | None = None) -> Path:
+    """A data set; answers: of certain rows, else 12."""
+    pairs = ({"prompt": prompt, "answer": (answers or {}).get(row, "12")} for row, prompt in enumerate(prompts))
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     return path
 
 
@@ -83,27 +87,25 @@ def test_rollouts_with_a_nan_are_left_out_and_too_many_stop_the_run_before_the_u
 
 @pytest.mark.slow
 def test_sft_tells_of_a_jump_and_stops_before_an_update_that_is_not_finite(tmp_path: Path) -> None:
-    learnt, new = ["1+2="] * 15, "9-8*7/6="
+    data = rows(tmp_path / "data.jsonl", *["1+2="] * 12, "1?2=", *["1+2="] * 9, answers={11: UNLIKELY})
     run = Run(
-        tmp_path, "sft", f"model.path={poisoned_model(tmp_path / 'model')}",
-        f"data.train.path={rows(tmp_path / 'data.jsonl', *learnt, new, '3?4=', *learnt)}",
+        tmp_path, "sft", f"model.path={poisoned_model(tmp_path / 'model')}", f"data.train.path={data}",
         "model.random_init=false", "data.shuffle=false", "validation.every=0", "sft.num_steps=20", "sft.batch_size=1",
-        "trainer.optimizer.lr=0.002", "trainer.optimizer.warmup_steps=0", "checkpoint.every=0",
-        "health.max_grad_norm_ratio=3", "health.grad_norm_window=4",
+        "trainer.optimizer.lr=1e-6", "checkpoint.every=0",
         kind="sft",
     )  # fmt: skip
     assert run.end() == 1, run.text()
-    assert [step["step"] for step in run.steps()] == list(range(1, 17))
+    norms = [step["train/grad_norm"] for step in run.steps()]
+    assert len(norms) == 12
     (said,) = warnings(run, "grad_norm") or [{}]
-    assert said, [step["train/grad_norm"] for step in run.steps()]
-    assert (said["step"], said["bound"]) == (16, 3)
-    assert said["value"] > 3
+    assert (said.get("step"), said.get("bound")) == (12, 20), norms
+    assert said["value"] == pytest.approx(norms[-1] / median(norms[:-1]))
     (end,) = (event for event in run.events() if event["kind"] == "run_ended")
-    assert end["reason"].startswith("step 17: the loss is nan and the gradient norm is nan (first in ")
-    assert end["reason"].endswith("the weights were left as they were; the last checkpoint is of step 16")
-    checkpoint = run.path / "checkpoints" / "step_16"
+    assert end["reason"].startswith("step 13: the loss is nan and the gradient norm is nan (first in ")
+    assert end["reason"].endswith("the weights were left as they were; the last checkpoint is of step 12")
+    checkpoint = run.path / "checkpoints" / "step_12"
     assert unharmed(checkpoint)
-    assert json.loads((checkpoint / "state.json").read_text())["cursor"]["index"] == 16, "sample 17 was not trained"
+    assert json.loads((checkpoint / "state.json").read_text())["cursor"]["index"] == 12, "sample 13 was not trained"
 
 
 @pytest.mark.long  # the same stop, by a rate of learning
