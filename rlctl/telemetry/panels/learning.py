@@ -57,6 +57,11 @@ LEGENDS = {
         "learn · effective: end to end",
         "mismatch 1: exact · uniform: rewards all equal · effective: end to end",
     ),
+    "async": (
+        "off-policy: token probability, engine to trainer, with the tokens' age · parity: under equal weights, 1 is "
+        "exact · effective: end to end",
+        "off-policy: mismatch with age · parity: without, 1 is exact",
+    ),
 }
 
 
@@ -70,7 +75,8 @@ def metrics_of(state: RunState) -> list[Metric]:
 
 def legend(state: RunState, width: int) -> str:
     """Explain the metrics that need it within `width` cells; empty where that is too narrow, or none does."""
-    return next((text for text in LEGENDS.get(state.algorithm, ()) if len(text) <= width), "")
+    kind = "async" if "age/max" in state.last else state.algorithm
+    return next((text for text in LEGENDS.get(kind, ()) if len(text) <= width), "")
 
 
 def learning(state: RunState, width: int, height: int) -> list[Row]:
