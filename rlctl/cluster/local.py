@@ -68,14 +68,14 @@ def _watched(lost: Callable[[str], None]) -> Iterator[None]:
     """Look after Ray's head and this machine's raylet: a driver without them works on for a minute, then Ray ends it
     without a word."""
     own = psutil.Process().children()
-    watched = [process for process in own if process.name() in _NEEDED]
+    watched = [(process, name) for process in own if (name := process.name()) in _NEEDED]
     left = threading.Event()
 
     def look() -> None:
         while not left.wait(_LOOK_S):
-            for process in watched:
-                if not process.is_running() or process.status() == psutil.STATUS_ZOMBIE:
-                    lost(f"Ray's {process.name()} (process {process.pid}) is gone")
+            for process, name in watched:
+                if not _lives(process):
+                    lost(f"Ray's {name} (process {process.pid}) is gone")
                     return
 
     thread = threading.Thread(target=look, name="ray-watch", daemon=True)
@@ -85,6 +85,13 @@ def _watched(lost: Callable[[str], None]) -> Iterator[None]:
     finally:
         left.set()
         thread.join()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _root() -> str:

@@ -74,7 +74,7 @@ class Waits:
         wait.told = lasted
         workers = ", ".join(f"{name} ({state})" if state else name for name, state in late)
         end = f"given up after run.deadline_s={wait.deadline_s:g}"
-        self._warn(f"the driver waits for {workers} since {lasted:.0f} s, call {wait.call}; {self.where()}; {end}")
+        self._warn(f"the driver has waited {lasted:.0f} s for {workers}, call {wait.call}; {self.where()}; {end}")
 
 
 def condition(pid: int | None) -> str:

@@ -180,7 +180,7 @@ def test_a_stalled_worker_is_explained_in_a_synchronous_run(run: Run, name: str)
 
     def explained() -> list[str]:
         warnings = [event["what"] for event in run.events() if event["kind"] == "warning"]
-        return [what for what in warnings if f"waits for {name} (process {pid} is stopped: kill -CONT {pid})" in what]
+        return [what for what in warnings if f" s for {name} (process {pid} is stopped: kill -CONT {pid})" in what]
 
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -34,8 +34,10 @@ def test_a_stopped_worker_is_named_with_what_wakes_it_and_where_the_run_is() -> 
         process.wait()
         waits.close()
     state = f"process {process.pid} is stopped: kill -CONT {process.pid}"
-    assert told[0].startswith(f"the driver waits for trainer-0 ({state}) since ")
-    assert told[0].endswith(" s, call train; trainer at version 3; given up after run.deadline_s=60")
+    assert told[0].startswith("the driver has waited ")
+    assert told[0].endswith(
+        f" s for trainer-0 ({state}), call train; trainer at version 3; given up after run.deadline_s=60"
+    )
 
 
 def test_a_call_that_takes_as_long_as_the_one_before_it_is_not_worth_a_word() -> None:
