@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.architecture import read_architecture
 from rlctl.config.schema import ModelSection
+from rlctl.training.headers import check_weights
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -31,20 +33,16 @@ class ModelFiles:
     def find(cls, model: ModelSection, run_dir: Path, seed: int) -> "ModelFiles":
         """Facts of a folder or hub name; a hub model is downloaded once into the Hugging Face cache.
 
-        With `random_init` the folder is made anew inside the run directory, once for all attempts.
+        With `random_init` the folder is made anew inside the run directory, once for all attempts. Raises ModelError
+        for a model that rlctl does not train, and for weights that are quantised, cut short or missing.
         """
         source = model.path if Path(model.path).is_dir() else _download(model.path)
+        sizes = read_architecture(Path(source) / "config.json")
+        if not model.random_init:
+            check_weights(Path(source))
         folder = _random(source, run_dir / "init", seed) if model.random_init else source
-        config = _read(Path(folder) / "config.json")
-        stops = _ids(_read(Path(folder) / "generation_config.json")) or _ids(config)
-        return cls(
-            folder,
-            source,
-            int(config["max_position_embeddings"]),
-            stops,
-            int(config["num_hidden_layers"]),
-            int(config["num_attention_heads"]) * int(config.get("head_dim") or _head_dim(config)),
-        )
+        stops = _ids(_read(Path(folder) / "generation_config.json")) or _ids(_read(Path(folder) / "config.json"))
+        return cls(folder, source, sizes.max_positions, stops, sizes.layers, sizes.heads * sizes.head_dim)
 
 
 def _ids(config: dict[str, Any]) -> tuple[int, ...]:
@@ -52,10 +50,6 @@ def _ids(config: dict[str, Any]) -> tuple[int, ...]:
     if stops is None:
         return ()
     return tuple(stops) if isinstance(stops, list) else (int(stops),)
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return int(config["hidden_size"]) // int(config["num_attention_heads"])
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -82,4 +76,6 @@ def _reason(ended: subprocess.CompletedProcess[str]) -> str:
 def _download(name: str) -> str:
     from huggingface_hub import snapshot_download
 
+    # Two kilobytes say whether the weights are worth fetching.
+    read_architecture(Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json")
     return str(snapshot_download(name, allow_patterns=_FILES))

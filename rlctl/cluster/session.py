@@ -23,6 +23,7 @@ from rlctl.cluster.ground import Ground
 from rlctl.cluster.interrupts import Interrupts
 from rlctl.cluster.jobs.record import JobRecord
 from rlctl.cluster.placement import PlacementError
+from rlctl.config.errors import ModelError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.datasets import DataError
 from rlctl.refit.messages import RefitError
@@ -43,7 +44,7 @@ from rlctl.workers.waits import Waits
 
 # Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
-_BAD_INPUT = (DataError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
+_BAD_INPUT = (DataError, ModelError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
 _LONGEST_PAUSE_S = 60.0
 # Who submits a job lets go of the run's lock when Ray has said yes, which the driver may be ahead of.
 _HANDED_OVER_S = 30.0

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.config.errors import ModelError
+
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+# What is the same for a sequence alone and in a pack of many. transformers' dynamic and longrope follow the longest
+# sequence of a batch, vLLM's a fixed length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class Architecture:
     experts_per_token: int
     expert_intermediate: int
     sparse_layers: int
+    activation: str
+    norm_topk_prob: bool
 
     @property
     def attention_parameters(self) -> int:
@@ -98,28 +105,34 @@ def config_file(model: str) -> Path | None:
 
 
 def architecture_of(model: str) -> Architecture | None:
-    """Of a model folder or hub name; None when its config.json is not here. Raises ValueError as below."""
+    """Of a model folder or hub name; None when its config.json is not here. Raises ModelError as below."""
     file = config_file(model)
     return read_architecture(file) if file else None
 
 
 def read_architecture(file: Path) -> Architecture:
-    """Raises ValueError with one line: not JSON, another kind of model, a size missing."""
+    """Raises ModelError: not JSON, a size missing, another kind of model, quantised, windows, an odd rotary scale."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} is not JSON: {error}") from error
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     if kind not in MODEL_TYPES:
-        raise ValueError(f"model_type {kind} in {file}: must be one of {', '.join(MODEL_TYPES)}")
+        raise ModelError(f"model_type {kind} in {file}: must be one of {', '.join(MODEL_TYPES)}")
+    if what := _quantised(raw) or _rope(raw):
+        raise ModelError(f"{file}: {what}")
     try:
+        if what := _window(kind, raw):
+            raise ModelError(f"{file}: {what}")
         return _architecture(kind, raw)
     except KeyError as error:
-        raise ValueError(f"{file} has no {error.args[0]}") from error
+        raise ModelError(f"{file} has no {error.args[0]}") from error
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{file}: a size must be a whole number above 0: {error}") from error
 
 
 def _architecture(kind: str, raw: dict[str, Any]) -> Architecture:
-    hidden, layers, heads = (raw[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    hidden, layers, heads = (_size(raw, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     qwen3 = kind in ("qwen3", "qwen3_moe")
     return Architecture(
         model_type=kind,
@@ -128,8 +141,8 @@ def _architecture(kind: str, raw: dict[str, Any]) -> Architecture:
         heads=heads,
         kv_heads=raw.get("num_key_value_heads") or heads,
         head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
-        intermediate=raw["intermediate_size"],
-        vocab=raw["vocab_size"],
+        intermediate=_size(raw, "intermediate_size"),
+        vocab=_size(raw, "vocab_size"),
         max_positions=_max_positions(raw),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias", False)),
@@ -141,14 +154,77 @@ def _architecture(kind: str, raw: dict[str, Any]) -> Architecture:
         experts_per_token=raw.get("num_experts_per_tok", 8) if kind == "qwen3_moe" else 0,
         expert_intermediate=raw.get("moe_intermediate_size", 768) if kind == "qwen3_moe" else 0,
         sparse_layers=_sparse_layers(raw, layers) if kind == "qwen3_moe" else 0,
+        activation=str(raw.get("hidden_act", "silu")),
+        norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
     )
 
 
+def _size(raw: dict[str, Any], name: str) -> int:
+    value = raw[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def _quantised(raw: dict[str, Any]) -> str | None:
+    """What is wrong with weights that config.json calls quantised."""
+    key = next((name for name in ("quantization_config", "compression_config") if raw.get(name)), None)
+    if key is None:
+        return None
+    found = raw[key] if isinstance(raw[key], dict) else {}
+    bits = next((size for size in (4, 8) if found.get(f"load_in_{size}bit")), found.get("bits") or found.get("w_bit"))
+    method = str(found.get("quant_method") or found.get("quant_type") or "quantised")
+    what = f"{method}, {bits} bits" if bits else method
+    advice = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
+    return f"{key} says {what}: rlctl does not train quantised weights; {advice}"
+
+
+def _window(kind: str, raw: dict[str, Any]) -> str | None:
+    """What is wrong with an attention that does not see the whole sequence, as transformers 5.19 and vLLM read it.
+
+    Qwen2 and Qwen3: layers from max_window_layers on, unless layer_types lists them. Qwen3-MoE: all layers. Llama has
+    no window in transformers, but one of all layers in vLLM.
+    """
+    listed = raw.get("layer_types")
+    if kind != "qwen3_moe" and listed:
+        odd = sorted({str(each) for each in listed} - {"full_attention"})
+        return f"layer_types has {odd[0]}, and rlctl trains full attention alone" if odd else None
+    key = "sliding_window" if kind == "llama" else "use_sliding_window"
+    window = raw.get("sliding_window", None if kind == "llama" else 4096)
+    if not window or not raw.get(key):
+        return None
+    if kind in ("qwen2", "qwen3") and raw.get("max_window_layers", 28) >= raw["num_hidden_layers"]:
+        return None
+    off = "null" if kind == "llama" else "false"
+    return (
+        f"{key} is set, and rlctl trains full attention alone; {key}: {off} there changes nothing for sequences of at "
+        f"most {window} tokens"
+    )
+
+
+def _rotary(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(type, parameters) of the rotary embedding's scale."""
+    scale = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    scale = scale if isinstance(scale, dict) else {}
+    return str(scale.get("rope_type") or scale.get("type") or "default"), scale
+
+
+def _rope(raw: dict[str, Any]) -> str | None:
+    kind = _rotary(raw)[0]
+    if kind in ROPE_TYPES:
+        return None
+    known = ", ".join(ROPE_TYPES)
+    return f"rope_type {kind}: must be one of {known}, which turn a token the same whatever it is packed with"
+
+
 def _max_positions(raw: dict[str, Any]) -> int:
-    """max_position_embeddings, or what a scaled rotary embedding stretches it to."""
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    stretched = rope.get("original_max_position_embeddings", 0) * rope.get("factor", 1)
-    return max(int(raw["max_position_embeddings"]), int(stretched))
+    """max_position_embeddings, which llama3 and yarn have stretched already; linear stretches it by its factor.
+
+    So do vLLM (`_get_and_verify_max_len`) and transformers (`_compute_yarn_parameters`) read it.
+    """
+    kind, scale = _rotary(raw)
+    factor = float(scale.get("factor") or 1) if kind == "linear" else 1
+    return int(_size(raw, "max_position_embeddings") * factor)
 
 
 def _sparse_layers(raw: dict[str, Any], layers: int) -> int:

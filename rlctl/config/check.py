@@ -25,15 +25,22 @@ from rlctl.config.broken import BrokenValueError
 from rlctl.config.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.config.check_inputs import check_dataset, check_reward, check_run_folder, check_run_name
 from rlctl.config.check_offload import check_offload, idle_offload
-from rlctl.config.check_parallel import check_backend, check_batch, check_cpu_optimizer, check_layout
+from rlctl.config.check_parallel import (
+    check_backend,
+    check_batch,
+    check_cpu_optimizer,
+    check_layout,
+    check_megatron_model,
+)
 from rlctl.config.check_trackers import check_trackers
-from rlctl.config.errors import Problem
+from rlctl.config.errors import ModelError, Problem
 from rlctl.config.nearest import KEYS
 from rlctl.config.parallel import layout
 from rlctl.config.plan import longest_sequence
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.config.shipped import is_shipped
 from rlctl.config.tree import Origin
+from rlctl.training.headers import check_weights
 
 Problems = Iterator[Problem]
 T = TypeVar("T")
@@ -147,11 +154,19 @@ def _model(view: View) -> Problems:
         return
     try:
         read_architecture(file)
-    except ValueError as error:
+    except ModelError as error:
         yield view.problem("model.path", str(error))
-    if not view.config.model.random_init and not any(file.parent.glob("model*.safetensors")):
-        what = f"{file.parent} has no model.safetensors; model.random_init=true starts from random weights"
-        yield view.problem("model.path", what, "model.random_init")
+        return
+    # What the hub's cache holds of a model may be a part; the run fetches the rest, and looks at it then.
+    if not view.config.model.random_init and os.path.isdir(path):
+        if any(file.parent.glob("model*.safetensors")):
+            try:
+                check_weights(file.parent)
+            except (ModelError, OSError) as error:
+                yield view.problem("model.path", str(error))
+        else:
+            what = f"{file.parent} has no model.safetensors; model.random_init=true starts from random weights"
+            yield view.problem("model.path", what, "model.random_init")
     tokenizer = Path(view.config.model.tokenizer or file.parent)
     if os.path.isfile(tokenizer):
         yield view.problem("model.tokenizer", f"{tokenizer} is a file; needed: a folder that has a tokenizer.json")
@@ -257,7 +272,8 @@ def _parallel(view: View) -> Problems:
     sizes = _unless_broken(lambda: view.architecture)
     # None too where there is none: `_batch` says so.
     sequences = _unless_broken(lambda: resolve.sequences_per_update(view.config)) or None
-    for found in (check_backend(trainer), check_layout(trainer, sizes, sequences), check_cpu_optimizer(trainer, sizes)):
+    of_model = (check_megatron_model(trainer, sizes), check_cpu_optimizer(trainer, sizes))
+    for found in (check_backend(trainer), check_layout(trainer, sizes, sequences), *of_model):
         with suppress(BrokenValueError):
             yield from (view.problem(key, what, *others) for key, what, others in found)
 
@@ -298,6 +314,10 @@ def _async(view: View, config: GrpoConfig) -> Problems:
 
 def _engines(view: View, config: GrpoConfig) -> Problems:
     sizes, size = view.architecture, config.generation.tensor_parallel_size
+    if sizes is not None and sizes.activation != "silu":
+        yield view.problem(
+            "model.path", f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone"
+        )
     if sizes is not None and sizes.heads % size:
         fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
         what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"

@@ -20,6 +20,7 @@ from rlctl.config.schema import MOST_SEQUENCES, GrpoConfig, RunConfig, TrainerSe
 
 Found = Iterator[tuple[str, str, tuple[str, ...]]]
 _SECTION = "trainer.megatron"
+_MODEL = ("model.path",)
 # What a key is judged against besides the model: the problem stands where the last of them was written.
 _AGAINST = {
     "world": ("tensor", "pipeline", "context"),
@@ -58,6 +59,19 @@ def check_backend(trainer: TrainerSection) -> Found:
                     f"{dumps(value)} needs trainer.backend=megatron: {why}",
                     ("trainer.backend",),
                 )
+
+
+def check_megatron_model(trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    """What Megatron-core's layers, as rlctl builds them, cannot be."""
+    if trainer.backend == "fsdp" or sizes is None:
+        return
+    biased = sizes.output_bias or sizes.mlp_bias
+    if biased or sizes.activation != "silu":
+        what = "with biases" if biased else f"with hidden_act {sizes.activation}"
+        yield "trainer.backend", f"megatron trains no {sizes.model_type} {what}; use trainer.backend=fsdp", _MODEL
+    if sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
+        what = "megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1"
+        yield "trainer.backend", f"{what}; use trainer.backend=fsdp", _MODEL
 
 
 def check_layout(trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> Found:

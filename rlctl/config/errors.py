@@ -1,6 +1,7 @@
 """What is wrong with a config: every problem is one line that says where, which key, what, and what is right.
 
 ConfigError          all problems of one config at once; the command line turns it into exit code 2
+ModelError           what keeps one model from being trained
 """
 
 from collections.abc import Iterable
@@ -32,6 +33,10 @@ class ConfigError(Exception):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
         super().__init__("\n".join(map(str, self.problems)))
+
+
+class ModelError(ValueError):
+    """A model that rlctl does not train, or weights that cannot be used; one line for the user."""
 
 
 def shortened(text: str, most: int = LONGEST) -> str:

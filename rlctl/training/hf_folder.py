@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlctl.training.headers import check_weights, weight_files
+
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
 Shape = tuple[int, ...]
@@ -77,18 +79,14 @@ class WeightFiles:
     """The safetensors of a folder, opened lazily; reads one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FileNotFoundError if the folder holds no safetensors."""
+        """Raises ModelError if the folder's safetensors are missing, cut short or quantised."""
         from safetensors import safe_open
 
-        index = folder / "model.safetensors.index.json"
-        names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["model.safetensors"]
-        missing = [name for name in names if not (folder / name).exists()]
-        if missing:
-            raise FileNotFoundError(f"{folder} has no {missing[0]}: weights are read from safetensors only")
+        check_weights(folder)
         self.folder = folder
         self._file: dict[str, Any] = {}
-        for name in sorted(names):
-            handle: Any = safe_open(folder / name, framework="pt")
+        for file in weight_files(folder):
+            handle: Any = safe_open(file, framework="pt")
             self._file |= dict.fromkeys(handle.keys(), handle)
 
     def names(self) -> list[str]:

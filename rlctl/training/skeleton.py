@@ -20,7 +20,9 @@ def skeleton(folder: Path, device: torch.device) -> Any:
     config = AutoConfig.from_pretrained(folder)
     if config.model_type not in KINDS:
         raise ValueError(f"{folder} is a {config.model_type} model; rlctl trains {', '.join(KINDS)}")
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+    # Qwen3-MoE has no layer_types: a window is every layer's.
+    window = config.model_type == "qwen3_moe" and config.sliding_window is not None
+    if window or set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         raise ValueError(f"{folder} uses sliding-window attention, which packed attention does not do")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.register())

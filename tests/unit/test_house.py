@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "rlctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RANK = {"cli": 0, "bench": 1, "config": 1, "environment": 1, "cluster": 2, "grpo": 3, "sft": 3}
 RANK |= dict.fromkeys(("data", "generation", "rewards", "training", "refit"), 4) | {"workers": 5}
-PLAIN = ("schema", "cluster_schema", "resolve", "parallel", "residency", "errors")
+PLAIN = ("schema", "cluster_schema", "resolve", "parallel", "residency", "errors", "architecture")
 PLAIN = tuple(f"rlctl.config.{name}" for name in PLAIN)
 ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "telemetry")}
 

@@ -81,7 +81,9 @@ class Policy(GPTModel):  # type: ignore[misc]
 
 
 def check_supported(hf: Any) -> None:
-    """Raises ValueError for biases or an activation that these layers do not have."""
+    """Raises ValueError for biases, an activation or a router that these layers do not have."""
+    if hf.model_type == "qwen3_moe" and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
+        raise ValueError("one expert a token with norm_topk_prob is for trainer.backend=fsdp")
     if hf.hidden_act != "silu" or getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and _biased(hf)):
         raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
 

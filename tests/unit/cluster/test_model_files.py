@@ -10,13 +10,16 @@ from rlctl.cluster.model_files import ModelFiles
 from rlctl.config.schema import ModelSection
 from rlctl.training.random_init import write_random_model
 from tests.tiny_models import EOS, make_model
+from tests.unit.config.folders import weights
 
 FACTS = {"max_position_embeddings": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
+FACTS |= {"intermediate_size": 64, "vocab_size": 32}
 
 
 def folder_of(root: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
     root.mkdir(exist_ok=True)
-    (root / "config.json").write_text(json.dumps({**FACTS, **config}))
+    (root / "config.json").write_text(json.dumps({"model_type": "llama", **FACTS, **config}))
+    (root / "model.safetensors").write_bytes(weights())
     if generation is not None:
         (root / "generation_config.json").write_text(json.dumps(generation))
     return root
@@ -74,6 +77,6 @@ def test_a_random_model_is_made_once_in_the_run_directory_and_the_seed_decides_i
 
 
 def test_a_shape_that_makes_no_model_is_an_error_that_says_why(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"no random model in the shape of .*m: .*unknown-architecture"):
-        find(folder_of(tmp_path / "m", {"model_type": "unknown-architecture"}), tmp_path / "run", True)
+    with pytest.raises(RuntimeError, match=r"no random model in the shape of .*m: .*validate_architecture"):
+        find(folder_of(tmp_path / "m", {"num_attention_heads": 3}), tmp_path / "run", True)
     assert not (tmp_path / "run" / "init").exists()

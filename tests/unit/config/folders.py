@@ -40,12 +40,18 @@ data:
 """
 
 
+def weights(made_by: str = "tests") -> bytes:
+    """A safetensors file of no tensors."""
+    header = json.dumps({"__metadata__": {"made_by": made_by}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
 def write(folder: Path) -> Path:
     """Fills `folder`; grpo.recipe.yaml and sft.recipe.yaml there have no problems."""
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(MODEL))
     (folder / "model/tokenizer.json").write_text("{}")
-    (folder / "model/model.safetensors").write_bytes(b"")
+    (folder / "model/model.safetensors").write_bytes(weights())
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
     (folder / "mine.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")

@@ -62,11 +62,6 @@ def test_a_published_size(tmp_path: Path) -> None:
     assert architecture.kv_values_per_token == 2 * 28 * 8 * 128
 
 
-def test_a_stretched_rotary_embedding_counts(tmp_path: Path) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    assert read_architecture(written(tmp_path, QWEN3_0_6B | {"rope_scaling": rope})).max_positions == 131072
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -30,7 +30,7 @@ MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size":
 QWEN3_8B = Architecture(
     model_type="qwen3", hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936,
     max_positions=40960, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, experts=0,
-    experts_per_token=0, expert_intermediate=0, sparse_layers=0,
+    experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ GIB = 1 << 30
 ONE_LAYER = Architecture(
     model_type="llama", hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10,
     max_positions=64, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, experts=0,
-    experts_per_token=0, expert_intermediate=0, sparse_layers=0,
+    experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
 )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_other_data_are_refused(home: Path) -> None:
 
 def test_another_reference_policy_is_refused_where_there_is_one(home: Path) -> None:
     other = copy(home, "other")
-    (home / "other/model.safetensors").write_bytes(b"other weights")
+    (home / "other/model.safetensors").write_bytes(folders.weights("others"))
     assert keys(facts(), facts(other)) == []
     kl = "grpo.loss.kl_coef=0.1"
     assert keys(facts(kl), facts(kl)) == []

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlctl.config.errors import ModelError
 from rlctl.training import hf_folder
 from rlctl.training.hf_folder import WeightFiles, unfuse, write_folder
 from tests.tiny_models import make_model
@@ -42,7 +43,7 @@ def test_a_tensor_of_another_shape_is_refused_not_broadcast(tmp_path: Path) -> N
 
 
 def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="read from safetensors only"):
+    with pytest.raises(ModelError, match="read from safetensors only"):
         WeightFiles(tmp_path)
 
 

@@ -1,0 +1,66 @@
+"""What a folder's safetensors hold, from their headers alone: names, dtypes, sizes. No torch, and no weight is read.
+
+Quantised weights mean nothing without their scales, which rlctl does not apply. They are refused by the name of a
+tensor, whatever config.json says.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.errors import ModelError
+
+# safetensors' own bound.
+_LONGEST_HEADER = 100_000_000
+_SCALES = re.compile(
+    r"(.*\.)?(\w*_scale(_inv|_2|s)?|scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)"
+)
+_PLAIN = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors of a Hugging Face folder. Raises ModelError: one is missing, or the index is broken."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ModelError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise ModelError(f"{folder} has no {missing[0]}: weights are read from safetensors only")
+    return [folder / name for name in names]
+
+
+def check_weights(folder: Path) -> None:
+    """Raise ModelError if a file of the folder is missing, cut short, or holds a tensor of quantised weights."""
+    for file in weight_files(folder):
+        for name, entry in _header(file).items():
+            dtype = str(entry["dtype"])
+            if _SCALES.fullmatch(name):
+                raise ModelError(f"{file}: {name} belongs to quantised weights, which rlctl does not train; {_PLAIN}")
+            if re.match(r"F[468]_|F8|F4", dtype) or (name.endswith(".weight") and re.match("[IU]", dtype)):
+                raise ModelError(f"{file}: {name} is {dtype}: rlctl does not train quantised weights; {_PLAIN}")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Return tensor name -> {dtype, shape, data_offsets}. Raises ModelError."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            raise ModelError(f"{file} is a Git LFS pointer, not the weights; get them: git lfs pull")
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise ModelError(f"{file} is no safetensors file, or was cut short: {size:,} bytes")
+        text = stream.read(length)
+    try:
+        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        end = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        assert all("dtype" in entry for entry in tensors.values())
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RecursionError) as error:
+        raise ModelError(f"{file} is no safetensors file: its header cannot be read") from error
+    if end != size:
+        raise ModelError(f"{file} was cut short: {size:,} of {end:,} bytes; copy or download it again")
+    return tensors

@@ -1,0 +1,164 @@
+"""Models that rlctl does not train are refused from config.json alone, as transformers reads it, before any start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.architecture import read_architecture
+from rlctl.config.errors import ConfigError, ModelError
+from rlctl.config.load import load
+from tests.unit.cli.conftest import Rlctl
+from tests.unit.config.folders import MODEL
+
+REMEDY = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
+
+
+@pytest.fixture(autouse=True)
+def model(home: Path) -> Path:
+    return home / "model/config.json"
+
+
+def write(model: Path, **values: Any) -> None:
+    model.write_text(json.dumps(MODEL | values))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "gptq, 4 bits"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemm"}, "awq, 4 bits"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "compressed-tensors"),
+        ({"quant_method": "a method of tomorrow"}, "a method of tomorrow"),
+        ("odd", "quantised"),
+    ],
+)
+@pytest.mark.parametrize("command", [("config", "check"), ("train", "grpo", "--dry-run"), ("train", "grpo")])
+def test_a_quantised_checkpoint(rlctl: Rlctl, model: Path, values: Any, said: str, command: tuple[str, ...]) -> None:
+    write(model, quantization_config=values)
+    done = rlctl(*command, "grpo.recipe.yaml")
+    assert (done.code, done.out) == (2, "")
+    what = f"{model}: quantization_config says {said}: rlctl does not train quantised weights; {REMEDY}"
+    assert done.err.splitlines() == [
+        f"error: grpo.recipe.yaml:3: model.path: {what}",
+        "1 problem; nothing was started",
+    ]
+
+
+def test_quantised_weights_without_a_word_of_it_in_config_json(rlctl: Rlctl, model: Path) -> None:
+    entry = {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}
+    header = json.dumps({"model.norm.weight": entry}).encode()
+    (model.parent / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"xx")
+    for command in (("config", "check"), ("train", "grpo", "--dry-run"), ("train", "grpo")):
+        done = rlctl(*command, "grpo.recipe.yaml")
+        assert (done.code, done.out) == (2, "")
+        assert f"model.safetensors: model.norm.weight is F8_E4M3: rlctl does not train quantised weights; {REMEDY}" in (
+            done.err
+        )
+    assert rlctl("config", "check", "grpo.recipe.yaml", "model.random_init=true").code == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "sliding_window": 64},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"use_sliding_window": False, "sliding_window": 64},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+        {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention"] * 2},
+        {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_sliding_windows_are_those_of_transformers(model: Path, kind: str, values: dict[str, Any]) -> None:
+    import torch
+    from transformers import AutoConfig
+
+    from rlctl.training.skeleton import skeleton
+
+    if kind == "qwen3_moe" and "layer_types" in values:
+        values = {key: value for key, value in values.items() if key != "layer_types"}
+    model.write_text(json.dumps({**MODEL, **MIXTURE, "model_type": kind, **values}))
+    config = AutoConfig.from_pretrained(model.parent)
+    types = ["sliding_attention"] if kind == "qwen3_moe" and config.sliding_window else []
+    if "sliding_attention" not in (getattr(config, "layer_types", None) or types):
+        read_architecture(model)
+        skeleton(model.parent, torch.device("cpu"))
+        return
+    with pytest.raises(ModelError, match="rlctl trains full attention alone"):
+        read_architecture(model)
+    with pytest.raises(ValueError, match="sliding-window attention"):
+        skeleton(model.parent, torch.device("cpu"))
+
+
+def test_a_window_is_refused_by_config_check_without_torch(rlctl: Rlctl, model: Path) -> None:
+    write(model, **MIXTURE, use_sliding_window=True, sliding_window=64)
+    done = rlctl("config", "check", "grpo.recipe.yaml")
+    what = "use_sliding_window is set, and rlctl trains full attention alone; use_sliding_window: false there changes "
+    assert f"{model}: {what}nothing for sequences of at most 64 tokens" in done.err
+    write(model, model_type="llama", sliding_window=64)
+    assert "sliding_window: null there" in rlctl("config", "check", "grpo.recipe.yaml").err
+
+
+@pytest.mark.parametrize(
+    ("scale", "longest"),
+    [
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 128}, 256),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 256),
+        ({"rope_type": "linear", "factor": 4.0}, 1024),
+        ({"type": "linear", "factor": 2}, 512),
+        ({"rope_type": "default"}, 256),
+        ({"rope_theta": 10000.0}, 256),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_longest_sequence_is_what_a_scaled_rotary_embedding_means(
+    home: Path, model: Path, key: str, scale: dict[str, Any], longest: int
+) -> None:
+    """As vLLM 0.32's `_get_and_verify_max_len` derives it: what is longer, its engine refuses once all is up."""
+    write(model, **{key: scale})
+    assert read_architecture(model).max_positions == longest
+    load("grpo", "grpo.recipe.yaml", [f"model.max_length={longest}", "trainer.micro_batch_tokens=2048"])
+    with pytest.raises(ConfigError, match=f"must be at most {longest}"):
+        load("grpo", "grpo.recipe.yaml", [f"model.max_length={longest + 1}", "trainer.micro_batch_tokens=2048"])
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_rotary_embedding_that_depends_on_the_batch(model: Path, kind: str) -> None:
+    write(model, rope_scaling={"rope_type": kind, "factor": 4.0})
+    with pytest.raises(ModelError, match=f"rope_type {kind}: must be one of default, linear, llama3, yarn, which turn"):
+        read_architecture(model)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (MIXTURE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, "megatron has no router for one expert a token"),
+        ({"hidden_act": "gelu"}, "megatron trains no qwen3 with hidden_act gelu; use trainer.backend=fsdp"),
+        ({"attention_bias": True}, "megatron trains no qwen3 with biases; use trainer.backend=fsdp"),
+    ],
+)
+def test_what_megatron_has_no_layers_for(model: Path, values: dict[str, Any], expected: str) -> None:
+    write(model, **values)
+    with pytest.raises(ConfigError) as caught:
+        load("sft", "sft.recipe.yaml", ["trainer.backend=megatron"])
+    assert [str(each) for each in caught.value.problems if expected in each.what]
+    load("sft", "sft.recipe.yaml", [])
+    write(model, **MIXTURE, num_experts_per_tok=1)
+    load("sft", "sft.recipe.yaml", ["trainer.backend=megatron"])
+
+
+@pytest.mark.parametrize("size", [0, -1, "many", None, [], {}, 1.5])
+def test_sizes_that_are_none(model: Path, size: Any) -> None:
+    for key in ("hidden_size", "num_attention_heads", "max_position_embeddings", "num_hidden_layers", "vocab_size"):
+        write(model, **{key: size})
+        with pytest.raises(ModelError):
+            read_architecture(model)
