@@ -136,8 +136,10 @@ def _of_processes(folder: Path) -> dict[str, str]:
     """Return the environment that Ray's processes, and the run's in them, inherit."""
     # gloo and NCCL listen at the address that the host's name stands for, if nothing is said.
     faces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    # Ray would end the driver a minute after its head, without a word and whatever step it is at.
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
     # What engines leave in the temporary folder, compiled kernels too, is nobody else's and goes with ours.
-    return LOOPBACK_ONLY | faces | {"TMPDIR": str(folder)}
+    return LOOPBACK_ONLY | faces | patience | {"TMPDIR": str(folder)}
 
 
 @contextmanager
