@@ -39,15 +39,27 @@ def show(
         raise ConfigError(problems)
 
 
-@app.command(epilog=examples("rlctl config check my.yaml", "rlctl config check my.yaml grpo.num_prompts_per_step=96"))
-def check(arguments: Arguments = None) -> None:
+@app.command(
+    epilog=examples(
+        "rlctl config check my.yaml",
+        "rlctl config check my.yaml --try-rewards",
+        "rlctl config check my.yaml grpo.num_prompts_per_step=96",
+    )
+)
+def check(
+    arguments: Arguments = None,
+    rewards: Annotated[
+        bool, typer.Option("--try-rewards", help="Call each reward on the first row, in a process of its own.")
+    ] = False,
+) -> None:
     """Everything that is wrong with a config, at once, without starting anything."""
+    from rlctl.cli.try_rewards import try_rewards
     from rlctl.config.load import load
     from rlctl.config.tree import show_path
 
     recipe, overrides = split(arguments)
     composed = load(None, recipe or DEFAULT, overrides)
-    note(composed.notes)
+    note([*composed.notes, *([try_rewards(composed, fetch=True)] if rewards else [])])
     command = shlex.join(["rlctl", "train", composed.config.kind, *([recipe] if recipe else []), *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 

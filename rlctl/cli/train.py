@@ -1,5 +1,6 @@
 """`rlctl train`: loads the config, shows the plan or hands the run over; what a run does stands elsewhere."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -10,6 +11,7 @@ import typer
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report, say
 from rlctl.cli.train_there import Where, train_there
+from rlctl.cli.try_rewards import runs_others_code, try_rewards
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -136,7 +138,8 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
     plan = _plan(composed)
     if dry_run:
-        show_plan(composed, plan, resumed)
+        tried = [try_rewards(composed, fetch=False)] if runs_others_code(composed.config) else []
+        show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
     note(composed.notes)

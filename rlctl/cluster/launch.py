@@ -21,6 +21,7 @@ from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
     from rlctl.grpo.loop import Devices, Parts
+    from rlctl.rewards.scorer import Scorer
     from rlctl.workers.group import WorkerGroup
 
 # Room in shared memory beside the weights in transit, for what else a run keeps there.
@@ -48,16 +49,22 @@ def _grpo(session: Session, probe_only: bool) -> None:
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     session.depend_on(made_with(config, Path(files.source)))
+    from rlctl.rewards.scorer import Scorer
+
     with ExitStack() as stack:
+        scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
         threads = stack.enter_context(ThreadPoolExecutor(1))
         loading: list[Future[Prompts]] = []
 
         def begin(placement: Placement) -> None:
             announce(session, config, config.grpo.num_steps, placement)
-            loading.append(threads.submit(_load, config, files, session))
+            loading.append(threads.submit(_load, config, files, session, scorer))
 
         site = stack.enter_context(session.ground.site(session, pools(config), begin))
-        _assembled(stack, site, session, config, files, loading[0], probe_only)
+        if loading[0].done():
+            # What is wrong with data or rewards is known by now, as a rule.
+            loading[0].result()
+        _assembled(stack, site, session, config, files, loading[0], scorer, probe_only)
 
 
 def _assembled(
@@ -67,6 +74,7 @@ def _assembled(
     config: GrpoConfig,
     files: ModelFiles,
     loading: "Future[Prompts]",
+    scorer: "Scorer",
     probe_only: bool,
 ) -> None:
     from rlctl.cluster.processes import engine_seats, engine_spec, refit_options, start_trainers
@@ -76,8 +84,6 @@ def _assembled(
     from rlctl.grpo.probe import probe
     from rlctl.grpo.scoring import GroupScorer
     from rlctl.refit.refit import Refit
-    from rlctl.rewards.base import Item
-    from rlctl.rewards.scorer import Scorer
     from rlctl.training.client import TrainerClient
     from rlctl.training.vitals import Vitals
 
@@ -96,9 +102,6 @@ def _assembled(
     )
     stack.callback(pool.kill)
     prompts = loading.result()
-    scorer = stack.enter_context(Scorer(config.rewards, session.logs, events.emit))
-    first = prompts.train[0]
-    scorer.try_on_sample(Item(first.text, first.answer or "", first.answer, first.row))
     with session.starting("trainer"):
         group.built().wait(config.run.deadline_s)
     with session.starting("generator"):
@@ -211,9 +214,10 @@ def processes_of(placement: Placement) -> dict[str, Any]:
     }
 
 
-def _load(config: GrpoConfig, files: ModelFiles, session: Session) -> Prompts:
+def _load(config: GrpoConfig, files: ModelFiles, session: Session, scorer: "Scorer") -> Prompts:
     from rlctl.data.chat import load_tokenizer
     from rlctl.data.load import load_prompts
+    from rlctl.grpo.scoring import sample_item
 
     length = config.model.max_length or files.max_length
     with session.starting("data"):
@@ -227,6 +231,8 @@ def _load(config: GrpoConfig, files: ModelFiles, session: Session) -> Prompts:
             validation, report = load_prompts(config.data, config.data.validation, tokenizer)
             session.events.emit("data", what=f"validation: {report}")
             check_room(validation, config.generation.max_new_tokens, length)
+    with session.starting("rewards"):
+        scorer.try_on_sample(sample_item(train[0]))
     return Prompts(tokenizer, train, validation[: config.validation.max_prompts])
 
 

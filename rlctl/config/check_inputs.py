@@ -168,7 +168,7 @@ def _missing_function(module: str, function: str) -> str:
     """What is wrong with `module:function` or `file.py:function`, judged by the source alone; empty if nothing."""
     file = Path(module) if module.endswith(".py") else _module_file(module)
     if file is None:
-        return f"no module {shortened(module)} in the current directory or on the Python path"
+        return f"no module {shortened(module)} beside the recipe, in the current directory or on the Python path"
     try:
         names = _defined_names(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:

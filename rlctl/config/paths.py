@@ -1,5 +1,5 @@
-"""Where a path in a config leads: beside the YAML file that names it, then in the current directory, then among
-the shipped recipes (so that a copied recipe still finds its model), then a hub.
+"""Where a path, or a module of rewards, in a config leads: beside the YAML file that names it, then in the current
+directory, then among the shipped recipes (paths alone, so that a copied recipe still finds its model), then a hub.
 
 A path that exists becomes absolute, so that a resolved config runs from anywhere. `organisation/name` that is no
 file stays as it is, a hub name, unless `organisation` is a folder here: then it is a mistyped path.
@@ -22,17 +22,18 @@ _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
 
 def resolve(text: str, kind: str, origin: Origin) -> str:
     """The absolute path, or the hub name, that `text` means. Raises FileNotFoundError with one line for the user."""
+    folders = [*([origin.file.parent] if origin.file is not None else []), Path.cwd(), RECIPES]
     if kind == "reward":
         file, _, function = text.rpartition(":")
-        return f"{resolve(file, 'template', origin)}:{function}" if file.endswith(".py") else text
+        if file.endswith(".py"):
+            return f"{resolve(file, 'template', origin)}:{function}"
+        found = _module_file(file, folders[:-1])
+        return f"{found}:{function}" if found else text
     if not text:
         raise FileNotFoundError("is empty: a path is needed")
     if kind == "folder":
         return os.path.expanduser(text)
     given = Path(os.path.expanduser(text))
-    folders = [Path.cwd(), RECIPES]
-    if origin.file is not None:
-        folders.insert(0, origin.file.parent)
     for folder in folders:
         # Path.exists would raise for what no file can be named. A pipe or device has no end.
         if os.path.isfile(folder / given) or (os.path.isdir(folder / given) and kind != "template"):
@@ -45,6 +46,20 @@ def resolve(text: str, kind: str, origin: Origin) -> str:
         return text
     hub = "" if kind == "template" else "; a hub name is organisation/name"
     raise FileNotFoundError(f"no file or folder {shortened(text)}{_nearest(given, folders) or hub}")
+
+
+def _module_file(module: str, folders: list[Path]) -> Path | None:
+    """The file of a module in one of `folders`; None: it is looked up on the Python path.
+
+    A package's module in the current directory is left to Python too, which has that on its path.
+    """
+    parts = module.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return None
+    relative = Path(*parts).with_suffix(".py")
+    if len(parts) > 1 and os.path.isfile(relative):
+        return None
+    return next((folder / relative for folder in folders if os.path.isfile(folder / relative)), None)
 
 
 def _is_hub_name(text: str, folders: list[Path]) -> bool:

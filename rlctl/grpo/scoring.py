@@ -11,6 +11,11 @@ from rlctl.rewards.scorer import Score, Scorer
 Decode = Callable[[list[list[int]]], list[str]]
 
 
+def sample_item(prompt: Prompt) -> Item:
+    """What rewards are tried on before a run: a prompt, answered with its own answer."""
+    return Item(prompt.text, prompt.answer or "", prompt.answer, prompt.row)
+
+
 @dataclass(frozen=True)
 class GroupScorer:
     """Called with prompts and their rollouts; may be called from several threads."""

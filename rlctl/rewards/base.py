@@ -190,11 +190,15 @@ def _is_users(file: str) -> bool:
 
 def _module(name: str) -> ModuleType:
     path = Path(name)
-    folder = path.parent if path.suffix == ".py" else Path()
-    if str(folder.resolve()) not in sys.path:
-        sys.path.insert(0, str(folder.resolve()))
-    if path.suffix != ".py":
-        return importlib.import_module(name)
+    folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()
+    inside = [path.stem]
+    while path.suffix == ".py" and (folder / "__init__.py").is_file():
+        inside.insert(0, folder.name)
+        folder = folder.parent
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    if path.suffix != ".py" or len(inside) > 1:
+        return importlib.import_module(name if path.suffix != ".py" else ".".join(inside))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{name} cannot be loaded")

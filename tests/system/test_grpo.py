@@ -76,7 +76,7 @@ def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Pat
     assert run.end() == 2
     errors = [event["what"] for event in run.events() if event["kind"] == "error"]
     assert len(errors) == 1
-    assert errors[0].startswith("mine:score: ")
+    assert errors[0] == f"{tmp_path / 'mine.py'}:score: no finite number at mine.py:1: returned 'good'"
 
 
 @pytest.mark.long  # repetitions

@@ -116,8 +116,8 @@ def test_an_override_that_is_wrong_is_one_line_with_its_position(home: Path, ove
          "exact has none"),
         (("- name: exact", "- name: mine:brevty"), "x.yaml:9: rewards.0.name: mine.py defines no brevty; did you mean "
          "brevity?"),
-        (("- name: exact", "- name: theirs:f"), "x.yaml:9: rewards.0.name: no module theirs in the current directory "
-         "or on the Python path"),
+        (("- name: exact", "- name: theirs:f"), "x.yaml:9: rewards.0.name: no module theirs beside the recipe, "
+         "in the current directory or on the Python path"),
         (("- name: exact", "- name: their.py:f"), "x.yaml:9: rewards.0.name: no file or folder their.py"),
         (("rewards:", "reward:"), "x.yaml:8: reward: unknown key; did you mean rewards?"),
         (("defaults: grpo.yaml", "kind: gpro"), "x.yaml:1: kind: must be one of grpo, sft: inherit it, "

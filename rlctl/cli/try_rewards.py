@@ -1,0 +1,52 @@
+"""The rewards of a config called on the first row, for commands that start nothing else."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlctl.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rlctl.config.load import Composed
+    from rlctl.config.schema import RunConfig
+
+
+def runs_others_code(config: "RunConfig") -> bool:
+    """True if a reward is a function of the user's."""
+    from rlctl.config.schema import GrpoConfig
+
+    return isinstance(config, GrpoConfig) and any(":" in reward.name for reward in config.rewards)
+
+
+def try_rewards(composed: "Composed", *, fetch: bool) -> str:
+    """One line on what the rewards gave, or why they were not tried. Raises ConfigError for those that are no use.
+
+    fetch: a model or data of a hub may be fetched for it.
+    """
+    from rlctl.config.schema import GrpoConfig
+
+    config = composed.config
+    if not isinstance(config, GrpoConfig):
+        return "rewards: an SFT run has none"
+    needed = [config.model.tokenizer or config.model.path, str(config.data.train.path)]
+    if not fetch and (away := [name for name in needed if not Path(name).exists()]):
+        return f"rewards: not tried, {away[0]} is not on this machine; rlctl config check --try-rewards fetches it"
+    from rlctl.data.datasets import DataError
+    from rlctl.grpo.trial import try_rewards
+    from rlctl.rewards.scorer import UnusableError
+
+    try:
+        score = try_rewards(config)
+    except ImportError as error:
+        return f"rewards: not tried, {error.name or error} is not installed; see rlctl doctor"
+    except DataError as error:
+        raise ConfigError([Problem("", "", str(error))]) from error
+    except UnusableError as error:
+        raise ConfigError([_problem(composed, index, reason) for index, reason in error.problems]) from error
+    parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
+    judged = "right" if score.right else "not right"
+    return f"rewards: tried on the first row of {composed.config.data.train.path}: {parts}; its own answer is {judged}"
+
+
+def _problem(composed: "Composed", index: int | None, reason: str) -> Problem:
+    key = f"rewards.{index or 0}.name"
+    return Problem(str(composed.origins.get(key, "")), key if index is not None else "rewards", reason)

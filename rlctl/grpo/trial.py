@@ -1,0 +1,22 @@
+"""Rewards tried on the first row before anything starts, as a run tries them once it has its data."""
+
+from dataclasses import replace
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.scoring import sample_item
+from rlctl.rewards.scorer import Score, Scorer
+
+
+def try_rewards(config: GrpoConfig) -> Score:
+    """Score the first row of data.train, answered with its own answer.
+
+    Raises UnusableError for rewards that are no use, DataError for a row or a tokenizer that is none.
+    """
+    from rlctl.data.chat import load_tokenizer
+    from rlctl.data.load import load_prompts
+
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
+    data = replace(config.data, train=replace(config.data.train, limit=1), max_prompt_length=None)
+    prompts, _ = load_prompts(data, data.train, tokenizer)
+    with Scorer(config.rewards) as scorer:
+        return scorer.try_on_sample(sample_item(prompts[0]))
