@@ -9,8 +9,9 @@ from rlctl.config.load import load
 from rlctl.config.schema import GrpoConfig, TrainerSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.pool import GeneratorPool
+from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.loop import Parts
-from rlctl.grpo.probe import ProbeError, probe
+from rlctl.grpo.probe import ProbeError, parity, probe
 from rlctl.refit.refit import Refit
 from rlctl.training.client import TrainerClient
 from rlctl.training.worker import TrainerSpec, TrainerWorker
@@ -65,6 +66,11 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
             else:
                 with pytest.raises(ProbeError, match=r"token_mult_prob_error .* at most 1\.001 in float32"):
                     probe(config, parts, PROMPTS, 1, "float32")
+                # The same in the midst of an asynchronous run, whose engine has come to hold other weights.
+                config.async_.enabled = True
+                measured = parity(config, parts, PROMPTS, 1).token_mult_prob_error
+                (warning,) = grpo_health(config).look(1, {PARITY: measured})
+                assert warning.check == "mismatch" and warning.value > 1.05
     finally:
         trainer.kill()
         source.kill()
