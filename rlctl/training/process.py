@@ -24,8 +24,10 @@ def join(section: TrainerSection, rank: int, world: int, init_method: str, devic
 
 
 def met_at(init_method: str, rank: int, world: int) -> Any:
-    """Return the store that ranks meet at, tcp://host:port, kept by rank 0."""
+    """Return the store that ranks meet at: tcp://host:port, kept by rank 0, or file://path."""
     url = urlsplit(init_method)
+    if url.scheme == "file":
+        return dist.FileStore(url.path, world)  # type: ignore[attr-defined]
     assert url.hostname and url.port
     return open_store(url.hostname, url.port, keeper=rank == 0, timeout=default_pg_timeout, world=world)
 
