@@ -52,7 +52,10 @@ def check(
         bool, typer.Option("--try-rewards", help="Call each reward on the first row, in a process of its own.")
     ] = False,
 ) -> None:
-    """Everything that is wrong with a config, at once, without starting anything."""
+    """Everything that is wrong with a config, at once, without starting anything.
+
+    Of the data the first row is read; `rlctl train KIND --dry-run` reads them all, `rlctl data preview` tokenizes them.
+    """
     from rlctl.cli.try_rewards import try_rewards
     from rlctl.config.load import load
     from rlctl.config.tree import show_path

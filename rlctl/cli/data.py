@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.arguments import Arguments, split
-from rlctl.cli.output import busy, console, examples
+from rlctl.cli.output import busy, console, examples, note
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
+from rlctl.config.schema import DatasetSection, GrpoConfig, RunConfig, SftConfig
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from rlctl.data.chat import Chat
     from rlctl.data.cursor import Drawn
+    from rlctl.data.ends import EndTokens
+    from rlctl.data.load import RowReader, RunRows
     from rlctl.data.preview import Lengths, Piece
     from rlctl.data.tokenize import LengthReport
     from rlctl.training.plan import Packing
@@ -68,43 +71,49 @@ def preview(
 
 @dataclass(frozen=True)
 class _Seen:
-    """trained: share of the tokens. trained and packs: of samples alone."""
+    """ends: the tokens that end an answer. trained: share of the tokens. trained and packs: of samples alone."""
 
     report: "LengthReport"
+    ends: "EndTokens"
     lengths: "Lengths"
     texts: list["Text"]
     trained: float | None = None
     packs: "Packing | None" = None
 
     def as_json(self) -> dict[str, Any]:
-        facts = {**asdict(self.report), "lengths": asdict(self.lengths)}
+        ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
+        facts = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
         return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
 
 
 def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
     from rlctl.config.parallel import layout
-    from rlctl.data.load import load_samples
+    from rlctl.data.load import load_samples, read_rows
     from rlctl.data.preview import Lengths, pieces, step_lengths
     from rlctl.training.plan import packing
 
-    tokenizer = _tokenizer(config)
-    rows, report = load_samples(config.data, section, tokenizer, config.sft.mask, _longest(config))
-    texts = [_sample(sample.id, pieces(sample, tokenizer, most)) for sample in _first(rows, config, count)]
+    listed, chat = read_rows(config, section), run_chat(config)
+    rows, report = load_samples(config, section, chat, listed, _longest(config))
+    texts = [_sample(sample.id, pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
     packs = packing(step_lengths(rows, config), layout(config.trainer).data, config.trainer.micro_batch_tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
-    return _Seen(report, lengths, texts, sum(int(sample.mask.sum()) for sample in rows) / lengths.total, packs)
+    return _Seen(
+        report, chat.ends, lengths, texts, sum(int(sample.mask.sum()) for sample in rows) / lengths.total, packs
+    )
 
 
-def _grpo(config: RunConfig, section: DatasetSection, count: int) -> _Seen:
-    from rlctl.data.load import load_prompts
+def _grpo(config: GrpoConfig, section: DatasetSection, count: int) -> _Seen:
+    from rlctl.data.load import load_prompts, read_rows
     from rlctl.data.preview import Lengths, Piece
 
-    rows, report = load_prompts(config.data, section, _tokenizer(config))
+    listed, chat = read_rows(config, section), run_chat(config)
+    rows, report = load_prompts(config, section, chat, listed)
+    ends = _ends(config, chat)
     texts = [
         _sample(prompt.id, [Piece(f"{prompt.text}\nanswer: {prompt.answer}", False)])
         for prompt in _first(rows, config, count)
     ]
-    return _Seen(report, Lengths.of([len(prompt.tokens) for prompt in rows]), texts)
+    return _Seen(report, ends, Lengths.of([len(prompt.tokens) for prompt in rows]), texts)
 
 
 def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
@@ -114,10 +123,46 @@ def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
     return Source(rows, Cursor(len(rows), config.run.seed, config.data.shuffle)).draw(min(count, len(rows)))
 
 
-def _tokenizer(config: RunConfig) -> Any:
-    from rlctl.data.chat import load_tokenizer
+def read_ahead(config: RunConfig) -> "tuple[RowReader, RunRows]":
+    """Read and check all rows of a run before anything starts. Raises ConfigError."""
+    from rlctl.data.datasets import DataError
+    from rlctl.data.load import RowReader
 
-    return load_tokenizer(config.model.tokenizer or config.model.path)
+    reader = RowReader(config)
+    try:
+        with busy("reading the data"):
+            return reader, reader.read()
+    except DataError as error:
+        raise ConfigError([Problem("data", "", str(error))]) from error
+
+
+def ends_of(config: RunConfig) -> "EndTokens | None":
+    """The tokens that end an answer; None where the model is not on this machine. Raises ConfigError."""
+    from rlctl.config.architecture import config_file
+    from rlctl.data.datasets import DataError
+
+    if config_file(config.model.path) is None:
+        return None
+    try:
+        with busy("loading the tokenizer"):
+            return _ends(config, run_chat(config))
+    except DataError as error:
+        raise ConfigError([Problem("data", "", str(error))]) from error
+
+
+def run_chat(config: RunConfig) -> "Chat":
+    """The tokenizer and template of a config, with the end tokens of its model if that is on this machine."""
+    from rlctl.config.architecture import config_file
+    from rlctl.data.load import load_chat
+
+    file = config_file(config.model.path)
+    return load_chat(config, str(file.parent) if file else config.model.path)
+
+
+def _ends(config: RunConfig, chat: "Chat") -> "EndTokens":
+    if isinstance(config, SftConfig):
+        return chat.ends
+    return chat.ends.with_further(config.generation.stop_token_ids, chat.tokenizer)
 
 
 def _longest(config: SftConfig) -> int:
@@ -153,6 +198,8 @@ def _show(path: str, seen: _Seen) -> None:
         f"tokens   {lengths.total:,}; a row has {lengths.mean:,.4g} on average, {lengths.median:,.4g} at the "
         f"median, {lengths.p90:,.4g} at the 90th percentile, at most {lengths.longest:,}"
     )
+    out.print(f"ends     {seen.ends}")
+    note(seen.ends.warnings)
     if (packs := seen.packs) is not None:
         out.print(f"trained  {seen.trained:.1%} of the tokens")
         out.print(f"packs    {packs}, over the first {packs.steps:,} step{'s' * (packs.steps != 1)}")

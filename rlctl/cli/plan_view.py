@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
+    from rlctl.data.ends import EndTokens
+    from rlctl.data.load import RunRows
+
 
 def format_plan(plan: Plan) -> "Group":
     """Placement, batch, memory, where state stands, schedule, one under the other."""
@@ -38,6 +41,14 @@ def format_rows(title: str, rows: list[tuple[str, str]]) -> "Group":
     from rich.text import Text
 
     return Group(Text(title, "bold"), Padding(_rows(rows), (0, 0, 0, 2)))
+
+
+def data_rows(rows: "RunRows", ends: "EndTokens | None") -> list[tuple[str, str]]:
+    """What was read of the data, and the tokens that end an answer. ends: None if the model is not here."""
+    known = str(ends) if ends else "not known: the model is not on this machine"
+    listed = {"train": rows.train, "validation": rows.validation}
+    shown = [(name, f"{count(len(found), 'row')}, all read and checked") for name, found in listed.items() if found]
+    return [*shown, ("answers end at", known)]
 
 
 def _rows(rows: list[tuple[str, str]]) -> "Table":

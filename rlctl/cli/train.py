@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.data import ends_of, read_ahead
 from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report, say
 from rlctl.cli.train_there import Where, train_there
 from rlctl.cli.try_rewards import runs_others_code, try_rewards
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
     from rlctl.cluster.ground import Ground
     from rlctl.config.load import Composed
     from rlctl.config.plan import Plan
+    from rlctl.data.load import RowReader
 
 app = typer.Typer(help="Train a model: GRPO, SFT.", no_args_is_help=True)
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the plan, write the resolved config, start nothing.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show the plan, read all rows, write the resolved config, start nothing.")
+]
 Resume = Annotated[
     Path | None,
     typer.Option(metavar="RUN", help="Continue this run, by name or directory, with its config; overrides apply."),
@@ -67,10 +71,10 @@ def grpo(
 ) -> None:
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     where = Where(cluster, wait, detach, env or [], probe)
-    composed, ground, resume = _started("grpo", arguments, resume, dry_run, where)
+    composed, ground, resume, reader = _started("grpo", arguments, resume, dry_run, where)
     from rlctl.cluster.launch import run_grpo
 
-    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe_only=probe))
+    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe, reader))
 
 
 @app.command(
@@ -94,16 +98,17 @@ def sft(
     """Supervised fine-tuning on chats or on prompts with answers."""
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
-    composed, ground, resume = _started("sft", arguments, resume, dry_run, Where(cluster, wait, detach, env or []))
+    where = Where(cluster, wait, detach, env or [])
+    composed, ground, resume, reader = _started("sft", arguments, resume, dry_run, where)
     from rlctl.cluster.launch_sft import run_sft
 
-    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume))
+    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume, reader))
 
 
 def _started(
     kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where
-) -> "tuple[Composed, Ground, Path | None]":
-    """The run that this process is to drive, what it stands on, and the directory that it resumes.
+) -> "tuple[Composed, Ground, Path | None, RowReader]":
+    """The run that this process is to drive, what it stands on, the directory that it resumes, and its rows.
 
     Others, and dry runs, end the command here.
     """
@@ -112,8 +117,8 @@ def _started(
     if target is not None:
         raise typer.Exit(train_there(where, target, composed, resumed, dry_run))
     ground = where.ground()
-    _check_here(composed, resumed, dry_run, elsewhere=where.cluster is not None)
-    return composed, ground, resumed.run if resumed else None
+    reader = _check_here(composed, resumed, dry_run, elsewhere=where.cluster is not None)
+    return composed, ground, resumed.run if resumed else None, reader
 
 
 def load_run(
@@ -134,8 +139,8 @@ def load_run(
     return composed, found
 
 
-def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> None:
-    """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing."""
+def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> "RowReader":
+    """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing, bad rows."""
     plan = _plan(composed)
     if dry_run:
         tried = [try_rewards(composed, fetch=False)] if runs_others_code(composed.config) else []
@@ -149,21 +154,25 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
         say(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
+    return read_ahead(composed.config)[0]
 
 
 def show_plan(composed: "Composed", plan: "Plan", resumed: "Resumed | None", where: str = "") -> None:
-    """The end of a dry run. where: the options that say where it would run."""
-    from rlctl.cli.plan_view import format_plan, format_rows
+    """The end of a dry run. where: the options that say where it would run; empty here, where the data is too."""
+    from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.cli.resume import plan_of_resume
 
     note(composed.notes)
     console().print(format_plan(plan))
+    refuse(composed, plan.too_large)
+    if not where:
+        rows, ends = read_ahead(composed.config)[1], ends_of(composed.config)
+        console().print(format_rows("data", data_rows(rows, ends)))
+        note(ends.warnings if ends else [])
     if resumed:
         console().print(format_rows("resume", plan_of_resume(composed, resumed.run)))
-        refuse(composed, plan.too_large)
         say(f"\nrun it: {resumed.command(plan.kind, where)}")
         raise typer.Exit(OK)
-    refuse(composed, plan.too_large)
     path = _write(composed)
     say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {quote(str(path))}{where}")
     raise typer.Exit(OK)

@@ -1,22 +1,21 @@
 """Brings a GRPO run to life: data, Ray, trainer ranks and engines come up together, then the loop."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.cluster.ground import Ground, Site
+from rlctl.cluster.loading import PromptLoading
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, pools
 from rlctl.cluster.session import Session, run_session
 from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.data.datasets import DataError
-from rlctl.data.prompts import Prompt
+from rlctl.data.load import RowReader
 from rlctl.telemetry.process import identity
-from rlctl.training.fingerprint import digest_rows, made_with
+from rlctl.training.fingerprint import made_with
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
@@ -28,23 +27,20 @@ if TYPE_CHECKING:
 _BESIDE_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """What was loaded while the rest of the run came up."""
-
-    tokenizer: Any
-    train: list[Prompt]
-    validation: list[Prompt]
-
-
 def run_grpo(
-    config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None, probe_only: bool = False
+    config: RunConfig,
+    resolved: str,
+    ground: Ground,
+    resume: Path | None = None,
+    probe_only: bool = False,
+    reader: RowReader | None = None,
 ) -> int:
-    """`rlctl train grpo`: returns the exit code."""
-    return run_session(config, resolved, resume, lambda session: _grpo(session, probe_only), ground)
+    """`rlctl train grpo`: returns the exit code. reader: holds the rows if they were read already."""
+    reader = reader or RowReader(config)
+    return run_session(config, resolved, resume, lambda session: _grpo(session, reader, probe_only), ground)
 
 
-def _grpo(session: Session, probe_only: bool) -> None:
+def _grpo(session: Session, reader: RowReader, probe_only: bool) -> None:
     config = session.config
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
@@ -54,16 +50,16 @@ def _grpo(session: Session, probe_only: bool) -> None:
     with ExitStack() as stack:
         scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
         threads = stack.enter_context(ThreadPoolExecutor(1))
-        loading: list[Future[Prompts]] = []
+        loading: list[PromptLoading] = []
 
         def begin(placement: Placement) -> None:
             announce(session, config, config.grpo.num_steps, placement)
-            loading.append(threads.submit(_load, config, files, session, scorer))
+            loading.append(PromptLoading.begin(threads, session, config, files, reader.take(), scorer))
 
         site = stack.enter_context(session.ground.site(session, pools(config), begin))
-        if loading[0].done():
+        if loading[0].prompts.done():
             # What is wrong with data or rewards is known by now, as a rule.
-            loading[0].result()
+            loading[0].prompts.result()
         _assembled(stack, site, session, config, files, loading[0], scorer, probe_only)
 
 
@@ -73,7 +69,7 @@ def _assembled(
     session: Session,
     config: GrpoConfig,
     files: ModelFiles,
-    loading: "Future[Prompts]",
+    loading: PromptLoading,
     scorer: "Scorer",
     probe_only: bool,
 ) -> None:
@@ -89,9 +85,10 @@ def _assembled(
 
     events, generation, placement = session.events, config.generation, site.placement
     updates = config.grpo.num_steps * config.grpo.updates_per_step
-    spec = engine_spec(config, files, placement)
     group = start_trainers(session, config, files, site, updates, generation.temperature)
     stack.callback(group.kill)
+    chat, ends = loading.chat.result()
+    spec = engine_spec(config, files, ends.stops, placement)
     pool = GeneratorPool(
         spec,
         engine_seats(session, config, site),
@@ -101,7 +98,7 @@ def _assembled(
         events.emit,
     )
     stack.callback(pool.kill)
-    prompts = loading.result()
+    prompts = loading.prompts.result()
     with session.starting("trainer"):
         group.built().wait(config.run.deadline_s)
     with session.starting("generator"):
@@ -118,7 +115,7 @@ def _assembled(
         refit = Refit(group, refit_options(config, placement, spec.dtype, folder))
         pool.open_refit(refit)
     stack.push(closing(group))
-    score = GroupScorer(scorer, _decoder(prompts.tokenizer))
+    score = GroupScorer(scorer, _decoder(chat.tokenizer))
     devices = _devices(placement, trainer.info(), files)
     memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
     vitals = Vitals(placement.device, memories)
@@ -212,38 +209,6 @@ def processes_of(placement: Placement) -> dict[str, Any]:
         "engines": len(placement.engines),
         "shared": placement.shared,
     }
-
-
-def _load(config: GrpoConfig, files: ModelFiles, session: Session, scorer: "Scorer") -> Prompts:
-    from rlctl.data.chat import load_tokenizer
-    from rlctl.data.load import load_prompts
-    from rlctl.grpo.scoring import sample_item
-
-    length = config.model.max_length or files.max_length
-    with session.starting("data"):
-        tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
-        train, report = load_prompts(config.data, config.data.train, tokenizer)
-        session.events.emit("data", what=f"train: {report}")
-        session.depend_on_rows(digest_rows(train))
-        check_room(train, config.generation.max_new_tokens, length)
-        validation: list[Prompt] = []
-        if config.data.validation.path and config.validation.every:
-            validation, report = load_prompts(config.data, config.data.validation, tokenizer)
-            session.events.emit("data", what=f"validation: {report}")
-            check_room(validation, config.generation.max_new_tokens, length)
-    with session.starting("rewards"):
-        scorer.try_on_sample(sample_item(train[0]))
-    return Prompts(tokenizer, train, validation[: config.validation.max_prompts])
-
-
-def check_room(prompts: list[Prompt], answer: int, length: int) -> None:
-    """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
-    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
-    if len(longest.tokens) + answer > length:
-        raise DataError(
-            f"prompt {longest.id} has {len(longest.tokens)} tokens; with generation.max_new_tokens={answer} that is "
-            f"above the longest sequence, {length}: data.max_prompt_length={length - answer} leaves such prompts out"
-        )
 
 
 def _decoder(tokenizer: Any) -> Any:

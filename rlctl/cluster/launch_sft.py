@@ -6,23 +6,24 @@ from pathlib import Path
 
 from rlctl.cluster.ground import Ground, Site
 from rlctl.cluster.launch import announce, training_cost
+from rlctl.cluster.loading import Samples, load_run_samples
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.cluster.placement import Placement, pools
 from rlctl.cluster.session import Session, run_session
-from rlctl.config.parallel import layout
 from rlctl.config.schema import RunConfig, SftConfig
-from rlctl.data.prompts import Sample
-from rlctl.training.fingerprint import digest_rows, made_with
-
-Samples = tuple[list[Sample], list[Sample]]
+from rlctl.data.load import RowReader
+from rlctl.training.fingerprint import made_with
 
 
-def run_sft(config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None) -> int:
-    """`rlctl train sft`: returns the exit code."""
-    return run_session(config, resolved, resume, _sft, ground)
+def run_sft(
+    config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None, reader: RowReader | None = None
+) -> int:
+    """`rlctl train sft`: returns the exit code. reader: holds the rows if they were read already."""
+    reader = reader or RowReader(config)
+    return run_session(config, resolved, resume, lambda session: _sft(session, reader), ground)
 
 
-def _sft(session: Session) -> None:
+def _sft(session: Session, reader: RowReader) -> None:
     config = session.config
     assert isinstance(config, SftConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
@@ -33,7 +34,7 @@ def _sft(session: Session) -> None:
 
         def begin(placement: Placement) -> None:
             announce(session, config, config.sft.num_steps, placement)
-            loading.append(threads.submit(_load, config, files, session))
+            loading.append(threads.submit(load_run_samples, session, config, files, reader.take()))
 
         site = stack.enter_context(session.ground.site(session, pools(config), begin))
         _assembled(stack, session, config, files, site, loading[0])
@@ -56,7 +57,8 @@ def _assembled(
 
     group = start_trainers(session, config, files, site, config.sft.num_steps, temperature=1.0)
     stack.callback(group.kill)
-    train, validation = loading.result()
+    samples = loading.result()
+    train, validation = samples.train, samples.validation
     with session.starting("trainer"):
         group.built().wait(config.run.deadline_s)
     session.events.emit("processes", **{worker.name: worker.pid() for worker in group.workers})
@@ -82,25 +84,3 @@ def _assembled(
         loop.resume(session.checkpoint)
     session.go_on()
     loop.run(session.start)
-
-
-def _load(config: SftConfig, files: ModelFiles, session: Session) -> Samples:
-    from rlctl.data.chat import load_tokenizer
-    from rlctl.data.load import load_samples
-    from rlctl.data.preview import step_lengths
-    from rlctl.training.plan import packing
-
-    length = config.model.max_length or files.max_length
-    with session.starting("data"):
-        tokenizer = load_tokenizer(config.model.tokenizer or files.folder)
-        train, report = load_samples(config.data, config.data.train, tokenizer, config.sft.mask, length)
-        session.events.emit("data", what=f"train: {report}")
-        session.depend_on_rows(digest_rows(train))
-        shards = layout(config.trainer).data
-        packs = packing(step_lengths(train, config), shards, config.trainer.micro_batch_tokens)
-        session.events.emit("data", what=f"packing: {packs}")
-        validation: list[Sample] = []
-        if config.data.validation.path and config.validation.every:
-            validation, report = load_samples(config.data, config.data.validation, tokenizer, config.sft.mask, length)
-            session.events.emit("data", what=f"validation: {report}")
-    return train, validation[: config.validation.max_prompts]

@@ -1,12 +1,10 @@
 """What the driver must know of a model before anything heavy starts: where its files are, and a few of its facts."""
 
-import json
 import re
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlctl.config.architecture import read_architecture
 from rlctl.config.schema import ModelSection
@@ -17,7 +15,7 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """folder: a Hugging Face folder on this machine. max_length: tokens. stop_token_ids: end-of-text tokens.
+    """folder: a Hugging Face folder on this machine. max_length: tokens.
 
     source: the folder that the config names, another one with `random_init`. hidden: heads times their size.
     """
@@ -25,7 +23,6 @@ class ModelFiles:
     folder: str
     source: str
     max_length: int
-    stop_token_ids: tuple[int, ...]
     layers: int
     hidden: int
 
@@ -41,20 +38,7 @@ class ModelFiles:
         if not model.random_init:
             check_weights(Path(source))
         folder = _random(source, run_dir / "init", seed) if model.random_init else source
-        stops = _ids(_read(Path(folder) / "generation_config.json")) or _ids(_read(Path(folder) / "config.json"))
-        return cls(folder, source, sizes.max_positions, stops, sizes.layers, sizes.heads * sizes.head_dim)
-
-
-def _ids(config: dict[str, Any]) -> tuple[int, ...]:
-    stops = config.get("eos_token_id")
-    if stops is None:
-        return ()
-    return tuple(stops) if isinstance(stops, list) else (int(stops),)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return content
+        return cls(folder, source, sizes.max_positions, sizes.layers, sizes.heads * sizes.head_dim)
 
 
 def _random(shape: str, folder: Path, seed: int) -> str:

@@ -89,8 +89,8 @@ def engine_seats(session: Session, config: GrpoConfig, site: Site) -> list[Engin
     return seats
 
 
-def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> EngineSpec:
-    """What every engine of the run is made of."""
+def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
+    """What every engine of the run is made of. stops: the tokens that end an answer."""
     generation, cpu = config.generation, placement.device == "cpu"
     longest = config.model.max_length or files.max_length
     if config.data.max_prompt_length:
@@ -107,7 +107,7 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, placement: Placement) -> 
         enforce_eager=cpu if generation.enforce_eager is None else generation.enforce_eager,
         top_p=generation.top_p,
         top_k=generation.top_k,
-        stop_token_ids=(*files.stop_token_ids, *generation.stop_token_ids),
+        stop_token_ids=stops,
         sleeps=placement.shared and not cpu,
         seed=config.run.seed,
         load_format="auto",

@@ -243,8 +243,7 @@ def _data(view: View) -> Problems:
     data, config = view.config.data, view.config
     if data.train.path is None:
         yield view.problem("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
-    # A function of the user's may score without a reference answer; the built-in rewards cannot.
-    answered = isinstance(config, SftConfig) or any(":" not in reward.name for reward in config.rewards)
+    answered = isinstance(config, SftConfig) or resolve.needs_answers(config)
     for name, dataset in (("train", data.train), ("validation", data.validation)):
         for where, key, what in check_dataset(dataset, answered=answered):
             full = f"data.{name}.{key}"

@@ -4,7 +4,6 @@ And whether megatron-core, which only backend megatron needs, is installed.
 """
 
 import ast
-import json
 import os
 import re
 import sys
@@ -12,11 +11,11 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from rlctl.config.errors import did_you_mean, shortened
 from rlctl.config.schema import DatasetSection, RewardSection, RunSection
 from rlctl.config.tree import show_path
+from rlctl.data.datasets import first_line
 
 # Of most file systems, less what is put before or behind it.
 _LONGEST_NAME = 200
@@ -40,7 +39,8 @@ def check_dataset(dataset: DatasetSection, *, answered: bool) -> Iterator[tuple[
     try:
         line, columns = _first_row(path)
     except (OSError, ValueError) as error:
-        yield "", "path", f"{show_path(path)}: {error}"
+        what = str(error).removeprefix(str(path)).removeprefix(": ")
+        yield "", "path", f"{show_path(path)}{what}" if what.startswith(":") else f"{show_path(path)}: {what}"
         return
     if columns is None:
         return
@@ -132,21 +132,8 @@ def _first_row(path: Path) -> tuple[int, list[str] | None]:
     """(line, column names) of the first row; names None when they cannot be read here. Raises ValueError: no row."""
     if path.suffix == ".parquet":
         return 1, _parquet_columns(path)
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                return number, _columns(line, number)
-    raise ValueError("is empty")
-
-
-def _columns(line: str, number: int) -> list[str]:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"line {number} is not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f'line {number} must be an object such as {{"prompt": ..., "answer": ...}}')
-    return list(row)
+    number, row = first_line(str(path))
+    return number, list(row)
 
 
 def _parquet_columns(path: Path) -> list[str] | None:

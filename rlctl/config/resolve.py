@@ -21,6 +21,11 @@ def shares_devices(config: RunConfig) -> bool:
     return isinstance(config, GrpoConfig) and colocated(config)
 
 
+def needs_answers(config: GrpoConfig) -> bool:
+    """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""
+    return any(":" not in reward.name for reward in config.rewards)
+
+
 def needs_log_probs(config: GrpoConfig) -> bool:
     """Whether a step computes log-probs, of the policy or of the reference, before its updates."""
     recomputed = proximal(config) == "recompute" and not on_policy_ratio(config)

@@ -59,10 +59,12 @@ class ModelSection:
 @dataclass
 class DatasetSection:
     path: str | None = spec("JSONL or Parquet file, or hub dataset name[:configuration]; null: none", path="dataset")
-    split: str = spec("split of a hub dataset")
+    split: str = spec("split, or a slice of one: train[:90%], train[-10%:], train[10:20]; a file is its split train")
     prompt_key: str = spec("column of the prompt text; used when the messages column is absent")
-    answer_key: str = spec("column of the reference answer (grpo) or the response (sft)")
-    messages_key: str = spec("column of chat messages, each {role, content}")
+    answer_key: str = spec(
+        "column of the reference answer (grpo) or the response (sft): text, or a number, written as 42, 0.5"
+    )
+    messages_key: str = spec("column of chat messages, each {role, content}; content: text, or parts of text")
     limit: int | None = spec("use only the first this many rows; null: all", ge=1)
 
 
@@ -231,7 +233,7 @@ class GenerationSection:
     temperature: float = spec("sampling temperature; log-probs are of the tempered distribution", gt=0)
     top_p: float = spec("nucleus; below 1 the log-prob gap to the trainer grows", gt=0, le=1)
     top_k: int = spec("sample among this many tokens; 0: all", ge=0)
-    stop_token_ids: list[int] = spec("further tokens that end an answer", ge=0)
+    stop_token_ids: list[int] = spec("tokens that end an answer beside those of model, tokenizer and template", ge=0)
     max_num_seqs: int = spec("sequences an engine decodes at a time", ge=1, most=MOST_SEQUENCES)
     gpu_memory_utilization: float = spec("share of a device an engine may use", gt=0, le=1)
     kv_cache_mib: int = spec("CPU: key-value cache of an engine, in MiB", ge=1, most=1 << 30)

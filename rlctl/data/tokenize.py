@@ -9,25 +9,34 @@ from typing import Any, Literal
 import numpy as np
 
 from rlctl.config.schema import DatasetSection
-from rlctl.data.chat import Chat, Messages
+from rlctl.data.chat import Chat
 from rlctl.data.datasets import DataError, Row
 from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.rows import conversation, question
 
 
 @dataclass
 class LengthReport:
-    """What was cut, in rows; lengths in tokens. `longest`: of all rows, before anything was cut."""
+    """What was cut, in rows; lengths in tokens. `longest`: of all rows, before anything was cut.
+
+    unanswered: prompts without a reference answer. unended: samples whose last token is none that ends an answer.
+    """
 
     rows: int
     dropped: int = 0
     truncated: int = 0
     longest: int = 0
+    unanswered: int = 0
+    unended: int = 0
 
     def __str__(self) -> str:
         """`2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
         cuts = [f"{self.dropped:,} dropped (prompt too long)"] * bool(self.dropped)
         cuts += [f"{self.truncated:,} truncated"] * bool(self.truncated)
-        return f"{self.rows:,} rows; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens"
+        text = f"{self.rows:,} rows; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens"
+        lacks = [f"{self.unanswered:,} without an answer"] * bool(self.unanswered)
+        lacks += [f"{self.unended:,} end with no token at which sampling stops"] * bool(self.unended)
+        return "; ".join([text, *lacks])
 
 
 def tokenize_prompts(
@@ -41,17 +50,15 @@ def tokenize_prompts(
     report = LengthReport(len(rows))
     prompts: list[Prompt] = []
     for row in rows:
-        messages, answer = _question(row, section)
-        with_origin = _At(row)
-        with with_origin:
+        messages, answer = question(row, section)
+        with _At(row):
             text = chat.prompt_text(messages)
-        tokens = chat.prompt_tokens(text)
+            tokens = chat.prompt_tokens(text)
         report.longest = max(report.longest, len(tokens))
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
             report.dropped += 1
-        elif not tokens:
-            raise DataError(f"{row.origin}: the prompt is empty")
         else:
+            report.unanswered += answer is None
             prompts.append(Prompt(f"r{row.number}", tokens, text, answer, row.values))
     if not prompts:
         raise DataError(f"{section.path}: every prompt is longer than data.max_prompt_length={max_prompt_length}")
@@ -71,17 +78,19 @@ def tokenize_samples(
     A sample whose first trained token stands behind `max_prompt_length` or `max_length` is left out and counted.
     Raises DataError at the first bad row, or if no sample is left.
     """
-    report = LengthReport(len(rows))
+    report, stops = LengthReport(len(rows)), chat.ends.stops
     samples: list[Sample] = []
     for row in rows:
+        messages = conversation(row, section)
         with _At(row):
-            tokens, mask = chat.chat_tokens(_conversation(row, section), train)
+            tokens, mask = chat.chat_tokens(messages, train)
         report.longest = max(report.longest, len(tokens))
         prompt_length = max(int(mask.argmax()), 1)
         if prompt_length > (max_prompt_length or max_length) or prompt_length >= max_length:
             report.dropped += 1
             continue
         report.truncated += len(tokens) > max_length
+        report.unended += tokens[-1] not in stops
         samples.append(Sample(f"r{row.number}", np.array(tokens[:max_length], np.int32), mask[:max_length]))
     if not samples:
         raise DataError(f"{section.path}: no sample is left: every prompt is longer than the limit")
@@ -98,46 +107,4 @@ class _At:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, Exception):
-            raise DataError(f"{self._origin}: {error}") from error
-
-
-def _question(row: Row, section: DatasetSection) -> tuple[Messages, str | None]:
-    """The messages to answer, and the reference answer."""
-    answer = row.values.get(section.answer_key)
-    messages = _messages(row, section)
-    if messages[-1]["role"] == "assistant":
-        answer = messages[-1]["content"] if answer is None else answer
-        messages = messages[:-1]
-    if not messages:
-        raise DataError(f"{row.origin}: nothing before the assistant's message")
-    return messages, None if answer is None else str(answer)
-
-
-def _conversation(row: Row, section: DatasetSection) -> Messages:
-    """The whole chat; a prompt text is answered by the answer column."""
-    messages = _messages(row, section)
-    if row.values.get(section.messages_key) is not None:
-        return messages
-    answer = row.values.get(section.answer_key)
-    if answer is None:
-        raise DataError(f"{row.origin}: no column {section.answer_key!r} to train on{_columns(row)}")
-    return [*messages, {"role": "assistant", "content": str(answer)}]
-
-
-def _messages(row: Row, section: DatasetSection) -> Messages:
-    """The messages column, checked, or the prompt text as a user message."""
-    messages = row.values.get(section.messages_key)
-    if messages is None:
-        prompt = row.values.get(section.prompt_key)
-        if not isinstance(prompt, str):
-            wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
-            raise DataError(f"{row.origin}: no {wanted}{_columns(row)}")
-        return [{"role": "user", "content": prompt}]
-    whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
-    if not whole or not messages:
-        raise DataError(f"{row.origin}: {section.messages_key!r} must be a list of {{role, content}}")
-    return list(messages)
-
-
-def _columns(row: Row) -> str:
-    return f" (the row has: {', '.join(map(repr, row.values)) or 'nothing'})"
+            raise DataError(f"{self._origin}: {' '.join(str(error).split())}") from error

@@ -12,11 +12,11 @@ def try_rewards(config: GrpoConfig) -> Score:
 
     Raises UnusableError for rewards that are no use, DataError for a row or a tokenizer that is none.
     """
-    from rlctl.data.chat import load_tokenizer
-    from rlctl.data.load import load_prompts
+    from rlctl.data.load import load_chat, load_prompts, read_rows
 
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
-    data = replace(config.data, train=replace(config.data.train, limit=1), max_prompt_length=None)
-    prompts, _ = load_prompts(data, data.train, tokenizer)
+    train = replace(config.data.train, limit=1)
+    first = replace(config, data=replace(config.data, train=train, max_prompt_length=None))
+    rows = read_rows(first, train)
+    prompts, _ = load_prompts(first, train, load_chat(first, config.model.path), rows)
     with Scorer(config.rewards) as scorer:
         return scorer.try_on_sample(sample_item(prompts[0]))

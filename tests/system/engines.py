@@ -84,8 +84,9 @@ def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> Option
     return replace(options, **changes)
 
 
-def start_engine(folder: Path, logs: Path, name: str) -> Worker:
-    return Worker(WorkerSpec(name, MakeEngine(spec_for(folder)), environment("cpu", []), str(logs / f"{name}.log"), 4))
+def start_engine(folder: Path, logs: Path, name: str, stops: tuple[int, ...] = (1,)) -> Worker:
+    spec = replace(spec_for(folder), stop_token_ids=stops)
+    return Worker(WorkerSpec(name, MakeEngine(spec), environment("cpu", []), str(logs / f"{name}.log"), 4))
 
 
 def greedy(ids: list[list[int]], tokens: int) -> list[SampleRequest]:

@@ -15,13 +15,15 @@ from rlctl.refit.plan import Plan
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError
-from rlctl.workers.group import WorkerGroup, WorkerSpec
+from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, start_engine
 from tests.tiny_models import KINDS, Kind, make_model
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
 DEADLINE = 600.0
 TEMPERATURE = 0.7
+# As a model has that may end with more than one.
+STOPS = (1, 30, 41)
 # Experts; biases and tied embeddings go through the same regions, which tests/system/test_layout.py compares.
 SOME = ("qwen3_moe",)
 
@@ -42,7 +44,7 @@ def log_probs(folder: Path, prompt: list[int], answer: list[int]) -> np.ndarray:
 @pytest.mark.parametrize("kind", [k if k in SOME else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
 def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tmp_path: Path) -> None:
     old, new = make_model(tmp_path / "old", kind, seed=1), make_model(tmp_path / "new", kind, seed=2)
-    engines = [start_engine(folder, ray_here, f"{kind}-{folder.name}") for folder in (old, new)]
+    engines = [start_engine(folder, ray_here, f"{kind}-{folder.name}", STOPS) for folder in (old, new)]
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
     try:
         for engine in engines:
@@ -66,10 +68,20 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         gap = mismatch(theirs, ours, [np.ones(len(row), np.bool_) for row in theirs])
         assert gap.token_mult_prob_error <= 1.001
         assert gap.max_abs_diff < 1e-3
+        assert_each_stop_token_ends_an_answer(engines[0])
     finally:
         source.kill()
         for engine in engines:
             engine.kill()
+
+
+def assert_each_stop_token_ends_an_answer(engine: Worker) -> None:
+    requests = [SampleRequest(f"e{i}", prompt, 256, 32, 2.0, i) for i, prompt in enumerate(PROMPTS)]
+    groups = engine.start("generate", requests).wait(DEADLINE)[0].split(requests)
+    answers = [answer for group in groups for answer in group]
+    assert {int(answer.tokens[-1]) for answer in answers if answer.finish == "stop"} == set(STOPS)
+    assert not any(set(answer.tokens[:-1].tolist()) & set(STOPS) for answer in answers)
+    assert all(len(answer.tokens) == 32 for answer in answers if answer.finish != "stop")
 
 
 class FlippingSource(FolderSource):

@@ -78,7 +78,9 @@ def test_diff_shows_what_only_one_side_has(rlctl: Rlctl) -> None:
 def test_commands_that_are_printed_can_be_pasted(rlctl: Rlctl, home: Path) -> None:
     """Spaces, brackets and quotes are the shell's too."""
     (home / "my recipe.yaml").write_text((home / "grpo.recipe.yaml").read_text())
+    (home / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}<eos>{% endfor %}")
     words = ["my recipe.yaml", "rewards=[{name: exact}]", "data.system_prompt=It's short", "run.dir=my runs"]
+    words.append("data.chat_template=chat.jinja")
     shown = rlctl("config", "check", *words).out.split("run it: ")[1]
     assert shlex.split(shown) == ["rlctl", "train", "grpo", *words]
     shown = rlctl("train", "grpo", *words, "--dry-run").out.split("run it: ")[1]

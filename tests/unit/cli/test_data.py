@@ -11,9 +11,10 @@ from tests.unit.cli.conftest import Rlctl
 
 def test_preview_shows_text_what_is_trained_on_lengths_and_packs(rlctl: Rlctl) -> None:
     out = rlctl("data", "preview", "sft-tiny", "--samples", "2", "trainer.micro_batch_tokens=100").out
-    first, tokens, trained, packs, *texts = out.splitlines()
+    first, tokens, ends, trained, packs, *texts = out.splitlines()
     assert first == f"{RECIPES / 'tiny-data/sft.jsonl'}: 4,600 rows; none cut; longest 9 tokens"
     assert tokens.startswith("tokens   39,452; a row has 8.577 on average, 9 at the median")
+    assert ends == "ends     <eos> 1 (generation_config.json, config.json, tokenizer)"
     assert trained == "trained  34.7% of the tokens"
     assert packs.startswith("packs    6 micro-batches a rank and step, 91% full") and packs.endswith("200 steps")
     assert [line for line in texts if "=" in line] == ["35+11={+64<eos>+}", "7+26={+33<eos>+}"]

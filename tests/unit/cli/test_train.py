@@ -8,6 +8,7 @@ from rlctl.cluster import launch
 from rlctl.cluster.ground import Ground
 from rlctl.config.load import load
 from rlctl.config.schema import RunConfig
+from rlctl.data.load import RowReader
 from rlctl.environment import machine
 from rlctl.training.checkpoints import Checkpoints
 from rlctl.training.fingerprint import made_with
@@ -22,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     calls: Started = []
 
     def run(
-        config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None, probe_only: bool = False
+        config: RunConfig, resolved: str, ground: Ground, resume: Path | None, probe_only: bool, reader: RowReader
     ) -> int:
         calls.append((config, resume, probe_only))
         return 130

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cluster.launch import check_room, processes_of
+from rlctl.cluster.launch import processes_of
+from rlctl.cluster.loading import check_room
 from rlctl.cluster.placement import place, pools, this_machine
 from rlctl.config.load import load
 from rlctl.data.datasets import DataError

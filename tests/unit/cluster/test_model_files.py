@@ -9,19 +9,17 @@ import pytest
 from rlctl.cluster.model_files import ModelFiles
 from rlctl.config.schema import ModelSection
 from rlctl.training.random_init import write_random_model
-from tests.tiny_models import EOS, make_model
+from tests.tiny_models import make_model
 from tests.unit.config.folders import weights
 
 FACTS = {"max_position_embeddings": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
 FACTS |= {"intermediate_size": 64, "vocab_size": 32}
 
 
-def folder_of(root: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> Path:
+def folder_of(root: Path, config: dict[str, Any]) -> Path:
     root.mkdir(exist_ok=True)
     (root / "config.json").write_text(json.dumps({"model_type": "llama", **FACTS, **config}))
     (root / "model.safetensors").write_bytes(weights())
-    if generation is not None:
-        (root / "generation_config.json").write_text(json.dumps(generation))
     return root
 
 
@@ -31,7 +29,7 @@ def find(folder: Path, run: Path, random_init: bool = False, seed: int = 0) -> M
 
 def test_a_folder_is_used_where_it_is(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", {"eos_token_id": 7})
-    assert find(folder, tmp_path / "run") == ModelFiles(str(folder), str(folder), 512, (7,), 3, 64)
+    assert find(folder, tmp_path / "run") == ModelFiles(str(folder), str(folder), 512, 3, 64)
     assert not (tmp_path / "run").exists()
 
 
@@ -40,30 +38,12 @@ def test_hidden_is_heads_times_their_size(tmp_path: Path, head_dim: dict[str, in
     assert find(folder_of(tmp_path / "m", head_dim), tmp_path).hidden == hidden
 
 
-@pytest.mark.parametrize(
-    ("config", "generation", "stops"),
-    [
-        ({"eos_token_id": 7}, None, (7,)),
-        ({"eos_token_id": [7, 8]}, None, (7, 8)),
-        ({"eos_token_id": 7}, {"eos_token_id": [7, 9]}, (7, 9)),
-        ({"eos_token_id": 7}, {"temperature": 0.6}, (7,)),
-        ({"eos_token_id": 0}, None, (0,)),
-        ({"eos_token_id": None}, None, ()),
-        ({}, None, ()),
-    ],
-)
-def test_end_tokens_are_those_of_generation_before_those_of_the_model(
-    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, stops: tuple[int, ...]
-) -> None:
-    assert find(folder_of(tmp_path / "m", config, generation), tmp_path).stop_token_ids == stops
-
-
 @pytest.mark.slow
 def test_a_random_model_is_made_once_in_the_run_directory_and_the_seed_decides_its_bytes(tmp_path: Path) -> None:
     shape = make_model(tmp_path / "shape", "qwen2")
     files = find(shape, tmp_path / "run", True, seed=3)
     made = Path(files.folder)
-    assert (made, files.stop_token_ids) == (tmp_path / "run" / "init", (EOS,))
+    assert made == tmp_path / "run" / "init"
     assert (made / "tokenizer.json").read_bytes() == (shape / "tokenizer.json").read_bytes()
     for seed in (3, 4):
         write_random_model(shape, tmp_path / f"seed-{seed}", seed)

@@ -1,7 +1,10 @@
 """A folder with everything a recipe names: a model's config.json, a tokenizer, data, a user's rewards."""
 
 import json
+import shutil
 from pathlib import Path
+
+from rlctl.config.shipped import RECIPES
 
 MODEL = {
     "model_type": "qwen3",
@@ -50,7 +53,8 @@ def write(folder: Path) -> Path:
     """Fills `folder`; grpo.recipe.yaml and sft.recipe.yaml there have no problems."""
     (folder / "model").mkdir(parents=True)
     (folder / "model/config.json").write_text(json.dumps(MODEL))
-    (folder / "model/tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RECIPES / "tiny/qwen3-tiny" / name, folder / "model" / name)
     (folder / "model/model.safetensors").write_bytes(weights())
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')

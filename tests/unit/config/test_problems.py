@@ -55,7 +55,7 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("data.train.path=null", "not set: a JSONL or Parquet file, or a hub dataset name"),
         ("data.validation.path=empty.jsonl", "empty.jsonl: is empty"),
         ("data.train.path=mine.py", "mine.py is no .jsonl or .parquet file"),
-        ("data.train.path=text.jsonl", "text.jsonl: line 2 is not JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("data.train.path=text.jsonl", "text.jsonl:2: not JSON: Expecting value (column 1)"),
         ("data.chat_template=chat.jinja", "no file or folder chat.jinja; did you mean chats.jsonl?"),
         # Rewards.
         ("rewards=[]", "is empty: at least one reward, for example `- name: exact`"),

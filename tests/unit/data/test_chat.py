@@ -3,6 +3,7 @@ from typing import Literal
 
 import pytest
 
+from rlctl.config.schema import DataSection, DatasetSection
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import DataError
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, UNSTABLE
@@ -13,6 +14,11 @@ CHAT = [
     {"role": "user", "content": "more"},
     {"role": "assistant", "content": "no"},
 ]
+
+
+def data(template: str, system_prompt: str | None = None) -> DataSection:
+    none = DatasetSection(None, "train", "prompt", "answer", "messages", None)
+    return DataSection(none, none, system_prompt, template, max_prompt_length=None, shuffle=True)
 
 
 def trained(chat: Chat, messages: list[dict[str, str]], train: Literal["all", "last"]) -> list[str]:
@@ -80,22 +86,22 @@ def test_a_chat_without_an_assistant_is_refused(tokenizer):
 
 
 def test_auto_takes_the_tokenizers_template_and_none_leaves_it(tokenizer, tmp_path):
-    assert make_chat(tokenizer, "auto", None).template is None
+    assert make_chat(tokenizer, data("auto"), None).template is None
     (tmp_path / "chat.jinja").write_text(CHATML)
-    assert make_chat(tokenizer, str(tmp_path / "chat.jinja"), None).template == CHATML
+    assert make_chat(tokenizer, data(str(tmp_path / "chat.jinja")), None).template == CHATML
     tokenizer.chat_template = CHATML
     try:
-        assert make_chat(tokenizer, "auto", "be brief").template == CHATML
-        assert make_chat(tokenizer, "none", None).template is None
+        assert make_chat(tokenizer, data("auto", "be brief"), None).template == CHATML
+        assert make_chat(tokenizer, data("none"), None).template is None
     finally:
         tokenizer.chat_template = None
 
 
 def test_a_system_prompt_without_a_template_and_a_missing_template_are_errors(tokenizer):
     with pytest.raises(DataError, match=r"data\.system_prompt needs a chat template"):
-        make_chat(tokenizer, "auto", "be brief")
+        make_chat(tokenizer, data("auto", "be brief"), None)
     with pytest.raises(DataError, match=r"nowhere\.jinja: no such file"):
-        make_chat(tokenizer, "nowhere.jinja", None)
+        make_chat(tokenizer, data("nowhere.jinja"), None)
 
 
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):

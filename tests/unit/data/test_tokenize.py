@@ -46,7 +46,7 @@ def test_long_prompts_are_cut_and_the_report_says_so(plain, section):
     prompts, report = tokenize_prompts(rows(*({"prompt": text} for text in texts)), section, plain, 4)
     assert [prompt.id for prompt in prompts] == ["r0", "r2"]
     assert (report.rows, report.dropped, report.longest) == (4, 2, 12)
-    assert str(report) == "4 rows; 2 dropped (prompt too long); longest 12 tokens"
+    assert str(report) == "4 rows; 2 dropped (prompt too long); longest 12 tokens; 2 without an answer"
 
 
 def test_nothing_left_after_the_cut_is_an_error(plain, section):
@@ -88,7 +88,7 @@ def test_a_bad_row_is_named_by_file_and_line(plain, section, value, complaint):
 
 
 def test_a_bad_sample_is_named_by_file_and_line(plain, section):
-    with pytest.raises(DataError, match=r"some\.jsonl:1: no column 'answer' to train on"):
+    with pytest.raises(DataError, match=r"some\.jsonl:1: no answer to train on: no column 'answer'"):
         tokenize_samples(rows({"prompt": "x"}), section, plain, "all", None, 64)
     with pytest.raises(DataError, match=r"some\.jsonl:1: no assistant message"):
         tokenize_samples(rows({"messages": [{"role": "user", "content": "x"}]}), section, plain, "all", None, 64)

@@ -1,0 +1,124 @@
+"""Which tokens end an answer: what SFT trains behind it, and where GRPO stops sampling. Both are read here."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.data.datasets import DataError
+from rlctl.data.rows import Messages
+
+MODEL_FILES = ("generation_config.json", "config.json")
+_FURTHER = "generation.stop_token_ids"
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """Tokens that end an answer. trained: the id that SFT puts behind an answer, one of `stops`; None without any.
+
+    stops: ids that end sampling. named: who names each of them, and how it is written. warnings: one line each.
+    """
+
+    trained: int | None
+    named: dict[int, tuple[str, tuple[str, ...]]]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return tuple(self.named)
+
+    def __str__(self) -> str:
+        """`<|im_end|> 151645 (chat template), <|endoftext|> 151643 (config.json, tokenizer)`."""
+        shown = (f"{text} {token} ({', '.join(sources)})" for token, (text, sources) in self.named.items())
+        return ", ".join(shown) or "none"
+
+    def with_further(self, tokens: Sequence[int], tokenizer: Any) -> "EndTokens":
+        """These and `generation.stop_token_ids`. Raises DataError for an id that is no token."""
+        named = dict(self.named)
+        for token in tokens:
+            text, sources = named.get(token, (_text(tokenizer, token, _FURTHER), ()))
+            named[token] = text, (*sources, _FURTHER)
+        warnings = self.warnings
+        if not named:
+            warnings += (f"no token ends an answer: each goes on to generation.max_new_tokens; set {_FURTHER}",)
+        return replace(self, named=named, warnings=warnings)
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """How a chat template ends an assistant's turn. token: the added token it writes there; None: it writes none.
+
+    rendered: a whole chat, empty where the template refuses one. warnings: one line each.
+    """
+
+    token: str | None = None
+    rendered: str = ""
+    warnings: tuple[str, ...] = ()
+
+
+def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
+    """Look behind the text of an answer, as the template renders a chat of two messages."""
+    text = "the-text-of-an-answer"
+    try:
+        rendered = render([{"role": "user", "content": "question"}, {"role": "assistant", "content": text}])
+    except Exception as error:  # Whatever a template raises; rows that it cannot render are named by their place.
+        reason = " ".join(str(error).split())
+        return TurnEnd(warnings=(f"the chat template refuses a question and its answer: {reason}; {_UNKNOWN}",))
+    if text not in rendered:
+        return TurnEnd(None, rendered, (f"the chat template leaves out the assistant's text; {_UNKNOWN}",))
+    behind = rendered.rpartition(text)[2].strip()
+    # The longest first: one token may begin as another does.
+    tokens = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
+    token = next((token for token in tokens if behind.startswith(token)), None)
+    if token is None and behind:
+        mend = "add it to the tokenizer's special tokens, or set another data.chat_template"
+        what = f"the chat template ends a turn with {behind!r}, which is no token: answers hold it as text; {mend}"
+        return TurnEnd(None, rendered, (what,))
+    return TurnEnd(token, rendered)
+
+
+_UNKNOWN = "the token by which it ends a turn is not known"
+
+
+def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndTokens:
+    """The union of what the model's files, the tokenizer and the chat template say.
+
+    turn_end: the token by which the chat template ends an assistant's turn. folder: the model's; None: not known.
+    Raises DataError for an id that is no token of the tokenizer.
+    """
+    sources: dict[int, list[str]] = {}
+    written = None if turn_end is None else int(tokenizer.convert_tokens_to_ids(turn_end))
+    if written is not None:
+        sources[written] = ["chat template"]
+    for file in [folder / name for name in MODEL_FILES] if folder else []:
+        for token in _eos(file):
+            sources.setdefault(token, []).append(file.name)
+    listed = {token for token, names in sources.items() if names != ["chat template"]}
+    if tokenizer.eos_token_id is not None:
+        sources.setdefault(int(tokenizer.eos_token_id), []).append("tokenizer")
+    trained = next((each for each in (written, tokenizer.eos_token_id, *sources) if each is not None), None)
+    named = {token: (_text(tokenizer, token, names[0]), tuple(names)) for token, names in sources.items()}
+    ends = EndTokens(trained, named)
+    if trained is None or not listed or trained in listed:
+        return ends
+    where = f"neither {' nor '.join(MODEL_FILES)} of {folder} lists it"
+    what = f"answers end with {named[trained][0]}, but {where}: programs that read only those will not stop there"
+    return replace(ends, warnings=(f"{what}; add {trained} to eos_token_id in {MODEL_FILES[0]}",))
+
+
+def _text(tokenizer: Any, token: int, source: str) -> str:
+    if 0 <= token < len(tokenizer):
+        return str(tokenizer.convert_ids_to_tokens(token))
+    raise DataError(f"{source}: {token} ends an answer, but is no token: the tokenizer has {len(tokenizer):,}")
+
+
+def _eos(file: Path) -> list[int]:
+    """eos_token_id of a JSON file: a number, several, or none."""
+    if not file.is_file():
+        return []
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        return [int(each) for each in (found if isinstance(found, list) else [found]) if each is not None]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: no eos_token_id can be read: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,137 @@
+"""What a row says: the messages to answer or to imitate, and the answer. Everything is checked, nothing tokenized.
+
+Answers are text. A number is written in decimal notation without trailing zeros (42 and 42.0 are `42`, 0.50 is `0.5`),
+so that `exact` and `regex` can match it; true and false are written as in JSON.
+"""
+
+import math
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+from rlctl.config.errors import did_you_mean
+from rlctl.config.schema import DatasetSection
+from rlctl.data.datasets import DataError, Row
+
+Messages = list[dict[str, Any]]
+
+
+def question(row: Row, section: DatasetSection, *, answered: bool = False) -> tuple[Messages, str | None]:
+    """The messages to answer, and the reference answer: the answer column, else the chat's trailing assistant message.
+
+    answered: a row without an answer is an error.
+    """
+    answer = _answer(row, section)
+    messages = _messages(row, section)
+    if messages[-1]["role"] == "assistant":
+        answer = messages[-1]["content"] if answer is None else answer
+        messages = messages[:-1]
+    if not messages:
+        raise DataError(f"{row.origin}: nothing before the assistant's message")
+    if answered and answer is None:
+        raise DataError(f"{row.origin}: no answer to compare with: {_absent(row, section.answer_key)}")
+    return messages, answer
+
+
+def conversation(row: Row, section: DatasetSection) -> Messages:
+    """The whole chat; a prompt text is answered by the answer column."""
+    messages = _messages(row, section)
+    if row.values.get(section.messages_key) is None:
+        answer = _answer(row, section)
+        if answer is None:
+            raise DataError(f"{row.origin}: no answer to train on: {_absent(row, section.answer_key)}")
+        return [*messages, {"role": "assistant", "content": answer}]
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{row.origin}: no assistant message to train on")
+    return messages
+
+
+def is_plain(messages: Messages) -> bool:
+    """True if the chat has text and alternates, as every template can render: (system), user, assistant, user, ..."""
+    roles = [message["role"] for message in messages]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    alternates = all(role == ("user", "assistant")[index % 2] for index, role in enumerate(turns))
+    return alternates and bool(turns) and bool(messages[0]["content"])
+
+
+def answer_text(value: Any) -> str | None:
+    """An answer as text; None stays None. Raises ValueError for what is neither text nor a finite number."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        return _decimal(Decimal(repr(value)) if isinstance(value, float) else value)
+    kind = str(value) if isinstance(value, float | Decimal) else f"a {type(value).__name__}"
+    raise ValueError(f"must be text or a finite number, not {kind}")
+
+
+def _decimal(value: Decimal) -> str:
+    text = format(value, "f")
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if text == "-0" else text
+
+
+def _answer(row: Row, section: DatasetSection) -> str | None:
+    try:
+        return answer_text(row.values.get(section.answer_key))
+    except ValueError as error:
+        raise DataError(f"{row.origin}: answer column {section.answer_key!r} {error}") from None
+
+
+def _messages(row: Row, section: DatasetSection) -> Messages:
+    """The messages column, checked, or the prompt text as a user message."""
+    messages = row.values.get(section.messages_key)
+    if messages is None:
+        prompt = row.values.get(section.prompt_key)
+        if not isinstance(prompt, str):
+            wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
+            raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}")
+        return [{"role": "user", "content": prompt}]
+    whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+    if not whole or not messages:
+        raise DataError(f"{row.origin}: {section.messages_key!r} must be a list of {{role, content}}")
+    return [_message(message, row, number) for number, message in enumerate(messages, 1)]
+
+
+def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
+    """The message with its content as text: parts of text are joined, since templates leave out or garble them."""
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str):
+        raise DataError(f"{row.origin}: message {number}: role must be text, not {_shown(role)}")
+    if isinstance(content, str):
+        return message
+    wrong = content
+    if isinstance(content, list):
+        wrong = next((part for part in content if not _is_text(part)), None)
+        if wrong is None:
+            return {**message, "content": "".join(part["text"] for part in content)}
+    needed = "text or a list of {type: text, text: ...}"
+    raise DataError(f"{row.origin}: message {number} ({role}): content must be {needed}, not {_shown(wrong)}")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        kind = str(value["type"])
+        return f"a part of type {kind!r}" + " without text" * (kind == "text")
+    return f"a {type(value).__name__}"
+
+
+def _absent(row: Row, key: str) -> str:
+    if key in row.values:
+        return f"column {key!r} is null"
+    return f"no column {key!r}{did_you_mean(key, row.values) or _columns(row.values)}"
+
+
+def _columns(names: Iterable[str]) -> str:
+    return f" (the row has: {', '.join(map(repr, names)) or 'nothing'})"

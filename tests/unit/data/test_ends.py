@@ -1,0 +1,143 @@
+"""Which tokens end an answer, by the templates of the usual models, on real tokenizers made here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.data.chat import Chat
+from rlctl.data.datasets import DataError
+from tests.unit.data.conftest import CHATML, UNMARKED
+
+SPECIAL = ["<unk>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"]
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<h>{{ m.role }}</h>\n\n{{ m.content | trim }}"
+    "{% if m.tool_calls %}<|eom_id|>{% else %}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}<t>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<t>model\n{% endif %}"
+)
+WORDS = "{% for m in messages %}{{ m.role }}: {{ m.content }} [END]\n{% endfor %}"
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+
+
+def make(*, begins: bool = False) -> Any:
+    """A character tokenizer. begins: it puts <bos> before every text, as Llama's and Gemma's do."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    characters = [*SPECIAL, *map(chr, range(32, 127)), "\n"]
+    base = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+    base.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    base.decoder = decoders.Fuse()
+    base.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
+    base.add_tokens([AddedToken("</think>", special=False, normalized=False)])
+    if begins:
+        base.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 2)])
+    return PreTrainedTokenizerFast(tokenizer_object=base, eos_token="<eos>", bos_token="<bos>", unk_token="<unk>")
+
+
+def model(folder: Path, config: Any, generation: Any = None) -> Path:
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    return folder
+
+
+def names(chat: Chat) -> list[str]:
+    return list(chat.tokenizer.convert_ids_to_tokens(list(chat.ends.stops)))
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (GEMMA, "<end_of_turn>"), (UNMARKED, "<eos>"), (None, "<eos>")],
+)
+def test_what_sft_trains_behind_an_answer_is_where_sampling_stops(template: str | None, end: str) -> None:
+    chat = Chat(make(begins=True), template, None)
+    assert set(names(chat)) == {end, "<eos>"}
+    assert chat.tokenizer.convert_ids_to_tokens(chat.ends.trained) == end
+    tokens, mask = chat.chat_tokens(CHAT, "all")
+    assert (tokens[-1], bool(mask[-1])) == (chat.ends.trained, True)
+    assert tokens.count(2) == (template not in (CHATML, UNMARKED)), "the token that begins a text comes once"
+
+
+def test_stop_tokens_are_the_union_of_all_that_name_one(tmp_path: Path) -> None:
+    chat = Chat(make(), CHATML, None, model(tmp_path, 7, [5, 6]))
+    assert set(names(chat)) == {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<eos>"}
+    further = chat.ends.with_further([9, 1], chat.tokenizer)
+    assert further.stops == (*chat.ends.stops, 9)
+    assert "<eos> 1 (tokenizer, generation.stop_token_ids)" in str(further)
+
+
+@pytest.mark.parametrize(("config", "generation"), [(1, None), ([1, 4], None), (None, [4, 1]), (None, None)])
+def test_files_may_list_one_token_or_several_or_none(tmp_path: Path, config: Any, generation: Any) -> None:
+    ends = Chat(make(), CHATML, None, model(tmp_path, config, generation)).ends
+    assert set(ends.stops) == {1, 4}
+    assert bool(ends.warnings) == (config == 1), "files that list another end than the template's are told"
+
+
+def test_an_end_that_the_models_files_do_not_list_is_a_warning_with_its_remedy(tmp_path: Path) -> None:
+    (warning,) = Chat(make(), CHATML, None, model(tmp_path, 1)).ends.warnings
+    assert warning.startswith("answers end with <|im_end|>, but neither generation_config.json nor config.json")
+    assert warning.endswith("add 4 to eos_token_id in generation_config.json")
+
+
+def test_a_template_that_ends_turns_with_text_is_a_warning() -> None:
+    (warning,) = Chat(make(), WORDS, None).ends.warnings
+    assert "ends a turn with '[END]', which is no token" in warning
+
+
+def test_an_id_that_is_no_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"config\.json: 9999 ends an answer, but is no token"):
+        _ = Chat(make(), CHATML, None, model(tmp_path, 9999)).ends
+    chat = Chat(make(), CHATML, None)
+    with pytest.raises(DataError, match=r"generation\.stop_token_ids: 9999 ends an answer, but is no token"):
+        chat.ends.with_further([9999], chat.tokenizer)
+
+
+@pytest.mark.parametrize("template", [None, UNMARKED])
+@pytest.mark.parametrize("last", ["</think>", "<|im_start|>", "yes"])
+def test_text_whose_last_token_is_any_added_one_still_gets_its_end_token(template: str | None, last: str) -> None:
+    chat = Chat(make(), template, None)
+    tokens, mask = chat.chat_tokens([CHAT[0], {"role": "assistant", "content": f"so {last}"}], "all")
+    assert chat.tokenizer.decode(tokens).endswith(f"so {last}<eos>") and mask[-1]
+    written, _ = chat.chat_tokens([CHAT[0], {"role": "assistant", "content": f"so {last}<eos>"}], "all")
+    assert written == tokens, "an end token that the answer has is not put there twice"
+
+
+def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
+    from rlctl.config.schema import DatasetSection
+    from rlctl.data.datasets import Row
+    from rlctl.data.tokenize import tokenize_samples
+
+    chat = Chat(make(), LLAMA3, None)
+    called = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f"}]}]
+    rows = [Row(index, f"a.jsonl:{index + 1}", {"messages": each}) for index, each in enumerate((CHAT, called))]
+    section = DatasetSection("a.jsonl", "train", "prompt", "answer", "messages", None)
+    samples, report = tokenize_samples(rows, section, chat, "all", None, 64)
+    assert [chat.tokenizer.convert_ids_to_tokens(int(each.tokens[-1])) for each in samples] == [
+        "<|eot_id|>",
+        "<|eom_id|>",
+    ]
+    assert str(report).endswith("1 end with no token at which sampling stops")
+
+
+def test_the_token_that_begins_a_text_comes_once() -> None:
+    chat = Chat(make(begins=True), None, None)
+    assert chat.prompt_tokens("a") == chat.prompt_tokens("<bos>a") == [2, *chat.tokenizer("a").input_ids[1:]]
+    assert chat.prompt_tokens("") == [2]
+    tokens, mask = chat.chat_tokens([{"role": "user", "content": ""}, CHAT[1]], "all")
+    assert (tokens.count(2), mask.tolist()) == (1, [False, True, True, True, True])
+    (warning,) = Chat(make(begins=True), CHATML, None).ends.warnings
+    assert warning.startswith("the chat template writes no <bos>")
+
+
+def test_an_empty_prompt_without_a_beginning_is_refused() -> None:
+    chat = Chat(make(), None, None)
+    with pytest.raises(DataError, match="the prompt is empty"):
+        chat.prompt_tokens("")
+    with pytest.raises(DataError, match="the prompt is empty"):
+        chat.chat_tokens([{"role": "user", "content": ""}, CHAT[1]], "all")

@@ -1,0 +1,77 @@
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from rlctl.config.schema import DatasetSection
+from rlctl.data.datasets import DataError, Row
+from rlctl.data.rows import answer_text, conversation, question
+
+PART = {"type": "text", "text": "hi "}
+
+
+def row(**values: Any) -> Row:
+    return Row(2, "a.jsonl:3", values)
+
+
+def chat(content: Any) -> Row:
+    return row(messages=[{"role": "user", "content": content}, {"role": "assistant", "content": "yes"}])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("42", "42"), (42, "42"), (42.0, "42"), (-0.0, "0"), (0.5, "0.5"), (1e-7, "0.0000001"), (1e22, "1" + "0" * 22),
+        (Decimal("3.140"), "3.14"), (True, "true"), (None, None), ("", ""),
+    ],
+)  # fmt: skip
+def test_an_answer_is_text_as_a_model_writes_it(value: Any, text: str | None) -> None:
+    assert answer_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [([1], "a list"), ({"a": 1}, "a dict"), (float("nan"), "nan"), (float("inf"), "inf"), (b"4", "a bytes")],
+)
+def test_an_answer_that_is_no_text_is_an_error_with_its_line(section: DatasetSection, value: Any, shown: str) -> None:
+    expected = f"a.jsonl:3: answer column 'answer' must be text or a finite number, not {shown}"
+    for read in (question, conversation):
+        with pytest.raises(DataError) as error:
+            read(row(prompt="x", answer=value), section)
+        assert str(error.value) == expected
+
+
+def test_an_answer_that_is_missing_is_an_error_where_one_is_compared_with(section: DatasetSection) -> None:
+    assert question(row(prompt="x"), section) == ([{"role": "user", "content": "x"}], None)
+    for found, why in ((row(prompt="x", answer=None), "column 'answer' is null"),
+                       (row(prompt="x", anwser="4"), "no column 'answer'; did you mean anwser?")):  # fmt: skip
+        with pytest.raises(DataError) as error:
+            question(found, section, answered=True)
+        assert str(error.value) == f"a.jsonl:3: no answer to compare with: {why}"
+
+
+def test_parts_of_text_are_joined(section: DatasetSection) -> None:
+    found = chat([PART, {**PART, "text": "there", "image_url": None}])
+    assert question(found, section)[0] == [{"role": "user", "content": "hi there"}]
+    assert conversation(found, section)[0]["content"] == "hi there"
+
+
+@pytest.mark.parametrize(
+    ("content", "shown"),
+    [
+        (None, "null"), (3, "a int"), ({"text": "x"}, "a dict"), ([PART, "x"], "a str"),
+        ([{"type": "image_url", "image_url": "x"}], "a part of type 'image_url'"),
+        ([{"type": "text", "text": None}], "a part of type 'text' without text"),
+    ],
+)  # fmt: skip
+def test_any_other_content_is_an_error_with_its_line(section: DatasetSection, content: Any, shown: str) -> None:
+    for read in (question, conversation):
+        with pytest.raises(DataError) as error:
+            read(chat(content), section)
+        needed = "content must be text or a list of {type: text, text: ...}"
+        assert str(error.value) == f"a.jsonl:3: message 1 (user): {needed}, not {shown}"
+
+
+def test_another_answer_column_is_followed(section: DatasetSection) -> None:
+    assert question(row(prompt="x", gold=7), replace(section, answer_key="gold"))[1] == "7"
