@@ -3,6 +3,7 @@
 Exit codes: 0 done, 2 bad input, 1 failed, 130 interrupted.
 """
 
+import errno
 import sys
 from typing import Annotated
 
@@ -20,7 +21,9 @@ from rlctl.cli import (
     train,
 )
 from rlctl.cli.output import BAD_INPUT, examples, report
-from rlctl.config.errors import ConfigError
+from rlctl.config.errors import ConfigError, Problem
+
+_UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 
 
 class _Commands(TyperGroup):
@@ -76,6 +79,12 @@ def main() -> None:
         app()
     except ConfigError as error:
         report(error.problems)
+        sys.exit(BAD_INPUT)
+    except OSError as error:
+        # A path that was typed and can be none, or may not be written: no defect, whose traceback would help.
+        if error.errno not in _UNUSABLE or error.filename is None:
+            raise
+        report([Problem(str(error.filename), "", str(error.strerror))])
         sys.exit(BAD_INPUT)
 
 

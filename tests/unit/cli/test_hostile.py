@@ -240,6 +240,28 @@ def test_more_processes_than_a_machine_without_gpus_can_share_are_not_started(rl
     assert "1 trainer rank and 5000 engines: at most 256 processes share a machine without GPUs" in done.err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["runs", "show", "x" * 300],
+        ["runs", "logs", "x" * 300],
+        ["runs", "stop", "x" * 300],
+        ["runs", "list", "--dir", "x" * 300],
+        ["recipes", "show", "x" * 300],
+        ["recipes", "copy", "grpo-tiny", "x" * 300],
+        ["recipes", "copy", "grpo-tiny", "/etc/passwd/x.yaml"],
+        ["cluster", "up", "x" * 300],
+        ["train", "grpo", "--resume", "x" * 300],
+    ],
+)
+def test_a_path_that_can_be_none_in_any_command(rlctl: Rlctl, arguments: list[str]) -> None:
+    with bounded():
+        done = rlctl(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert len(done.err.splitlines()) <= 2
+
+
 KEYS = [key.replace(".N", ".0") for key, _ in schema_keys(GrpoConfig)]
 names = st.lists(st.sampled_from(["run", "model", "rewards", "0", "1", "path", "x"]), max_size=4)
 keys = st.sampled_from(KEYS) | names.map(".".join)
