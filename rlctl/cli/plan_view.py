@@ -43,9 +43,14 @@ def format_rows(title: str, rows: list[tuple[str, str]]) -> "Group":
     return Group(Text(title, "bold"), Padding(_rows(rows), (0, 0, 0, 2)))
 
 
-def data_rows(rows: "RunRows", ends: "EndTokens | None") -> list[tuple[str, str]]:
-    """What was read of the data, and the tokens that end an answer. ends: None if the model is not here."""
+def data_rows(rows: "RunRows | None", ends: "EndTokens | None") -> list[tuple[str, str]]:
+    """What was read of the data, and the tokens that end an answer. Both are None where they are a hub's."""
     known = str(ends) if ends else "not known: the model is not on this machine"
+    if rows is None:
+        return [
+            ("rows", "not read: not all are on this machine; rlctl data preview fetches"),
+            ("answers end at", known),
+        ]
     listed = {"train": rows.train, "validation": rows.validation}
     shown = [(name, f"{count(len(found), 'row')}, all read and checked") for name, found in listed.items() if found]
     return [*shown, ("answers end at", known)]

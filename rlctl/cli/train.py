@@ -166,7 +166,9 @@ def show_plan(composed: "Composed", plan: "Plan", resumed: "Resumed | None", whe
     console().print(format_plan(plan))
     refuse(composed, plan.too_large)
     if not where:
-        rows, ends = read_ahead(composed.config)[1], ends_of(composed.config)
+        data, ends = composed.config.data, ends_of(composed.config)
+        is_here = all(Path(path).exists() for path in (data.train.path, data.validation.path) if path)
+        rows = read_ahead(composed.config)[1] if is_here else None
         console().print(format_rows("data", data_rows(rows, ends)))
         note(ends.warnings if ends else [])
     if resumed:
