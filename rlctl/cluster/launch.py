@@ -91,7 +91,7 @@ def _assembled(
     spec = engine_spec(config, files, ends.stops, placement)
     pool = GeneratorPool(
         spec,
-        engine_seats(session, config, site),
+        engine_seats(config, site, session.waits),
         str(session.logs),
         config.run.deadline_s,
         generation.max_restarts,

@@ -15,6 +15,7 @@ from rlctl.refit.refit import Options
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
+from rlctl.workers.waits import Waits
 
 # Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
 # 0.25.1, H200, one run); with room the same requests went through.
@@ -78,14 +79,14 @@ def start_trainers(
     return WorkerGroup(specs, config.run.deadline_s)
 
 
-def engine_seats(session: Session, config: GrpoConfig, site: Site) -> list[EngineSeat]:
-    """Where each engine of the run is to stand."""
+def engine_seats(config: GrpoConfig, site: Site, waits: Waits) -> list[EngineSeat]:
+    """Where each engine of the run is to stand. waits: explains calls that it does not answer."""
     reads = _transport(config, site.placement) == "ipc"
     seats = []
     for seat in site.placement.engines:
         beside = site.beside(seat) if reads else []
         env = environment(site.placement.device, site.devices(seat), beside) | site.environment(seat)
-        seats.append(EngineSeat(env, site.node(seat), session.waits))
+        seats.append(EngineSeat(env, site.node(seat), waits))
     return seats
 
 

@@ -9,10 +9,13 @@ from rlctl.cluster.placement import Pools, Room, Seat, Strategy, place, this_mac
 from rlctl.cluster.processes import engine_seats, usual_transport
 from rlctl.config.load import load
 from rlctl.telemetry.devices import count_gpus
+from rlctl.workers.waits import Waits
 
 few = st.integers(1, 6)
 strategies = st.sampled_from(["pack", "spread"])
 NODES = [Room("a", 4, 8.0), Room("b", 4, 8.0), Room("c", 4, 8.0)]
+
+WAITS = Waits(60.0, print)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), few, few, few, st.booleans(), strategies, strategies)
@@ -129,12 +132,12 @@ def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: 
     apart = place(this_machine(4), Pools(ranks=2, engines=1, colocated=False))
     config = load("grpo", None, []).config
     one = place(this_machine(4), Pools(ranks=1, engines=1, colocated=False))
-    (seat,) = engine_seats(config, Site(one, [None], lambda prefix, root: ""))
+    (seat,) = engine_seats(config, Site(one, [None], lambda prefix, root: ""), WAITS)
     assert seat.environment["CUDA_VISIBLE_DEVICES"] == "3,6"
-    (seat,) = engine_seats(config, Site(apart, [None], lambda prefix, root: ""))
+    (seat,) = engine_seats(config, Site(apart, [None], lambda prefix, root: ""), WAITS)
     assert seat.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a", "by broadcast it reads no other's memory"
     shared = place(this_machine(4), Pools(ranks=2, engines=2, colocated=True))
-    seats = engine_seats(config, Site(shared, [None], lambda prefix, root: ""))
+    seats = engine_seats(config, Site(shared, [None], lambda prefix, root: ""), WAITS)
     assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["6,3", "3,6"]
     nodes = place([Room("a", 2), Room("b", 2)], Pools(ranks=2, engines=2, colocated=False))
     assert [nodes.beside(seat) for seat in nodes.engines] == [(), ()]
