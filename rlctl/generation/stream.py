@@ -25,6 +25,8 @@ from rlctl.workers.group import Worker
 Deliver = Callable[[list[tuple[str, list[Completion]]]], None]
 _POLL_S = 1.0
 _ABORT_S = 5.0
+# Longer than an engine that answers takes to be collected from.
+_CLOSE_S = 3.0
 
 
 @dataclass
@@ -79,9 +81,13 @@ class RolloutStream:
         self._pending: deque[SampleRequest] = deque()
         self._held = self._closed = False
         self._changed = threading.Condition(threading.RLock())
-        for index in range(len(self._lanes)):
-            threading.Thread(target=self._collect, args=(index,), name=f"collect-{index}", daemon=True).start()
-            threading.Thread(target=self._tell, args=(index,), name=f"tell-{index}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=target, args=(index,), name=f"{name}-{index}", daemon=True)
+            for index in range(len(self._lanes))
+            for name, target in (("collect", self._collect), ("tell", self._tell))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, requests: list[SampleRequest]) -> None:
         """More groups to sample, in this order as far as engines are alike."""
@@ -157,10 +163,22 @@ class RolloutStream:
             return max(lane.last for lane in self._lanes)
 
     def close(self) -> None:
-        """Deliver nothing from now on."""
+        """Deliver nothing from now on, and call no engine.
+
+        A thread that is in a call of Ray's while Ray shuts down ends the whole process without a word (Ray 2.60: "The
+        core worker has already been shutdown"), so that a run that was saved would exit with 1. An engine that does
+        not answer is ended for that.
+        """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        end = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            self._pool.kill()
+            for thread in self._threads:
+                thread.join(_CLOSE_S)
 
     def _lose_silent(self) -> None:
         for lane in self._lanes:

@@ -53,12 +53,18 @@ def without_its_trainer_it_ends_with_one_line(run: Run) -> None:
     assert f"rlctl train grpo --resume {run.path}" in run.text()
 
 
+def stop_was_told(run: Run) -> bool:
+    return any(
+        "finishing this step and saving" in event["what"] for event in run.events() if event["kind"] == "warning"
+    )
+
+
 def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str]) -> list[str]:
     """Though the step cannot end: the trainer stands still. Returns what `interrupt` gave."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
     first = interrupt(run)
-    run.wait_for_event("warning")
+    run.wait_for("the warning of a stop", lambda: stop_was_told(run))
     said = [first, interrupt(run)]
     assert run.end() == 130
     assert survivors(family) == []

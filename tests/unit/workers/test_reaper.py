@@ -42,9 +42,17 @@ def driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Pro
         process.wait()
 
 
+def reapers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    found = []
+    for each in psutil.Process(process.pid).children(True):
+        with suppress(psutil.NoSuchProcess):
+            found += [each] * ("reaper.py" in " ".join(each.cmdline()))
+    return found
+
+
 def kill_with_reaper(process: "subprocess.Popen[str]") -> None:
-    reapers = [each for each in psutil.Process(process.pid).children(True) if "reaper.py" in " ".join(each.cmdline())]
-    assert len(reapers) == 2
+    while len(reapers := reapers_of(process)) < 2:
+        time.sleep(0.02)
     for each in reapers:
         # The one half ends with the other.
         with suppress(psutil.NoSuchProcess):
