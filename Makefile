@@ -24,12 +24,12 @@ check: $(READY)
 setup: $(READY)
 
 # pip must be able to find torch 2.13.0+cpu: in a local folder (find-links) or on PyTorch's CPU index.
-$(READY): pyproject.toml rlctl/environment/stubs.py
+$(READY): pyproject.toml rlctl/preflight/stub_wheels.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "rlctl needs Python 3.11 or newer; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "no venv module: apt-get install python3-venv"; exit 2; }
-	@$(PYTHON) rlctl/environment/stubs.py .stubs >/dev/null
+	@$(PYTHON) rlctl/preflight/stub_wheels.py .stubs >/dev/null
 	@echo "setting up $(VENV) (1-4 minutes, once)"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile --find-links .stubs -r .stubs/requirements.txt -e '.[cpu,dev]' || \
 	  { echo "set-up failed. If torch 2.13.0+cpu was not found: add PyTorch's CPU index to pip's configuration"; \

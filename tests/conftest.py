@@ -23,7 +23,7 @@ settings.load_profile("rlctl")
 @pytest.fixture(scope="session")
 def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Ray on this machine for the whole session; the folder that its workers' logs go to."""
-    from rlctl.cluster.local import local_ray
+    from rlctl.launch.local_ray import local_ray
 
     logs = tmp_path_factory.mktemp("logs")
     with local_ray(logs):

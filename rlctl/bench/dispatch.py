@@ -12,7 +12,7 @@ import psutil
 from numpy.typing import NDArray
 
 from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say, plural
-from rlctl.cluster.local import local_ray
+from rlctl.launch.local_ray import local_ray
 from rlctl.workers.graph import GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import RAW_BYTES, Scheme, receive
 from rlctl.bench.weights import make_tensor
-from rlctl.generation.layout import NotPlain, find_regions
-from rlctl.generation.worker import RefitWorker
-from rlctl.refit.messages import Checks, Header, TransportSpec
+from rlctl.generation.param_layout import NotPlain, find_regions
+from rlctl.generation.vllm_worker import RefitWorker
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sink import WholeSink
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say, words
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.load import load
 from rlctl.config.schema import TrainerSection
+from rlctl.preflight.load import load
 
 if TYPE_CHECKING:
     from rlctl.training.worker import Share
@@ -241,7 +241,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
     import torch
 
     from rlctl.bench.weights import parameters_of
-    from rlctl.training.moving import Mover
+    from rlctl.training.offload import Mover
 
     device = torch.device(name)
     torch.cuda.set_device(device)
@@ -275,13 +275,13 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     import torch
 
     from rlctl.sft.loss import NllLoss
-    from rlctl.training import process
+    from rlctl.training import distributed
     from rlctl.training.interface import Totals
     from rlctl.training.worker import TrainerSpec, TrainerWorker
 
     model, meeting = str(folder / "model"), f"file://{folder / place}"
     section, count = _section(bench.section, place), 1 + bench.steps
-    before = process.memory(torch.device("cpu"))["host_rss"]
+    before = distributed.memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
     share, totals = _share(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
@@ -318,8 +318,8 @@ def _share(bench: OffloadBench, folder: Path) -> "Share":
     """Return random tokens, of which all but each sequence's first are trained on."""
     import numpy as np
 
-    from rlctl.training.plan import plan_micro_batches
-    from rlctl.training.sequences import Sequence
+    from rlctl.training.micro_batching import plan_micro_batches
+    from rlctl.training.sample import Sequence
     from rlctl.training.worker import Share
 
     vocabulary = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])

@@ -17,21 +17,21 @@ from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
 from rlctl.bench.workload import longest, model_folder, model_problems
-from rlctl.cluster.launch import shared_memory
-from rlctl.cluster.local import local_ray
-from rlctl.cluster.placement import Placement, Pools, place, this_machine
-from rlctl.cluster.processes import trainer_environment, usual_transport
 from rlctl.config.errors import Problem
 from rlctl.config.schema import RefitSection
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
-from rlctl.refit.messages import Checks, Kind, TransportSpec
+from rlctl.launch.assemble_grpo import shared_memory
+from rlctl.launch.local_ray import local_ray
+from rlctl.launch.worker_specs import trainer_environment, usual_transport
+from rlctl.preflight.placement import Placement, Pools, place, this_machine
+from rlctl.refit.protocol import Checks, Kind, TransportSpec
 from rlctl.refit.refit import EngineEnd, Options, Refit
-from rlctl.telemetry.cores import usable_cores
-from rlctl.telemetry.devices import visible_gpus
+from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import visible_gpus
+from rlctl.utils.ports import free_port
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
-from rlctl.workers.ports import free_port
 
 _DEADLINE_S = 600.0
 _PROMPT_TOKENS, _REQUESTS, _REQUEST_TOKENS = 64, 16, 192

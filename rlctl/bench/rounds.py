@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from rlctl.bench.schemes import Wire
-from rlctl.refit.group import Group, meet
-from rlctl.refit.messages import TransportSpec
-from rlctl.workers.ports import LOOPBACK, open_store
+from rlctl.refit.process_group import Group, meet
+from rlctl.refit.protocol import TransportSpec
+from rlctl.utils.ports import LOOPBACK, open_store
 
 _PATIENCE_S = 300.0
 # Seconds of a round by phase, and of its commit.

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlctl.refit.group import Group
-from rlctl.refit.lanes import Lane, Span, elapsed
+from rlctl.refit.process_group import Group
+from rlctl.utils.device_stream import Lane, Span, elapsed
 
 Scheme = Literal["raw", "each", "packed-1", "packed-2"]
 LABELS: dict[Scheme, str] = {

@@ -8,11 +8,11 @@ import torch
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import RAW_BYTES, Scheme, send
 from rlctl.bench.weights import RandomShards
-from rlctl.refit.messages import Checks, Header, TransportSpec
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sending import SendingEnd, SendsWeights
-from rlctl.training.process import met_at
-from rlctl.workers.ports import free_port
+from rlctl.training.distributed import met_at
+from rlctl.utils.ports import free_port
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlctl.models import hf_folder
 from rlctl.refit.source import Shard
-from rlctl.training import hf_folder
 
 NamedShape = tuple[str, tuple[int, ...]]
 

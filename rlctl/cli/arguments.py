@@ -26,7 +26,7 @@ def runs_folder(overrides: Iterable[str] = ()) -> Path:
         return Path(given[-1])
     import yaml
 
-    from rlctl.config.shipped import CONFIGS
+    from rlctl.config.builtin import CONFIGS
 
     return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
 

@@ -9,7 +9,7 @@ from rlctl.bench.frame import numbers, words
 from rlctl.cli.bench_frame import run_bench
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
-from rlctl.telemetry.devices import count_gpus
+from rlctl.utils.devices import count_gpus
 
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of the table.")]
 Plot = Annotated[Path | None, typer.Option(help="Write a PNG or SVG here; needs matplotlib.")]
@@ -71,8 +71,8 @@ def refit(
     Ends with 1 if any delivered weight differs from the one sent.
     """
     from rlctl.bench.refit import RefitBench
-    from rlctl.config.load import load
-    from rlctl.refit.messages import Checks, Kind
+    from rlctl.preflight.load import load
+    from rlctl.refit.protocol import Checks, Kind
 
     problems: list[Problem] = []
     gpus = count_gpus()

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from rlctl.cli.output import console
-from rlctl.cluster.fleet.judge import GIB
 from rlctl.cluster.fleet.launchers import launcher_of
+from rlctl.cluster.fleet.requirements import GIB
 from rlctl.cluster.fleet.state import State
 from rlctl.cluster.fleet.status import NodeSeen, Seen, open_ports, summary
 
@@ -102,7 +102,7 @@ def runs_table(runs: list[dict[str, Any]]) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from rlctl.telemetry.formats import number
+    from rlctl.dashboard.formats import number
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("run", overflow="fold")

@@ -26,7 +26,7 @@ def show(
 ) -> None:
     """The whole config as it would run, defaults included; as YAML."""
     from rlctl.cli.config_view import lines, print_lines
-    from rlctl.config.load import draft
+    from rlctl.preflight.load import draft
 
     recipe, overrides = split(arguments)
     root, problems = draft(None, recipe or DEFAULT, overrides)
@@ -57,8 +57,8 @@ def check(
     Of the data the first row is read; `rlctl train KIND --dry-run` reads them all, `rlctl data preview` tokenizes them.
     """
     from rlctl.cli.try_rewards import try_rewards
-    from rlctl.config.load import load
-    from rlctl.config.tree import show_path
+    from rlctl.config.provenance import show_path
+    from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     composed = load(None, recipe or DEFAULT, overrides)

@@ -5,9 +5,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config import paths
+from rlctl.config.convert import schema_keys
+from rlctl.config.provenance import Node, dump, leaves, plain
 from rlctl.config.schema import KINDS
-from rlctl.config.tree import Node, dump, leaves, plain
-from rlctl.config.typed import schema_keys
 
 if TYPE_CHECKING:
     from rich.console import Console

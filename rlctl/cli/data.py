@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlctl.data.load import RowReader, RunRows
     from rlctl.data.preview import Lengths, Piece
     from rlctl.data.tokenize import LengthReport
-    from rlctl.training.plan import Packing
+    from rlctl.training.micro_batching import Packing
 
 app = typer.Typer(help="The data of a run: text, masks, lengths, packs.", no_args_is_help=True)
 
@@ -47,8 +47,8 @@ def preview(
     as_json: Annotated[bool, typer.Option("--json", help="The counts alone, as JSON.")] = False,
 ) -> None:
     """How rows become tokens: text, what is trained on of it, how long rows are and how well they pack."""
-    from rlctl.config.load import load
     from rlctl.data.datasets import DataError
+    from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     config = load(None, recipe or DEFAULT, overrides).config
@@ -87,10 +87,10 @@ class _Seen:
 
 
 def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
-    from rlctl.config.parallel import layout
     from rlctl.data.load import load_samples, read_rows
     from rlctl.data.preview import Lengths, pieces, step_lengths
-    from rlctl.training.plan import packing
+    from rlctl.preflight.parallel_layout import layout
+    from rlctl.training.micro_batching import packing
 
     listed, chat = read_rows(config, section), run_chat(config)
     rows, report = load_samples(config, section, chat, listed, _longest(config))
@@ -138,8 +138,8 @@ def read_ahead(config: RunConfig) -> "tuple[RowReader, RunRows]":
 
 def ends_of(config: RunConfig) -> "EndTokens | None":
     """The tokens that end an answer; None where the model is not on this machine. Raises ConfigError."""
-    from rlctl.config.architecture import config_file
     from rlctl.data.datasets import DataError
+    from rlctl.models.model_sizes import config_file
 
     if config_file(config.model.path) is None:
         return None
@@ -152,8 +152,8 @@ def ends_of(config: RunConfig) -> "EndTokens | None":
 
 def run_chat(config: RunConfig) -> "Chat":
     """The tokenizer and template of a config, with the end tokens of its model if that is on this machine."""
-    from rlctl.config.architecture import config_file
     from rlctl.data.load import load_chat
+    from rlctl.models.model_sizes import config_file
 
     file = config_file(config.model.path)
     return load_chat(config, str(file.parent) if file else config.model.path)
@@ -166,8 +166,8 @@ def _ends(config: RunConfig, chat: "Chat") -> "EndTokens":
 
 
 def _longest(config: SftConfig) -> int:
-    from rlctl.config.architecture import architecture_of
-    from rlctl.config.plan import longest_sequence
+    from rlctl.models.model_sizes import architecture_of
+    from rlctl.preflight.plan import longest_sequence
 
     longest = longest_sequence(config, architecture_of(config.model.path))
     if longest is None:

@@ -12,7 +12,7 @@ from rlctl.cli.output import FAILED, console, examples
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rlctl.environment.doctor import Check
+    from rlctl.preflight.doctor import Check
 
 EPILOG = examples("rlctl doctor", "rlctl doctor --json")
 
@@ -24,7 +24,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Machine-readabl
 
     Exit code 1 if something that a run needs is broken.
     """
-    from rlctl.environment.doctor import examine
+    from rlctl.preflight.doctor import examine
 
     checks = examine(Path.cwd())
     if as_json:

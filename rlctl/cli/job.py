@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from rlctl.cluster.jobs.head import CONFIG, SECRETS
-from rlctl.cluster.jobs.record import JobRecord
+from rlctl.cluster.jobs.head_agent import CONFIG, SECRETS
+from rlctl.run.job_record import JobRecord
 
 
 def main() -> int:
@@ -22,10 +22,10 @@ def main() -> int:
     sys.path.insert(0, record.work)
     _take_secrets(run / SECRETS)
 
-    from rlctl.cluster.launch import run_grpo
-    from rlctl.cluster.launch_sft import run_sft
-    from rlctl.cluster.standing import StandingCluster
-    from rlctl.config.load import load
+    from rlctl.launch.assemble_grpo import run_grpo
+    from rlctl.launch.assemble_sft import run_sft
+    from rlctl.launch.cluster_runtime import StandingCluster
+    from rlctl.preflight.load import load
 
     composed = load(None, str(run / CONFIG), [], resume=True)
     config, ground = composed.config, StandingCluster("--wait" in flags)

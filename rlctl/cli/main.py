@@ -60,7 +60,7 @@ app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from rlctl.environment.package import own_version
+        from rlctl.preflight.package import own_version
 
         typer.echo(f"rlctl {own_version()}")
         raise typer.Exit

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlctl.cluster.placement import Placement
-from rlctl.config.memory import Memory
-from rlctl.config.plan import Batch, Plan, Schedule
-from rlctl.config.residency import STATES
-from rlctl.config.standing import Standing
-from rlctl.config.tree import show_path
-from rlctl.telemetry.formats import count
+from rlctl.config.provenance import show_path
+from rlctl.dashboard.formats import count
+from rlctl.preflight.memory import Memory
+from rlctl.preflight.offload_plan import STATES
+from rlctl.preflight.placement import Placement
+from rlctl.preflight.plan import Batch, Plan, Schedule
+from rlctl.preflight.state_memory import Standing
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rlctl.cli.output import console, examples
+from rlctl.config.builtin import RECIPES, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.config.shipped import RECIPES, recipe_names
 
 app = typer.Typer(help="Shipped recipes: list, show, copy.", no_args_is_help=True)
 
@@ -42,7 +42,7 @@ def copy(
 ) -> None:
     """A copy to change."""
     from rlctl.config.compose import compose
-    from rlctl.config.tree import plain
+    from rlctl.config.provenance import plain
 
     source = _find(name)
     target = to or Path(source.name)

@@ -11,9 +11,9 @@ from rlctl.cli.output import busy
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rlctl.config.load import Composed
     from rlctl.config.schema import RunConfig
-    from rlctl.training.checkpoints import Checkpoint, Checkpoints
+    from rlctl.preflight.load import Composed
+    from rlctl.run.checkpoints import Checkpoint, Checkpoints
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Resumed:
 
 def find_resumed(text: Path, overrides: list[str]) -> Resumed:
     """Find a run by its name or directory. Raises ConfigError if it holds no config to go on with."""
-    from rlctl.telemetry.run_dir import RunDirError, find_run
+    from rlctl.run.run_dir import RunDirError, find_run
 
     try:
         run = find_run(str(text), runs_folder(overrides))
@@ -57,8 +57,8 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
 
     Raises ConfigError if none is whole.
     """
-    from rlctl.cluster.jobs.record import JobRecord
-    from rlctl.training.checkpoints import NoWholeCheckpoint
+    from rlctl.run.checkpoints import NoWholeCheckpoint
+    from rlctl.run.job_record import JobRecord
 
     record, changes = JobRecord.read(run), list(_changes(composed, run)) or ["nothing"]
     changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]
@@ -79,16 +79,16 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
 
 
 def _checkpoints(run: Path) -> "Checkpoints":
-    from rlctl.telemetry.run_dir import RunDir
-    from rlctl.training.checkpoints import Checkpoints
+    from rlctl.run.checkpoints import Checkpoints
+    from rlctl.run.run_dir import RunDir
 
     # What is kept matters to one that saves.
     return Checkpoints(RunDir(run).checkpoints, 1, 0)
 
 
 def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple[str, str]]:
-    from rlctl.config.architecture import config_file
-    from rlctl.training.fingerprint import contradictions, made_with
+    from rlctl.models.model_sizes import config_file
+    from rlctl.run.fingerprint import contradictions, made_with
 
     file = config_file(config.model.path)
     then = newest.state.get("made_with")
@@ -107,8 +107,8 @@ def _num_steps(config: "RunConfig") -> int:
 
 def _changes(composed: "Composed", run: Path) -> Iterator[str]:
     """`key: old -> new` of every value that is not the run's own."""
-    from rlctl.config.load import draft
-    from rlctl.config.tree import leaves
+    from rlctl.config.provenance import leaves
+    from rlctl.preflight.load import draft
 
     root, _ = draft(None, str(run / "config.yaml"), [])
     old = {key: node.value for key, node in leaves(root)}

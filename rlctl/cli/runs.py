@@ -26,7 +26,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on one l
 @app.command("list", epilog="Example: rlctl runs list")
 def list_(root: Root = None, as_json: AsJson = False) -> None:
     """A table of all runs, newest first."""
-    from rlctl.telemetry.catalogue import catalogue, table
+    from rlctl.dashboard.run_list import catalogue, table
 
     for folder in _root(root).glob("*/job.json"):
         _bring_up_to_date(folder.parent)
@@ -42,9 +42,9 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
 @app.command(epilog="Example: rlctl runs show grpo--tiny--1")
 def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     """Summary of a run and every metric of its last step."""
-    from rlctl.telemetry.catalogue import as_dict, metrics_table
-    from rlctl.telemetry.state import read_state
-    from rlctl.telemetry.summary import print_next_steps, summary_table
+    from rlctl.dashboard.run_list import as_dict, metrics_table
+    from rlctl.dashboard.state import read_state
+    from rlctl.dashboard.summary import print_next_steps, summary_table
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
@@ -68,11 +68,11 @@ def dash(
     height: Annotated[int | None, typer.Option(help="Rows; the terminal's if left out.", min=4)] = None,
 ) -> None:
     """Live view of a running run until it ends or Ctrl-C (the run goes on); one screen of a finished one."""
-    from rlctl.telemetry.dashboard import LiveDashboard, render
-    from rlctl.telemetry.picture import write_svg
-    from rlctl.telemetry.run_dir import RunDir
-    from rlctl.telemetry.safe_console import SafeConsole
-    from rlctl.telemetry.state import read_state
+    from rlctl.dashboard.dashboard import LiveDashboard, render
+    from rlctl.dashboard.safe_console import SafeConsole
+    from rlctl.dashboard.state import read_state
+    from rlctl.dashboard.svg import write_svg
+    from rlctl.run.run_dir import RunDir
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
@@ -81,7 +81,7 @@ def dash(
     if svg is not None:
         write_svg(state, svg, *console.size)
     elif state.status in ("new", "running") and console.is_terminal:
-        from rlctl.cluster.jobs.following import followed
+        from rlctl.cluster.jobs.watch import followed
 
         try:
             with followed(folder) as following, LiveDashboard(RunDir(folder), console) as live:
@@ -100,9 +100,9 @@ def dash(
 @app.command(epilog="Example: rlctl runs stop grpo--tiny--1")
 def stop(run: Run = "", root: Root = None) -> None:
     """End a running run after its step, with a checkpoint; a second time, at once."""
-    from rlctl.cluster.jobs.following import stop_job
-    from rlctl.cluster.jobs.record import JobRecord
-    from rlctl.telemetry.state import read_state
+    from rlctl.cluster.jobs.watch import stop_job
+    from rlctl.dashboard.state import read_state
+    from rlctl.run.job_record import JobRecord
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
@@ -152,15 +152,15 @@ def _bring_up_to_date(folder: Path) -> None:
     """Of a run that a cluster drives, what has happened since."""
     if not (folder / "job.json").is_file():
         return
-    from rlctl.cluster.jobs.following import bring_up_to_date
-    from rlctl.telemetry.state import read_state
+    from rlctl.cluster.jobs.watch import bring_up_to_date
+    from rlctl.dashboard.state import read_state
 
     if read_state(folder).status in ("new", "running", "died"):
         bring_up_to_date(folder)
 
 
 def _print(table: "RenderableType") -> "Console":
-    from rlctl.telemetry.safe_console import SafeConsole
+    from rlctl.dashboard.safe_console import SafeConsole
 
     console = SafeConsole()
     console.print(table)
@@ -173,8 +173,8 @@ def _root(root: Path | None) -> Path:
 
 def _find(run: str, root: Path | None) -> Path:
     """The directory of a run by name, by path, or the newest; exit code 2 and one line if there is none."""
-    from rlctl.telemetry.catalogue import newest
-    from rlctl.telemetry.run_dir import RunDirError, find_run
+    from rlctl.dashboard.run_list import newest
+    from rlctl.run.run_dir import RunDirError, find_run
 
     folder = _root(root)
     if not run:

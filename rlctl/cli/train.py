@@ -17,10 +17,10 @@ from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
-    from rlctl.cluster.ground import Ground
-    from rlctl.config.load import Composed
-    from rlctl.config.plan import Plan
     from rlctl.data.load import RowReader
+    from rlctl.launch.runtime import Ground
+    from rlctl.preflight.load import Composed
+    from rlctl.preflight.plan import Plan
 
 app = typer.Typer(help="Train a model: GRPO, SFT.", no_args_is_help=True)
 
@@ -72,7 +72,7 @@ def grpo(
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     where = Where(cluster, wait, detach, env or [], probe)
     composed, ground, resume, reader = _started("grpo", arguments, resume, dry_run, where)
-    from rlctl.cluster.launch import run_grpo
+    from rlctl.launch.assemble_grpo import run_grpo
 
     raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe, reader))
 
@@ -100,7 +100,7 @@ def sft(
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
     where = Where(cluster, wait, detach, env or [])
     composed, ground, resume, reader = _started("sft", arguments, resume, dry_run, where)
-    from rlctl.cluster.launch_sft import run_sft
+    from rlctl.launch.assemble_sft import run_sft
 
     raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume, reader))
 
@@ -126,7 +126,7 @@ def load_run(
 ) -> "tuple[Composed, Resumed | None]":
     """The config that a command line asks for, and the run that it continues. away: see `load`. Raises ConfigError."""
     from rlctl.cli.resume import find_resumed, refuse_contradictions
-    from rlctl.config.load import load
+    from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     if resume is None:
@@ -189,9 +189,9 @@ def refuse(composed: "Composed", why: str | None) -> None:
 
 
 def _plan(composed: "Composed") -> "Plan":
-    from rlctl.config.architecture import architecture_of
-    from rlctl.config.plan import make_plan
-    from rlctl.environment.machine import read_machine
+    from rlctl.models.model_sizes import architecture_of
+    from rlctl.preflight.machine import read_machine
+    from rlctl.preflight.plan import make_plan
 
     config = composed.config
     machine = read_machine(Path(config.run.dir).absolute())
@@ -201,7 +201,7 @@ def _plan(composed: "Composed") -> "Plan":
 
 def _write(composed: "Composed") -> Path:
     """The resolved config, beside the run directories; the same recipe's is written over."""
-    from rlctl.telemetry.files import foreign_link, write_whole
+    from rlctl.utils.files import foreign_link, write_whole
 
     run = composed.config.run
     path = Path(run.dir) / f"{run.name or composed.recipe.stem}.dry-run.yaml"

@@ -14,9 +14,9 @@ from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
-    from rlctl.cluster.ground import Ground
     from rlctl.cluster.jobs.submit import Target
-    from rlctl.config.load import Composed
+    from rlctl.launch.runtime import Ground
+    from rlctl.preflight.load import Composed
 
 # The cluster that this very process is a job of.
 HERE = "here"
@@ -47,8 +47,8 @@ class Where:
 
     def ground(self) -> "Ground":
         """What a run stands on that this process drives."""
-        from rlctl.cluster.ground import ThisMachine
-        from rlctl.cluster.standing import StandingCluster
+        from rlctl.launch.cluster_runtime import StandingCluster
+        from rlctl.launch.runtime import ThisMachine
 
         if self.cluster is None:
             return ThisMachine()
@@ -61,9 +61,9 @@ def train_there(where: Where, target: "Target", composed: "Composed", resumed: "
     """Returns the exit code: the run's own, if it is watched to its end."""
     from rlctl.cli.train import refuse, show_plan
     from rlctl.cluster.jobs.submit import Order, submit
-    from rlctl.config.architecture import architecture_of
-    from rlctl.config.plan import make_plan
-    from rlctl.config.shipped import RECIPES
+    from rlctl.config.builtin import RECIPES
+    from rlctl.models.model_sizes import architecture_of
+    from rlctl.preflight.plan import make_plan
 
     config = composed.config
     plan = make_plan(config, architecture_of(config.model.path), target.gpus, target.device_memory, target.rooms())
@@ -85,12 +85,12 @@ def train_there(where: Where, target: "Target", composed: "Composed", resumed: "
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     """Shows a run that a job drives until it ends or Ctrl-C, which leaves it running; returns its exit code."""
 
-    from rlctl.cluster.jobs.following import bring_up_to_date, followed
-    from rlctl.telemetry.dashboard import LiveDashboard
-    from rlctl.telemetry.lines import LineView
-    from rlctl.telemetry.run_dir import RunDir
-    from rlctl.telemetry.safe_console import SafeConsole
-    from rlctl.telemetry.state import read_state
+    from rlctl.cluster.jobs.watch import bring_up_to_date, followed
+    from rlctl.dashboard.dashboard import LiveDashboard
+    from rlctl.dashboard.plain_log import LineView
+    from rlctl.dashboard.safe_console import SafeConsole
+    from rlctl.dashboard.state import read_state
+    from rlctl.run.run_dir import RunDir
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
     with suppress(KeyboardInterrupt), followed(run) as following:
@@ -114,7 +114,7 @@ def _begun(run: Path) -> float:
 
 
 def _later(run: Path) -> str:
-    from rlctl.config.tree import show_path
+    from rlctl.config.provenance import show_path
 
     known = quote(show_path(run))
     return f"watch: rlctl runs dash {known}, stop: rlctl runs stop {known}"

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rlctl.config.load import Composed
     from rlctl.config.schema import RunConfig
+    from rlctl.preflight.load import Composed
 
 
 def runs_others_code(config: "RunConfig") -> bool:

@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from rlctl.config.builtin import CONFIGS, find, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.config.references import check_references
-from rlctl.config.shipped import CONFIGS, find, recipe_names
-from rlctl.config.tree import (
+from rlctl.config.provenance import (
     MOST_DEPTH,
     MOST_VALUES,
     Node,
@@ -24,6 +23,7 @@ from rlctl.config.tree import (
     read_value,
     show_path,
 )
+from rlctl.config.references import check_references
 
 # Files that one inherits from, one through the other.
 _MOST_PARENTS = 32

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.broken import BrokenValueError
+from rlctl.config.builtin import CONFIGS, find
 from rlctl.config.cluster_schema import (
     CLUSTER_KINDS,
     OWN_PORTS,
@@ -16,10 +16,10 @@ from rlctl.config.cluster_schema import (
     SshCluster,
 )
 from rlctl.config.compose import compose
+from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.config.shipped import CONFIGS, find
-from rlctl.config.tree import Node, leaves, show_path
-from rlctl.config.typed import Converter
+from rlctl.config.invalid import BrokenValueError
+from rlctl.config.provenance import Node, leaves, show_path
 
 FOLDER = CONFIGS / "cluster"
 # Room for workers beside Ray's own ports: one for each, and a driver's.

@@ -10,9 +10,9 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
+from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import shortened
-from rlctl.config.shipped import RECIPES
-from rlctl.config.tree import Origin
+from rlctl.config.provenance import Origin
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The hub's own bound is 96 for each half.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from rlctl.config.errors import Problem
-from rlctl.config.tree import MOST_BYTES, Node
+from rlctl.config.provenance import MOST_BYTES, Node
 
 _MOST_REFERENCES = 100
 # What a value costs besides its letters.

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from rlctl.config.resolve import needs_answers
 from rlctl.config.schema import DataSection, DatasetSection, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows
 from rlctl.data.prompts import Prompt, Sample
 from rlctl.data.rows import Messages, conversation, is_plain, question
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
+from rlctl.preflight.derived import needs_answers
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlctl.generation.boundaries import Boundaries
-from rlctl.generation.intake import Choice, Mode
-from rlctl.generation.llm import begun, build_llm, sampling_params
+from rlctl.generation.active_requests import Cancelled, Counters, Delivery, Running, Sample, columns
 from rlctl.generation.requests import Columns, SampleRequest
-from rlctl.generation.running import Cancelled, Counters, Delivery, Running, Sample, columns
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.stall import stall
-from rlctl.refit.messages import Header, TransportSpec, Untouched
+from rlctl.generation.token_versions import Boundaries
+from rlctl.generation.vllm_build import begun, build_llm, sampling_params
+from rlctl.generation.weight_loader import Choice, Mode
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Header, TransportSpec, Untouched
 from rlctl.refit.transport import Report
 
 _IDLE_POLL_S = 0.05

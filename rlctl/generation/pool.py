@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import Columns, Completion, SampleRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.refit.messages import Checks
+from rlctl.refit.protocol import Checks
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout

@@ -15,7 +15,7 @@ from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Completion
 from rlctl.grpo.advantages import advantages
 from rlctl.rewards.scorer import Score
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 
 NOT_FINITE = "log-probs that are not finite"
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.training.health import Ceiling, Check, Decline, Finding, Health, Metrics, gradient_jump
+from rlctl.run.health import Ceiling, Check, Decline, Finding, Health, Metrics, gradient_jump
 
 # Of tokens that were sampled and compared under equal weights; in an asynchronous run the step's own
 # `mismatch/token_mult_prob_error` holds the tokens' age too.

@@ -3,7 +3,7 @@
 Synchronous and asynchronous are one: `Feed` bounds the age of what is trained, by 0 in a synchronous run.
 
 Each line of `step` is a phase with typed input and output; whatever feeds two phases is an argument, not state.
-What comes between the steps, and what a resume needs, is in training/loop.py.
+What comes between the steps, and what a resume needs, is in run/loop.py.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.config.resolve import max_age, needs_log_probs, streams_training
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
+from rlctl.generation.active_requests import Counters
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import SampleRequest
-from rlctl.generation.running import Counters
-from rlctl.generation.stream import Deliver, RolloutStream
 from rlctl.grpo.batch import Batch, Group, add_log_probs, make_batch
-from rlctl.grpo.feed import Feed, Span
 from rlctl.grpo.health import PARITY, grpo_health
+from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.loss import GrpoLoss
 from rlctl.grpo.metrics import (
     Lane,
@@ -38,21 +36,23 @@ from rlctl.grpo.metrics import (
     update_metrics,
     validation_metrics,
 )
-from rlctl.grpo.mismatch import mismatch
-from rlctl.grpo.probe import parity
-from rlctl.grpo.scoring import GroupScorer
-from rlctl.grpo.seeds import VALIDATION, rollout_seeds
+from rlctl.grpo.parity_check import parity
+from rlctl.preflight.derived import max_age, needs_log_probs, streams_training
 from rlctl.refit.refit import Refit
 from rlctl.refit.transport import Report
+from rlctl.rollout.buffer import Feed, Span
+from rlctl.rollout.dispatcher import Deliver, RolloutStream
+from rlctl.rollout.scoring import GroupScorer
+from rlctl.rollout.seeds import VALIDATION, rollout_seeds
+from rlctl.run.checkpoints import Checkpoint
+from rlctl.run.health import HealthStop
+from rlctl.run.loop import Loop
+from rlctl.run.recorder import Keeper
 from rlctl.telemetry.recorder import StepRecorder
+from rlctl.telemetry.resource_monitor import Vitals
 from rlctl.telemetry.throughput import length_of_a_token, mfu
-from rlctl.training.checkpoints import Checkpoint
-from rlctl.training.client import TrainerClient
-from rlctl.training.health import HealthStop
 from rlctl.training.interface import Totals
-from rlctl.training.keeper import Keeper
-from rlctl.training.loop import Loop
-from rlctl.training.vitals import Vitals
+from rlctl.training.trainer_group import TrainerClient
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlctl.config.resolve import max_age, on_policy_ratio, proximal
 from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.derived import max_age, on_policy_ratio, proximal
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 
 # exp(20) = 4.9e8: beyond it a ratio is broken anyway, and float32 sums of its square still stay finite.

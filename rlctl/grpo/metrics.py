@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlctl.generation.running import Counters
+from rlctl.generation.active_requests import Counters
 from rlctl.grpo.batch import Batch, Group
 from rlctl.rewards.scorer import Score
 from rlctl.telemetry import throughput

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.scoring import sample_item
 from rlctl.rewards.scorer import Score, Scorer
+from rlctl.rollout.scoring import sample_item
 
 
 def try_rewards(config: GrpoConfig) -> Score:

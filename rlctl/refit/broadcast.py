@@ -16,16 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlctl.refit.copies import Copies
-from rlctl.refit.group import Group, meet
-from rlctl.refit.lanes import Lane, Mark, Span, elapsed
-from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.batched_copy import Copies
 from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, Plan, Segment
-from rlctl.refit.ring import Packing, Slots
-from rlctl.refit.shared import Deadline, digest_word
+from rlctl.refit.process_group import Group, meet
+from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.shared_counters import Deadline, digest_word
 from rlctl.refit.sink import Sink
 from rlctl.refit.source import Source
-from rlctl.refit.sums import Sums
+from rlctl.refit.staging import Packing, Slots
+from rlctl.refit.streaming_checksum import Sums
+from rlctl.utils.device_stream import Lane, Mark, Span, elapsed
 
 # Version and plan.
 _HEADER_WORDS = 2

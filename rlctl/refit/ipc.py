@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.refit.copies import Copies
-from rlctl.refit.lanes import Lane, Mark, Span, elapsed
-from rlctl.refit.messages import Header, RefitError, TransportSpec
+from rlctl.refit.batched_copy import Copies
 from rlctl.refit.plan import Chunk, Plan
-from rlctl.refit.ring import Packing, Slots
-from rlctl.refit.shared import Deadline, Words, digest_word
+from rlctl.refit.protocol import Header, RefitError, TransportSpec
+from rlctl.refit.shared_counters import Deadline, Words, digest_word
 from rlctl.refit.sink import Sink, typed
 from rlctl.refit.source import Source
-from rlctl.refit.sums import Sums
+from rlctl.refit.staging import Packing, Slots
+from rlctl.refit.streaming_checksum import Sums
+from rlctl.utils.device_stream import Lane, Mark, Span, elapsed
 
 _VERSION, _DIGEST, _READY, _FIRST = range(4)
 

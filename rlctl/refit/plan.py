@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import zip_longest
 from math import prod
 
-from rlctl.refit.messages import Header, RefitError
+from rlctl.refit.protocol import Header, RefitError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 ALIGNMENT = 512

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from rlctl.refit.messages import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
 from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Plan
+from rlctl.refit.protocol import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
 from rlctl.refit.sending import Holding
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rlctl.refit.messages import Header, TransportSpec
 from rlctl.refit.plan import Box, Plan
+from rlctl.refit.protocol import Header, TransportSpec
 from rlctl.refit.source import Sharded, Source
 from rlctl.refit.transport import Report, Sender, open_sender
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlctl.refit.messages import Header, RefitError, TransportSpec
 from rlctl.refit.plan import Plan
-from rlctl.refit.shared import Deadline, Words, digest_word
+from rlctl.refit.protocol import Header, RefitError, TransportSpec
+from rlctl.refit.shared_counters import Deadline, Words, digest_word
 from rlctl.refit.sink import Sink, whole
 from rlctl.refit.source import Source
-from rlctl.refit.sums import Sums
+from rlctl.refit.streaming_checksum import Sums
 
 _SLOTS = 2
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.copies import Copies
+from rlctl.refit.batched_copy import Copies
 from rlctl.refit.plan import ITEM_BYTES, Entry, Plan
 
 

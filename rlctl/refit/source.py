@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.messages import RefitError
 from rlctl.refit.plan import Box, Item, Plan
+from rlctl.refit.protocol import RefitError
 
 
 @dataclass(frozen=True)

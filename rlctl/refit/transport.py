@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from rlctl.refit.messages import Header, TransportSpec
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Header, TransportSpec
 from rlctl.refit.sink import Sink
 from rlctl.refit.source import Source
 

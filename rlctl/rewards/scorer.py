@@ -11,12 +11,12 @@ from pathlib import Path
 from queue import LifoQueue
 from types import TracebackType
 
-from rlctl.config.resolve import correctness, reward_names
 from rlctl.config.schema import RewardSection
+from rlctl.preflight.derived import correctness, reward_names
 from rlctl.rewards.base import Failure, Item, Outcome, RewardError, attempt, load_function
 from rlctl.rewards.failures import Emit, FailureLog
 from rlctl.rewards.worker import LoadError, Worker
-from rlctl.telemetry.cores import usable_cores
+from rlctl.utils.cores import usable_cores
 
 INLINE = ("exact",)
 MAX_WORKERS = 4

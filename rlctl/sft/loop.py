@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
 from rlctl.data.prompts import Sample
+from rlctl.run.health import Decline, Health, gradient_jump
+from rlctl.run.loop import Loop
+from rlctl.run.recorder import Keeper
 from rlctl.sft.loss import NllLoss
 from rlctl.telemetry import throughput
 from rlctl.telemetry.recorder import StepRecorder
-from rlctl.training.client import Prepared, TrainerClient
-from rlctl.training.health import Decline, Health, gradient_jump
-from rlctl.training.keeper import Keeper
-from rlctl.training.loop import Loop
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
+from rlctl.training.trainer_group import Prepared, TrainerClient
 
 
 @dataclass(frozen=True)

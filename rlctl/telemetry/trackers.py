@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, Tracker
-from rlctl.telemetry.run_dir import RunDir
 
 
 def open_trackers(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.refit.source import Shard
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 
 MicroBatch = list[Sequence]
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlctl.training.interface import MicroBatch, TokenBatch
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 
 # Two tokens: torch.compile takes a size of one for a constant, and compiles everything anew for it.
 _NOTHING = Sequence(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))

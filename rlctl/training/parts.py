@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from rlctl.training.interface import Loss, Totals
-from rlctl.training.tally import Tally
+from rlctl.training.metric_accumulator import Tally
 
 
 def carry_on(begun: Tally | None, gradients: Iterable[Tensor], loss: Loss, before: Totals, now: Totals) -> Tally:

@@ -15,7 +15,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.interface import Loss, LossInParts, MicroBatch, Totals, TrainerRank
 from rlctl.training.profile import Profiler, ProfileSpec
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 
 
 @dataclass(frozen=True)

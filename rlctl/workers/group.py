@@ -15,11 +15,11 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
+from rlctl.utils.ports import LOOPBACK
+from rlctl.workers.actor import Host
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import NOTHING, Graph, GraphBroken
-from rlctl.workers.host import Host
 from rlctl.workers.nodes import Node
-from rlctl.workers.ports import LOOPBACK
 from rlctl.workers.waits import Waits
 
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]

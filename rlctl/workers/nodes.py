@@ -18,9 +18,9 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlctl.telemetry.cores import usable_cores
+from rlctl.utils.cores import usable_cores
+from rlctl.utils.ports import free_port
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
-from rlctl.workers.ports import free_port
 
 _ID_LABEL = "ray.io/node-id"
 _POLL_S, _ASK_S = 5.0, 60.0

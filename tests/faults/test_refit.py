@@ -16,8 +16,8 @@ import pytest
 
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Columns
-from rlctl.refit.messages import Kind
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import EnginesLost, Refit
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec

@@ -86,6 +86,6 @@ def accuracy_is_of_what_was_scored(run: Run) -> None:
 
 
 def _recipes() -> Path:
-    from rlctl.config.shipped import RECIPES
+    from rlctl.config.builtin import RECIPES
 
     return RECIPES

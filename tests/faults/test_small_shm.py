@@ -15,8 +15,8 @@ PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64m tmpfs /
 STORE = """
 import json, sys
 from pathlib import Path
-from rlctl.cluster.local import _object_store
-from rlctl.cluster.launch import shared_memory
+from rlctl.launch.local_ray import _object_store
+from rlctl.launch.assemble_grpo import shared_memory
 print(json.dumps([_object_store(Path(sys.argv[1])), shared_memory(1 << 20), shared_memory(1 << 26)]))
 """
 

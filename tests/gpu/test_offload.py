@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rlctl.bench.offload import measure_copies
 from rlctl.bench.workload import model_folder
 from rlctl.training.fsdp.trainer import FsdpTrainer
-from rlctl.training.moving import Mover
+from rlctl.training.offload import Mover
 from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights
 from tests.tiny_models import make_model
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.refit.messages import Header, Kind, PeerLost, RefitError, TransportSpec
 from rlctl.refit.plan import Box, Plan
-from rlctl.workers.ports import free_port
+from rlctl.refit.protocol import Header, Kind, PeerLost, RefitError, TransportSpec
+from rlctl.utils.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 BUFFER = 64 << 20
@@ -134,7 +134,7 @@ def receive(spec: TransportSpec, plan: Plan, rank: int, versions: int, fused: bo
     """An engine worker: reports of versions that arrived bit for bit, or how the error reads."""
     import torch
 
-    from rlctl.refit.regions import Region, RegionSink
+    from rlctl.refit.param_slices import Region, RegionSink
     from rlctl.refit.sink import WholeSink
     from rlctl.refit.transport import open_receiver
 

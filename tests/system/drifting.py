@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.generation.worker import RefitWorker
-from rlctl.refit.messages import Header
+from rlctl.generation.vllm_worker import RefitWorker
+from rlctl.refit.protocol import Header
 from rlctl.refit.transport import Report
 from tests.system.engines import FolderSource
 

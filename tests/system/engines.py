@@ -9,11 +9,11 @@ from rlctl.generation.engine import MakeEngine
 from rlctl.generation.pool import EngineSeat
 from rlctl.generation.requests import SampleRequest
 from rlctl.generation.spec import EngineSpec, environment
-from rlctl.refit.messages import Kind
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import Options
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.refit.source import Shard
-from rlctl.training.hf_folder import WeightFiles
 from rlctl.workers.group import Worker, WorkerSpec
 
 SEAT = EngineSeat(environment("cpu", []))
@@ -36,7 +36,7 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         sleeps=False,
         seed=0,
         load_format="auto",
-        extension="rlctl.generation.worker.RefitWorker",
+        extension="rlctl.generation.vllm_worker.RefitWorker",
         recompute_kv_cache=False,
         forced_lengths=None,
     )

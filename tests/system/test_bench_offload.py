@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.shipped import RECIPES
+from rlctl.config.builtin import RECIPES
 
 SMALL = ("--model", str(RECIPES / "tiny/qwen3-tiny"), "--seq-len", "16", "--batch", "4", "--steps", "2")
 

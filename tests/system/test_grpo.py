@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.telemetry.dashboard import render
-from rlctl.telemetry.state import read_state
+from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.state import read_state
 from tests.faults.runs import Run, fates, read
 
 REWARD = """

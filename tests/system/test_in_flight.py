@@ -13,8 +13,8 @@ import torch
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import Completion, SampleRequest
 from rlctl.generation.spec import environment
+from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.refit import EngineEnd, Refit
-from rlctl.training.hf_folder import WeightFiles
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource, drifted
 from tests.system.engines import MakeSource, refit_options, spec_for

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.generation.layout import NotPlain, prove, record_regions
+from rlctl.generation.param_layout import NotPlain, prove, record_regions
 from rlctl.generation.spec import environment
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.refit.param_slices import Region, RegionSink, Twins, verify_complete
 from rlctl.refit.plan import Box, Plan
-from rlctl.refit.regions import Region, RegionSink, Twins, verify_complete
 from rlctl.refit.source import Shard, Source
-from rlctl.training.hf_folder import WeightFiles
-from rlctl.workers.ports import free_port
+from rlctl.utils.ports import free_port
 from tests.tiny_models import KINDS, Kind, make_model
 
 # More tensor-parallel ranks than key-value heads: heads are then held more than once.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import ray
 
-from rlctl.cluster.local import local_ray
+from rlctl.launch.local_ray import local_ray
 
 start, folders = ray.init, []
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from rlctl.generation.requests import SampleRequest
-from rlctl.grpo.mismatch import mismatch
-from rlctl.refit.messages import Header, TransportSpec
+from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Header, TransportSpec
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError

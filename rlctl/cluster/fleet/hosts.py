@@ -1,4 +1,4 @@
-"""Runs a program of `on_host/` on a machine, this one or another, and brings back its answer.
+"""Runs a program of `remote_scripts/` on a machine, this one or another, and brings back its answer.
 
 The program's source and its request go through the standard input of a Python there: nothing need be installed for
 it, and what is secret in a request (the token) stands on no command line and in no file of ours.
@@ -18,8 +18,8 @@ from typing import Any
 
 from rlctl.cluster.fleet.commands import started
 
-_PROGRAMS = Path(__file__).parent / "on_host"
-_SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.on_host\.(\w+) import .*$", re.MULTILINE)
+_PROGRAMS = Path(__file__).parent / "remote_scripts"
+_SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.remote_scripts\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
 # From being asked to end until it is made to.
 _ENDS_S = 3.0
@@ -83,7 +83,7 @@ class Host:
         deadline_s: float,
         running: "set[subprocess.Popen[str]] | None" = None,
     ) -> dict[str, Any]:
-        """The answer of on_host/PROGRAM.py's run(request). Raises HostError. running: holds the process meanwhile."""
+        """The answer of remote_scripts/PROGRAM.py's run(request). Raises HostError. running: holds the process meanwhile."""
         process = self._started()
         held = running if running is not None else set()
         held.add(process)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 # How a command speaks while it works: (sign, text), the sign one of ok, bad, warning, doing.
 Say = Callable[[str, str], None]
 _KINDS = {
-    "local": "rlctl.cluster.fleet.machines:Machines",
-    "ssh": "rlctl.cluster.fleet.machines:Machines",
+    "local": "rlctl.cluster.fleet.host_launcher:Machines",
+    "ssh": "rlctl.cluster.fleet.host_launcher:Machines",
     "slurm": "rlctl.cluster.fleet.slurm.launcher:Slurm",
     "kubernetes": "rlctl.cluster.fleet.kubernetes.launcher:Kubernetes",
 }

@@ -53,7 +53,7 @@ def driver_environment(loopback: bool) -> dict[str, str]:
 
 
 def start_request(config: HostCluster, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
-    """What `on_host/start.py` is told."""
+    """What `remote_scripts/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
     environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | driver_environment(loopback)

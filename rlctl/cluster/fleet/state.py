@@ -90,7 +90,7 @@ class State:
         return next(node for node in self.nodes if node.head)
 
     def host_of(self, node: Node) -> Host:
-        """Where a node runs, to run programs of `on_host/` there."""
+        """Where a node runs, to run programs of `remote_scripts/` there."""
         if not node.host:
             return Host("")
         if self.kind == "slurm":

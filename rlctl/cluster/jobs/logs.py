@@ -4,9 +4,9 @@ from pathlib import Path
 
 from rlctl.cluster.fleet.hosts import Host
 from rlctl.cluster.fleet.state import ClusterError
-from rlctl.cluster.jobs.following import cluster_of
-from rlctl.cluster.jobs.record import JobRecord
-from rlctl.telemetry.run_dir import RunDir
+from rlctl.cluster.jobs.watch import cluster_of
+from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import RunDir
 
 
 def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> int:

@@ -12,11 +12,11 @@ from rlctl.cluster.fleet.down import not_standing
 from rlctl.cluster.fleet.hosts import HostError
 from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster, State, Store
 from rlctl.cluster.fleet.status import Seen, look
-from rlctl.cluster.jobs.record import JobRecord
-from rlctl.cluster.jobs.ship import pack, portable
-from rlctl.cluster.placement import Room
+from rlctl.cluster.jobs.upload import pack, portable
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.telemetry.run_dir import RunDir
+from rlctl.preflight.placement import Room
+from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import RunDir
 
 _ACCEPT_S = 120.0
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rlctl.training import boxes
+from rlctl.training import sharded_checkpoint
 from rlctl.training.fsdp.optimizer import Named
-from rlctl.training.moving import Residence
+from rlctl.training.offload import Residence
 
 
 def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, residence: Residence, updates: int) -> None:
@@ -23,9 +23,9 @@ def save(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, resi
     """
     state = _state(parameters, optimizer, residence) | {
         "updates": torch.tensor(updates),
-        boxes.rng_name(dist.get_rank()): torch.get_rng_state(),
+        sharded_checkpoint.rng_name(dist.get_rank()): torch.get_rng_state(),
     }
-    boxes.write(folder, state)
+    sharded_checkpoint.write(folder, state)
 
 
 def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, residence: Residence) -> int:
@@ -34,10 +34,10 @@ def load(folder: Path, parameters: Named, optimizer: torch.optim.Optimizer, resi
     A rank that did not exist when the state was saved takes rank 0's RNG state. Raises FileNotFoundError if
     `folder` holds no state, OSError for what cannot be read.
     """
-    rng_key = boxes.saved_rng_name(folder, dist.get_rank())
+    rng_key = sharded_checkpoint.saved_rng_name(folder, dist.get_rank())
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
     state = _state(parameters, optimizer, residence) | {"updates": updates, rng_key: rng}
-    boxes.fill(folder, state)
+    sharded_checkpoint.fill(folder, state)
     torch.set_rng_state(rng)
     return int(updates)
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlctl.config.schema import TrainerSection
-from rlctl.training.compiling import compile_for_packs
-from rlctl.training.hf_folder import WeightFiles
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.meta_model import skeleton
+from rlctl.training.compile import compile_for_packs
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed
-from rlctl.training.skeleton import skeleton
 
 
 class Policy(nn.Module):

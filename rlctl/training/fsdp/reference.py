@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlctl.models.hf_folder import WeightFiles
 from rlctl.training.fsdp.optimizer import Named, local
-from rlctl.training.hf_folder import WeightFiles
 
 
 def read_shards(folder: Path, parameters: Named, dtype: torch.dtype) -> dict[str, Tensor]:

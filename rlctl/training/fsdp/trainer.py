@@ -16,22 +16,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlctl.config.residency import residency
 from rlctl.config.schema import TrainerSection
+from rlctl.models import hf_folder
+from rlctl.models.meta_model import active_parameters
+from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
-from rlctl.training import hf_folder, process
+from rlctl.training import distributed
 from rlctl.training.fsdp import checkpoint
 from rlctl.training.fsdp.model import build_policy, free_gathered
 from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
 from rlctl.training.fsdp.reference import read_shards
 from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
-from rlctl.training.moving import Residence
+from rlctl.training.metric_accumulator import Tally
+from rlctl.training.offload import Residence
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.parts import carry_on
 from rlctl.training.reference import Reference
 from rlctl.training.schedule import learning_rate
-from rlctl.training.skeleton import active_parameters
-from rlctl.training.tally import Tally
 
 
 class FsdpTrainer:
@@ -57,9 +58,9 @@ class FsdpTrainer:
         """
         self._config, self._rank, self._world, self._total_updates = config, rank, world, total_updates
         self._device = torch.device(device)
-        process.join(config, rank, world, init_method, self._device)
+        distributed.join(config, rank, world, init_method, self._device)
         torch.manual_seed(seed + rank)
-        self._dtype = process.compute_dtype(config, self._device)
+        self._dtype = distributed.compute_dtype(config, self._device)
         self._folder = hf_folder.resolve(model_path)
         mesh = init_device_mesh(self._device.type, (world,))
         self._policy = build_policy(self._folder, config, self._dtype, mesh, temperature)
@@ -223,7 +224,7 @@ class FsdpTrainer:
 
     def memory(self) -> dict[str, float]:
         """See TrainerRank."""
-        return process.memory(self._device) | self._state.totals()
+        return distributed.memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:
         """See TrainerRank."""
@@ -232,7 +233,7 @@ class FsdpTrainer:
             "dtype": str(self._dtype).removeprefix("torch."),
             "vocab_size": self._policy.lm.config.vocab_size,
             "device": str(self._device),
-            "device_name": process.device_name(self._device),
+            "device_name": distributed.device_name(self._device),
             "active_parameters": active_parameters([row[:2] for row in self.layout()], self._policy.lm.config),
         }
 

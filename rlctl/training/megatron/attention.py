@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from rlctl.training.attention import packed_attention
+from rlctl.models.packed_attention import packed_attention
 
 
 @dataclass

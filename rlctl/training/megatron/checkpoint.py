@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlctl.training.boxes import Box, load_boxes, rng_name, save_boxes, saved_rng_name
 from rlctl.training.megatron.mapping import Mapping, Part
 from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, Slot
+from rlctl.training.sharded_checkpoint import Box, load_boxes, rng_name, save_boxes, saved_rng_name
 
 KINDS = ("model", *MOMENTS)
 

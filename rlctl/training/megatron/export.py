@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor, nn
 
-from rlctl.training.hf_folder import Layout
+from rlctl.models.hf_folder import Layout
 from rlctl.training.megatron.mapping import Mapping, Part
 
 

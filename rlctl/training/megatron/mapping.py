@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlctl.training import hf_folder
+from rlctl.models import hf_folder
 from rlctl.training.megatron.model import Policy
 
 Shape = tuple[int, ...]

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
-from rlctl.config.parallel import layout
 from rlctl.config.schema import TrainerSection
-from rlctl.training.compiling import compile_for_packs
+from rlctl.preflight.parallel_layout import layout
+from rlctl.training.compile import compile_for_packs
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.megatron.experts import GroupedExperts
 

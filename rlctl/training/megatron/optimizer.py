@@ -15,9 +15,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from torch import Tensor, nn
 
-from rlctl.config.parallel import hosted_share
 from rlctl.config.schema import TrainerSection
-from rlctl.training.tally import check_finite
+from rlctl.preflight.parallel_layout import hosted_share
+from rlctl.training.metric_accumulator import check_finite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -18,11 +18,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.config.parallel import cpu_offload_problem
-from rlctl.config.residency import State, optimizer_on_host, residency
 from rlctl.config.schema import TrainerSection
+from rlctl.models import hf_folder
+from rlctl.models.meta_model import active_parameters, layout_of, skeleton
+from rlctl.preflight.offload_plan import State, optimizer_on_host, residency
+from rlctl.preflight.parallel_layout import cpu_offload_problem
 from rlctl.refit.source import Shard
-from rlctl.training import hf_folder, process
+from rlctl.training import distributed
 from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
@@ -32,13 +34,12 @@ from rlctl.training.megatron.inputs import Feed, Inputs
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
 from rlctl.training.megatron.model import build_policy, check_supported
 from rlctl.training.megatron.optimizer import Optimizer
-from rlctl.training.moving import Residence
+from rlctl.training.metric_accumulator import Tally
+from rlctl.training.offload import Residence
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.parts import carry_on
 from rlctl.training.reference import Reference
 from rlctl.training.schedule import learning_rate
-from rlctl.training.skeleton import active_parameters, layout_of, skeleton
-from rlctl.training.tally import Tally
 
 # (log-probs, entropy, the pack they belong to, whether it holds any sequence) -> loss and what is kept of it.
 Finish = Callable[[Tensor, Tensor, Packed, bool], tuple[Tensor, Any]]
@@ -65,7 +66,7 @@ class MegatronTrainer:
         """
         self._config, self._rank, self._total_updates = config, rank, total_updates
         self._device = torch.device(device)
-        self._dtype = process.compute_dtype(config, self._device)
+        self._dtype = distributed.compute_dtype(config, self._device)
         self._own_dtype = str(self._dtype).removeprefix("torch.")
         why = cpu_offload_problem(self._own_dtype)
         if config.megatron.optimizer_cpu_offload and why:
@@ -74,7 +75,7 @@ class MegatronTrainer:
         lm = skeleton(self._folder, self._device)
         self._hf, self._layout = lm.config, layout_of(lm)
         check_supported(self._hf)
-        process.join(config, rank, world, init_method, self._device)
+        distributed.join(config, rank, world, init_method, self._device)
         self._emulation = Emulation()
         self._emulation.start()
         _initialize(config, seed + rank)
@@ -213,7 +214,7 @@ class MegatronTrainer:
 
     def memory(self) -> dict[str, float]:
         """See TrainerRank."""
-        return process.memory(self._device) | self._state.totals()
+        return distributed.memory(self._device) | self._state.totals()
 
     def info(self) -> dict[str, Any]:
         """See TrainerRank."""
@@ -223,7 +224,7 @@ class MegatronTrainer:
             "dtype": self._own_dtype,
             "vocab_size": self._hf.vocab_size,
             "device": str(self._device),
-            "device_name": process.device_name(self._device),
+            "device_name": distributed.device_name(self._device),
         }
 
     def close(self) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlctl.config.load import load
 from rlctl.config.schema import GrpoConfig, MegatronSection, OptimizerSection, TrainerSection
 from rlctl.grpo.loss import GrpoLoss
+from rlctl.preflight.load import load
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
-from rlctl.training.plan import plan_micro_batches
-from rlctl.training.sequences import Sequence
+from rlctl.training.micro_batching import plan_micro_batches
+from rlctl.training.sample import Sequence
 from rlctl.training.worker import trainer_class
 
 TEMPERATURE = 0.8

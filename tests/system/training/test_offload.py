@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlctl.training import moving
+from rlctl.training import offload
 from rlctl.training.fsdp.trainer import FsdpTrainer
 from tests.system.training.scenario import WeightedLoss, assert_close, sequences, share, totals, trainer, weights
 from tests.tiny_models import make_model
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors move as those of a device do: into the host buffer, their own memory freed."""
-    monkeypatch.setattr(moving, "_on_device", list)
+    monkeypatch.setattr(offload, "_on_device", list)
 
 
 def steps(one: FsdpTrainer, count: int) -> list[Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.cli.main import main
-from tests.unit.config import folders
+from tests.unit import folders
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow
 from rlctl.bench.sft import SftResults, SftRow
 from rlctl.cli.bench_frame import run_bench, show
-from rlctl.config.shipped import RECIPES
+from rlctl.config.builtin import RECIPES
 from rlctl.training.profile import Cost
 from tests.unit.cli.conftest import Rlctl
 

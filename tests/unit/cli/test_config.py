@@ -3,7 +3,7 @@ from pathlib import Path
 
 import yaml
 
-from rlctl.config.load import load
+from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl, write_run
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rlctl.config.shipped import RECIPES
+from rlctl.config.builtin import RECIPES
 from tests.unit.cli.conftest import Rlctl
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.environment import doctor
-from rlctl.environment.doctor import (
+from rlctl.preflight import doctor
+from rlctl.preflight.doctor import (
     Check,
     check_bytecode,
     check_compiler,
@@ -17,7 +17,7 @@ from rlctl.environment.doctor import (
     check_packages,
     import_errors,
 )
-from rlctl.environment.machine import Gpu, Machine, read_machine
+from rlctl.preflight.machine import Gpu, Machine, read_machine
 from tests.unit.cli.conftest import Rlctl
 
 GIB = 1 << 30

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.load import load
-from rlctl.config.shipped import RECIPES, recipe_names
+from rlctl.config.builtin import RECIPES, recipe_names
+from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.architecture import read_architecture
 from rlctl.config.errors import ConfigError, ModelError
-from rlctl.config.load import load
+from rlctl.models.model_sizes import read_architecture
+from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
-from tests.unit.config.folders import MODEL
+from tests.unit.folders import MODEL
 
 REMEDY = "use the checkpoint that it was quantised from (its name without -FP8, -AWQ or the like)"
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32}
@@ -81,7 +81,7 @@ def test_sliding_windows_are_those_of_transformers(model: Path, kind: str, value
     import torch
     from transformers import AutoConfig
 
-    from rlctl.training.skeleton import skeleton
+    from rlctl.models.meta_model import skeleton
 
     if kind == "qwen3_moe" and "layer_types" in values:
         values = {key: value for key, value in values.items() if key != "layer_types"}

@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 
 from rlctl.cli import train
-from rlctl.cluster import launch
-from rlctl.cluster.ground import Ground
-from rlctl.config.load import load
 from rlctl.config.schema import RunConfig
 from rlctl.data.load import RowReader
-from rlctl.environment import machine
-from rlctl.training.checkpoints import Checkpoints
-from rlctl.training.fingerprint import made_with
+from rlctl.launch import assemble_grpo
+from rlctl.launch.runtime import Ground
+from rlctl.preflight import machine
+from rlctl.preflight.load import load
+from rlctl.run.checkpoints import Checkpoints
+from rlctl.run.fingerprint import made_with
 from tests.unit.cli.conftest import Rlctl, write_run
 
 Started = list[tuple[RunConfig, Path | None, bool]]
@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
         calls.append((config, resume, probe_only))
         return 130
 
-    monkeypatch.setattr(launch, "run_grpo", run)
+    monkeypatch.setattr(assemble_grpo, "run_grpo", run)
     return calls
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.config.load import load
-
-from .conftest import Rlctl
+from rlctl.preflight.load import load
+from tests.unit.cli.conftest import Rlctl
 
 RECIPE = """\
 defaults: grpo-tiny.yaml

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from rlctl.cluster.interrupts import Interrupts
+from rlctl.run.interrupts import Interrupts
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
+from rlctl.config.convert import schema_keys
 from rlctl.config.errors import ConfigError
 from rlctl.config.load_cluster import cluster_names, load_cluster
-from rlctl.config.typed import schema_keys
 
 
 def problems(cluster: str, *overrides: str) -> list[str]:

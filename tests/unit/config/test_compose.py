@@ -4,7 +4,7 @@ import pytest
 
 from rlctl.config.compose import compose, find_recipe
 from rlctl.config.errors import ConfigError
-from rlctl.config.tree import Node, leaves, plain
+from rlctl.config.provenance import Node, leaves, plain
 
 
 def write(path: Path, text: str) -> Path:

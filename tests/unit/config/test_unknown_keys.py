@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.config.convert import schema_keys
 from rlctl.config.errors import ConfigError
-from rlctl.config.load import load
 from rlctl.config.peer_keys import PEER_KEYS
 from rlctl.config.schema import KINDS
-from rlctl.config.typed import schema_keys
-from tests.unit.config.folders import GRPO
+from rlctl.preflight.load import load
+from tests.unit.folders import GRPO
 
 OURS = {key for kind in KINDS.values() for key, _ in schema_keys(kind)}
 

@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from rlctl.config.load import load
 from rlctl.config.schema import GrpoConfig, SftConfig
 from rlctl.data.load import RowReader, load_chat, load_prompts, load_samples
+from rlctl.preflight.load import load
 
 SUMS = Path(__file__).parents[3] / "recipes" / "tiny-data"
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.boundaries import Boundaries
+from rlctl.generation.active_requests import Running
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import SampleRequest
-from rlctl.generation.running import Running
-from rlctl.generation.worker import answered
-from rlctl.refit.messages import Header, RefitError
+from rlctl.generation.token_versions import Boundaries
+from rlctl.generation.vllm_worker import answered
+from rlctl.refit.protocol import Header, RefitError
 
 
 def engine() -> Any:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlctl.config.load import load
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.loss import GrpoLoss
+from rlctl.preflight.load import load
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 
 PLAIN = GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, 1.0, 0)

@@ -5,8 +5,8 @@ import pytest
 
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
+from rlctl.generation.active_requests import Counters
 from rlctl.generation.requests import Completion, Finish
-from rlctl.generation.running import Counters
 from rlctl.grpo.batch import Group, make_batch
 from rlctl.grpo.metrics import (
     Lane,

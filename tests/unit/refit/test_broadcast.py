@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.refit.copies import Copies
-from rlctl.refit.messages import Checks, Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.batched_copy import Copies
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.sink import WholeSink
 from rlctl.refit.transport import open_receiver, open_sender
-from rlctl.workers.ports import free_port
+from rlctl.utils.ports import free_port
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 
 Answer = str | dict[str, torch.Tensor]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.refit.messages import Header, RefitError
 from rlctl.refit.plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, Box, Plan
+from rlctl.refit.protocol import Header, RefitError
 from tests.unit.refit.weights import layout, plan_for, tensors
 
 Row = tuple[str, tuple[int, ...], str]

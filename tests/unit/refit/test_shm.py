@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.refit.messages import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.shm import ShmReceiver, ShmSender
 from rlctl.refit.sink import WholeSink
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors

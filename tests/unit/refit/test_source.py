@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlctl.refit.messages import RefitError
 from rlctl.refit.plan import Plan
-from rlctl.refit.ring import Packing, Slots
+from rlctl.refit.protocol import RefitError
 from rlctl.refit.source import Shard, Source
+from rlctl.refit.staging import Packing, Slots
 from tests.unit.refit.weights import CPU, plan_for, shards_of, source_of, tensors
 
 

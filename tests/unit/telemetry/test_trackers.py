@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
-from rlctl.telemetry.run_dir import RunDir
 from rlctl.telemetry.trackers import Guarded, open_trackers
 
 

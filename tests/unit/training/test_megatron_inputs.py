@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlctl.training.packing import pack
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 
 pytest.importorskip("megatron.core")
 CPU = torch.device("cpu")

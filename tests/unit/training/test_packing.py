@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from rlctl.training.packing import pack
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 
 CPU = torch.device("cpu")
 

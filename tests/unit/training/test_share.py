@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.sequences import Sequence
+from rlctl.training.sample import Sequence
 from rlctl.training.worker import Share
 
 

@@ -3,9 +3,9 @@
 import pickle
 import socket
 
+from rlctl.utils.ports import free_port
+from rlctl.workers.actor import Host
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.host import Host
-from rlctl.workers.ports import free_port
 
 FAILURES = [Failure(f"trainer-{rank}", "ValueError", f"no {rank}", f"Traceback {rank}") for rank in range(3)]
 

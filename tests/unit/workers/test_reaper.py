@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from rlctl.environment.doctor import check_leftovers
+from rlctl.preflight.doctor import check_leftovers
 from rlctl.workers.reaper import leftovers, sweep
 
 DRIVER = """

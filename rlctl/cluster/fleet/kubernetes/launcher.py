@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from rlctl.cluster.fleet.hosts import HostError
+from rlctl.cluster.fleet.inspect import add_resources
 from rlctl.cluster.fleet.kubernetes.kubectl import Kubectl
 from rlctl.cluster.fleet.kubernetes.manifest import DASHBOARD_PORT, as_yaml, ray_cluster, ray_job
 from rlctl.cluster.fleet.kubernetes.pods import is_hopeless, is_ready, node_of, waits_for
 from rlctl.cluster.fleet.launchers import LogPlace, Prepared, Say
-from rlctl.cluster.fleet.looking import add_resources
 from rlctl.cluster.fleet.state import ClusterError, Node, State, Store
 from rlctl.cluster.fleet.status import NodeSeen, Seen
 from rlctl.config.cluster_schema import KubernetesCluster

@@ -9,7 +9,7 @@ from rlctl.cluster.fleet.plan import Place, start_request
 from rlctl.cluster.fleet.state import Node, State, folder_name
 from rlctl.config.cluster_schema import SlurmCluster
 
-# What a task needs beside it, of `on_host/`.
+# What a task needs beside it, of `remote_scripts/`.
 PROGRAMS = ("task", "check", "start", "wait", "stop")
 
 
@@ -19,7 +19,7 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
     # Since Slurm 22.05 a step no longer takes this from its job.
     cpus = "" if config.cpus_per_task is None else f" --cpus-per-task={config.cpus_per_task}"
     step = f"srun --nodes={config.nodes} --ntasks-per-node=1{cpus} --mem=0 --cpu-bind=none"
-    task = f"{shown(python)} {shlex.quote(f'{folder}/on_host/task.py')} {shlex.quote(folder)}"
+    task = f"{shown(python)} {shlex.quote(f'{folder}/remote_scripts/task.py')} {shlex.quote(folder)}"
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
@@ -32,7 +32,7 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
 
 
 def job_plan(config: SlurmCluster, state: State, too_slow: str) -> dict[str, Any]:
-    """What the tasks are told: the requests of `on_host/start.py`, in which a node fills in what only it knows.
+    """What the tasks are told: the requests of `remote_scripts/start.py`, in which a node fills in what only it knows.
 
     too_slow: in a node's log, that it is worth a second try.
     """

@@ -26,7 +26,7 @@ class Shared:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(mode=0o700)
-            for name in ("on_host", "nodes", "logs/job"):
+            for name in ("remote_scripts", "nodes", "logs/job"):
                 (self.path / name).mkdir(parents=True)
         except FileExistsError:
             what = f"{self.path} is there already: remove it if no cluster uses it, or set another shared_folder"
@@ -40,7 +40,7 @@ class Shared:
         _private(self.path / "plan.json", json.dumps(plan, indent=1))
         _private(self.path / "token", token)
         for name in PROGRAMS:
-            _private(self.path / "on_host" / f"{name}.py", whole(name))
+            _private(self.path / "remote_scripts" / f"{name}.py", whole(name))
 
     def cards(self) -> dict[int, dict[str, Any]]:
         """What the nodes have said so far, by their number in the job."""

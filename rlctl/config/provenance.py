@@ -1,0 +1,299 @@
+"""Config values that remember where they come from: YAML files and overrides as trees of `Node`s.
+
+Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, and `on`, `off`, `yes` and `no` are
+text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object. Size and
+depth are bounded, after aliases are followed: a file of a few lines could otherwise fill the memory.
+"""
+
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlctl.config.builtin import CONFIGS, is_shipped
+from rlctl.config.errors import ConfigError, Problem, shortened
+
+MISSING = "???"
+# Bounds of one file or override. PyYAML reads some 20,000 values a second.
+MOST_BYTES = 1 << 18
+MOST_VALUES = 10_000
+MOST_DEPTH = 24
+# A whole number of more digits is text: Python converts no more than 4,300, and a float holds 308.
+_MOST_DIGITS = 300
+
+_SCALARS = [
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("tag:yaml.org,2002:int", r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+]
+
+
+class _LimitError(yaml.MarkedYAMLError):
+    """A value too large or too deep to be a config's."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Raises _LimitError as soon as a bound is passed, before the rest is read."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose the next value."""
+        self._values, self._depth = self._values + 1, self._depth + 1
+        if self._values > 2 * MOST_VALUES or self._depth > MOST_DEPTH:
+            what = _TOO_DEEP if self._depth > MOST_DEPTH else _TOO_MANY
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            raise _LimitError(problem=what, problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
+_TOO_MANY = f"more than {MOST_VALUES:,} values"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would read as something other than text; repeats shared values."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, data: str) -> yaml.ScalarNode:
+    # In double quotes line breaks of every kind are escaped; PyYAML folds them away in the other styles.
+    style = '"' if len(data.splitlines()) > 1 or data.splitlines() != [data] else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Dumper.add_representer(str, _text)
+_Dumper.add_multi_representer(str, _text)
+for _tag, _pattern, _first in _SCALARS:
+    for _yaml in (_Loader, _Dumper):
+        _yaml.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), _first)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a line of a file, or an override by its position (from 1) and text."""
+
+    file: Path | None = None
+    line: int = 0
+    override: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        if self.override:
+            return f"override {self.override}: {shortened(self.text, 240)}"
+        return f"{show_path(self.file)}:{self.line}" if self.file else "defaults"
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and its origin. text: how a scalar was written, so that `name: 007` can stay text.
+
+    secret: the interpolation that gave the value, if it reads the environment.
+    """
+
+    value: "dict[str, Node] | list[Node] | str | int | float | bool | None"
+    origin: Origin
+    text: str | None = None
+    secret: str | None = None
+
+
+class Interpolation(str):
+    """Text whose `${` is to be resolved by whoever reads the dumped config."""
+
+
+def show_path(path: Path) -> str:
+    """As a person would type it: relative below the current directory, `configs/base.yaml` if shipped, or absolute."""
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return str(path.relative_to(CONFIGS.parent)) if is_shipped(path) else str(path)
+
+
+def read_file(path: Path) -> Node:
+    """The mapping in a YAML file.
+
+    Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
+    """
+    try:
+        root = yaml.compose(_read_text(path), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([Problem(f"{show_path(path)}:{_line(error)}", "", _reason(error))]) from error
+    if root is None:
+        return Node({}, Origin(path, 1))
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError([Problem(f"{show_path(path)}:1", "", "a config is a mapping of `key: value` lines")])
+    return _Reader(path).node(root, Origin(path, 1))
+
+
+def read_value(text: str, origin: Origin) -> Node:
+    """The YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+    except _LimitError as error:
+        raise ConfigError([Problem(str(origin), "", _reason(error))]) from error
+    except yaml.YAMLError:
+        return Node(text, origin, text)
+    if root is None:
+        return Node(None, origin, text)
+    try:
+        return Node(_Reader(None).node(root, origin).value, origin, text)
+    except _TagError:
+        return Node(text, origin, text)
+
+
+def _read_text(path: Path) -> str:
+    """Raises OSError, too where there is no end to be waited for: a pipe, a device."""
+    kind = path.stat().st_mode
+    if not stat.S_ISREG(kind):
+        raise OSError(0, "is a folder" if stat.S_ISDIR(kind) else "is no ordinary file")
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError(0, f"is larger than {MOST_BYTES >> 10} KiB, so it is no config")
+    return data.decode("utf-8-sig")
+
+
+def merge(base: Node, over: Node) -> Node:
+    """`over` wins: mappings are merged key by key, everything else is replaced whole."""
+    if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
+        return over
+    merged = dict(base.value)
+    for key, node in over.value.items():
+        merged[key] = merge(merged[key], node) if key in merged else node
+    return Node(merged, over.origin, over.text)
+
+
+def plain(node: Node) -> Any:
+    """The value alone: dicts, lists and scalars."""
+    if isinstance(node.value, dict):
+        return {key: plain(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [plain(child) for child in node.value]
+    return node.value
+
+
+def leaves(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
+    """(dotted key, node) of every scalar, and of every empty mapping or list, in order."""
+    children: list[tuple[str, Node]] = []
+    if isinstance(node.value, dict):
+        children = list(node.value.items())
+    elif isinstance(node.value, list):
+        children = [(str(index), child) for index, child in enumerate(node.value)]
+    if not children and key:
+        yield key, node
+    for name, child in children:
+        yield from leaves(child, f"{key}.{name}" if key else name)
+
+
+def dump(data: Any) -> str:
+    """YAML text that `read_file` reads back to the same data; `${` is escaped, but in an `Interpolation`."""
+    return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
+
+
+def _escape(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _escape(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_escape(value) for value in data]
+    if isinstance(data, str) and not isinstance(data, Interpolation):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", data)
+    return data
+
+
+class _TagError(ConfigError):
+    """What only its tag or the kind of its key makes no config value; in an override it is text."""
+
+
+class _Reader:
+    """Turns PyYAML's nodes of one file (None: an override) into ours; what an alias stands for counts each time."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._values = 0
+
+    def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> Node:
+        """The value that begins at `origin`, within those of `above`. Raises ConfigError."""
+        self._values += 1
+        if any(root is each for each in above):
+            raise ConfigError([Problem(str(origin), "", f"an alias (*) within the value that it stands for{_PLAIN}")])
+        if self._values > MOST_VALUES or len(above) > MOST_DEPTH:
+            what = _TOO_DEEP if len(above) > MOST_DEPTH else _TOO_MANY
+            raise ConfigError([Problem(str(origin), "", f"{what}, once its aliases (*) are followed{_PLAIN}")])
+        if isinstance(root, yaml.ScalarNode):
+            return Node(_scalar(root, self._at(root, origin)), origin, root.value)
+        if root.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            raise _TagError([Problem(str(self._at(root, origin)), "", _not_allowed(root))])
+        if isinstance(root, yaml.MappingNode):
+            return Node(self._mapping(root, origin, (*above, root)), origin)
+        return Node([self.node(child, self._at(child, origin), (*above, root)) for child in root.value], origin)
+
+    def _mapping(self, root: yaml.MappingNode, origin: Origin, above: tuple[yaml.Node, ...]) -> dict[str, Node]:
+        children: dict[str, Node] = {}
+        for name, child in root.value:
+            here = self._at(name, origin)
+            if not isinstance(name, yaml.ScalarNode):
+                raise _TagError([Problem(str(here), "", "a key must be a name")])
+            if name.value in children:
+                first = f"; first in line {children[name.value].origin.line}" if self._file else ""
+                raise ConfigError([Problem(str(here), name.value, f"written twice{first}")])
+            children[name.value] = self.node(child, here, above)
+        return children
+
+    def _at(self, root: yaml.Node, origin: Origin) -> Origin:
+        return Origin(self._file, root.start_mark.line + 1) if self._file else origin
+
+
+_PLAIN = "; write it out"
+
+
+def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
+    kind, text = root.tag.rpartition(":")[2], str(root.value)
+    if kind == "str":
+        return text
+    if kind == "null":
+        return None
+    if kind == "bool" and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    plain_text = text.replace("_", "")
+    try:
+        if kind == "int":
+            return int(plain_text) if len(plain_text) <= _MOST_DIGITS else text
+        if kind == "float":
+            return float(re.sub(r"\.(?=inf|nan)", "", plain_text.lower()))
+    except ValueError:
+        raise _TagError([Problem(str(here), "", f"is tagged !!{kind}, but is none: {text!r}")]) from None
+    raise _TagError([Problem(str(here), "", _not_allowed(root))])
+
+
+def _not_allowed(root: yaml.Node) -> str:
+    return f"tag {root.tag} is not allowed: write plain values"
+
+
+def _line(error: yaml.YAMLError) -> int:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return mark.line + 1 if mark else 1
+
+
+def _reason(error: yaml.YAMLError) -> str:
+    if isinstance(error, _LimitError):
+        return f"{error.problem}: no config is so large"
+    return f"not YAML: {getattr(error, 'problem', None) or getattr(error, 'context', None) or error}"

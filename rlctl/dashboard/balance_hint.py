@@ -1,0 +1,45 @@
+"""One line of advice on how an asynchronous run's devices are divided. Pure."""
+
+from rlctl.dashboard.state import RunState
+from rlctl.telemetry.throughput import split
+
+RECENT = 20
+# A division that saves less of a step than this is not worth a restart.
+WORTH = 0.08
+# Waiting longer than this share of a step for the oldest group is the bound's doing, not the division's.
+WAITING = 0.15
+
+
+def hint(state: RunState) -> str:
+    """What to change, with the figures behind it; empty where nothing would help, or too little is known."""
+    idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
+    if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
+        return ""
+    share = dict(split(state.steps.recent(RECENT))).get("idle_oldest", 0.0)
+    if share > WAITING:
+        return f"trainer waits {share:.0%} for stragglers: raise async.max_trajectory_age_steps"
+    devices = state.start.get("devices") or {}
+    now = (int(devices.get("trainer", 1)), int(devices.get("generator", 1)))
+    best, saved = better_division(now, 1 - idle["trainer"], 1 - idle["generator"])
+    if saved < WORTH:
+        return ""
+    side = max(idle, key=lambda one: idle[one] or 0.0)
+    division = f"{best[0]} to train and {best[1]} to generate"
+    return f"{side} idle {idle[side]:.0%}: {division} would save {saved:.0%} of a step"
+
+
+def better_division(now: tuple[int, int], trainer: float, generator: float) -> tuple[tuple[int, int], float]:
+    """((devices that train, that generate), share of a step saved) of the best division of the same devices.
+
+    now: the present division. trainer, generator: shares of the step in which each side is busy. Assumes that each
+    side's work is shared evenly by its devices, and that the slower side sets the pace.
+    """
+    work = (now[0] * trainer, now[1] * generator)
+    whole = sum(now)
+
+    def pace(train: int) -> float:
+        return max(work[0] / train, work[1] / (whole - train))
+
+    present = pace(now[0])
+    best = min(range(1, whole), key=lambda train: (pace(train), abs(train - now[0])), default=now[0])
+    return (best, whole - best), 1 - pace(best) / present if present > 0 else 0.0

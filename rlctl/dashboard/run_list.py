@@ -1,0 +1,114 @@
+"""All runs under a folder, as a table or as plain values for scripts."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.dashboard.event_text import ENDS
+from rlctl.dashboard.formats import number, percent, span
+from rlctl.dashboard.state import RunState, best_checkpoint, read_state
+from rlctl.telemetry.metrics import meaning
+
+STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run. accuracy: held-out, else of the last step; None where not measured. age_s: since it started."""
+
+    name: str
+    path: str
+    kind: str
+    status: str
+    step: int
+    num_steps: int
+    accuracy: float | None
+    throughput: float | None
+    age_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def catalogue(root: Path) -> list[Entry]:
+    """Newest first; folders that hold no events are no runs."""
+    folders = [path.parent for path in root.glob("*/events.jsonl")]
+    return sorted((entry(folder, read_state(folder)) for folder in folders), key=lambda entry: entry.age_s)
+
+
+def newest(root: Path) -> Path | None:
+    entries = catalogue(root)
+    return Path(entries[0].path) if entries else None
+
+
+def table(entries: list[Entry]) -> Table:
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    grid.add_column("name", overflow="fold")
+    for title in ("kind", "status"):
+        grid.add_column(title, no_wrap=True)
+    for title in ("step", "accuracy", "tok/s/device", "age"):
+        grid.add_column(title, justify="right", no_wrap=True)
+    for entry in entries:
+        grid.add_row(
+            Text(entry.name),
+            Text(entry.kind),
+            f"[{STATUS_STYLE.get(entry.status, 'default')}]{entry.status}[/]",
+            f"{entry.step}/{entry.num_steps}",
+            percent(entry.accuracy),
+            number(entry.throughput),
+            span(entry.age_s),
+        )
+    return grid
+
+
+def as_dict(state: RunState) -> dict[str, Any]:
+    """A run for scripts: what it is, how far, its newest records, its best checkpoint."""
+    best = best_checkpoint(state)
+    return {
+        "name": state.name,
+        "kind": state.algorithm,
+        "status": state.status,
+        "reason": state.end.get("reason") or "",
+        "step": state.step,
+        "num_steps": state.num_steps,
+        "elapsed_s": state.elapsed,
+        "last": state.last,
+        "validation": state.validations.last,
+        "best_checkpoint": None if best is None else {**state.checkpoints[best[0]], "value": best[1]},
+        "next": state.end.get("next") or [],
+    }
+
+
+def metrics_table(state: RunState) -> Table:
+    """Every metric of the last step and validation, with what it means."""
+    newest_validation = state.validations.last
+    values = {name: value for name, value in {**state.last, **newest_validation}.items() if "/" in name}
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    grid.add_column("metric of the last step", no_wrap=True)
+    grid.add_column("value", justify="right", no_wrap=True)
+    grid.add_column("meaning", style="bright_black")
+    for name in sorted(values):
+        grid.add_row(name, number(values[name]), meaning(name))
+    return grid
+
+
+def entry(folder: Path, state: RunState) -> Entry:
+    """A run in this folder, as its `read_state` has it."""
+    accuracy = state.latest("validation/accuracy")
+    rate = state.mean("throughput/effective")
+    started = float(state.start.get("time", folder.stat().st_mtime))
+    return Entry(
+        name=state.name,
+        path=str(folder),
+        kind=str(state.start.get("algorithm", "")),
+        status=state.status,
+        step=state.step,
+        num_steps=state.num_steps,
+        accuracy=accuracy if accuracy is not None else state.latest("reward/accuracy"),
+        throughput=rate if rate is not None else state.mean("throughput/training"),
+        age_s=max(0.0, time.time() - started),
+    )

@@ -1,0 +1,102 @@
+"""How an engine's own loader lays tensors out, found by watching it load tensors that hold nothing.
+
+Every architecture and parallel layout has loaders of its own in vLLM (fused projections, expert stacks, slices of
+a tensor-parallel rank, replicated heads). They end in plain copies, which are recorded here instead of made.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.refit.param_slices import Region
+from rlctl.refit.plan import Box, Plan
+
+
+class NotPlain(RuntimeError):
+    """The engine's loader does more than copy: weights must go through it."""
+
+
+def find_regions(runner: Any, plan: Plan, device: torch.device) -> list[Region] | NotPlain:
+    """The regions of every tensor of the plan, or why there are none. runner: vLLM's, as it was after start-up."""
+    if device.type == "cpu":
+        return NotPlain("on CPU vLLM repacks its weights")
+    try:
+        regions = record_regions(runner.get_model(), plan)
+        if runner.load_config.load_format != "dummy":
+            prove(regions, WeightFiles(Path(runner.model_config.model)))
+    except NotPlain as reason:
+        return reason
+    return regions
+
+
+def record_regions(model: Any, plan: Plan) -> list[Region]:
+    """The regions of every tensor of the plan in `model` (a module with vLLM's `load_weights`). Nothing is loaded.
+
+    Raises NotPlain if a loader transforms a tensor.
+    """
+    hollow = {
+        entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for entry in plan.entries
+    }
+    recorder = _Recorder(hollow)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(iter(hollow.items()))
+    except NotPlain:
+        raise
+    except Exception as error:
+        raise NotPlain(f"{type(error).__name__}: {error}") from error
+    return recorder.regions
+
+
+def prove(regions: list[Region], files: WeightFiles) -> None:
+    """Compare what an engine has loaded with the files it was loaded from, one tensor of each kind, bit by bit.
+
+    A model may rearrange weights after its loaders are through, which copies of theirs cannot show. Raises NotPlain.
+    """
+    kinds = {re.sub(r"\d+", "*", region.box.name): region for region in regions}
+    for region in kinds.values():
+        stored = files.tensor(region.box.name)[region.box.slices()]
+        if not torch.equal(region.view, stored.to(region.view.device, region.view.dtype)):
+            raise NotPlain(f"vLLM rearranges {region.box.name} after loading it")
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records each copy from a hollow tensor's memory."""
+
+    def __init__(self, hollow: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.regions: list[Region] = []
+        # Views share their tensor's storage object, hollow ones too: it tells which tensor a view is of.
+        self._names = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in hollow.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            if source.device.type == "meta" and target.device.type != "meta":
+                self._record(target, source)
+                return target
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, target: Tensor, source: Tensor) -> None:
+        found = self._names.get(source.untyped_storage()._cdata)
+        if found is None:
+            raise NotPlain("a tensor is computed with before it is copied")
+        name, whole = found
+        if target.shape != source.shape or _steps(source) != _steps(whole, source.shape):
+            raise NotPlain(f"{name} is rearranged: {tuple(whole.shape)} into {tuple(target.shape)}")
+        rest, start = source.storage_offset(), []
+        for stride in whole.stride():
+            start.append(rest // stride if stride else 0)
+            rest %= stride or 1
+        self.regions.append(Region(Box(name, tuple(start), tuple(source.shape)), target.detach()))
+
+
+def _steps(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:
+    """Strides of the dimensions along which there is anything to step."""
+    return tuple(step for step, size in zip(tensor.stride(), shape or tensor.shape) if size > 1)

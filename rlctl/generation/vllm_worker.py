@@ -1,0 +1,120 @@
+"""What rlctl adds to a vLLM worker: taking new weights in, and saying how much memory is used.
+
+vLLM mixes this class into its own worker, hence the `rl_` prefix.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from importlib import import_module
+from typing import Any, TypeVar, cast
+
+import torch
+
+from rlctl.generation.param_layout import NotPlain, find_regions
+from rlctl.generation.weight_loader import Choice, Intake, Mode, choose_loading
+from rlctl.refit.param_slices import Region
+from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Header, TransportSpec
+from rlctl.refit.transport import Report, open_receiver, receiver_bytes
+from rlctl.utils.ports import open_store
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def listen_on_the_address_alone() -> None:
+    """Have torch's tcp:// rendezvous, by which the workers of an engine meet, use `open_store`."""
+
+    def create(host: str, port: int, rank: int, world: int, timeout: timedelta, use_libuv: bool = True) -> Any:
+        return open_store(host, port, keeper=rank == 0, timeout=timeout, world=world)
+
+    # torch.distributed has a function of the module's name.
+    import_module("torch.distributed.rendezvous").__dict__["_create_c10d_store"] = create
+
+
+# vLLM imports this module into each worker before the workers meet.
+listen_on_the_address_alone()
+
+
+def answered(method: Method) -> Method:
+    """What the method raises is its answer: see `Engine._workers`."""
+
+    @wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            return error
+
+    return cast(Method, answer)
+
+
+class RefitWorker:
+    """Mixed into vLLM's worker (`worker_extension_cls`)."""
+
+    model_runner: Any
+    rank: int
+    device: torch.device
+    _rl_intake: Intake | None = None
+    _rl_regions: list[Region] | NotPlain | None = None
+
+    @answered
+    def rl_room(self) -> int:
+        """Leave the transport; bytes of device memory that are free then, 0 on a CPU."""
+        if self._rl_intake:
+            self._rl_intake.close()
+            self._rl_intake = None
+        if self.device.type != "cuda":
+            return 0
+        # Staging memory that torch keeps for later would not count as free.
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    @answered
+    def rl_open(
+        self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool, room: int
+    ) -> Choice:
+        """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
+        if self._rl_regions is None:
+            # Once, while the engine still has the weights that it loaded itself.
+            self._rl_regions = find_regions(self.model_runner, plan, self.device)
+        room -= receiver_bytes(spec, plan)
+        loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
+        receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
+        self._rl_intake = Intake(receiver, loading, self.device)
+        return loading.choice
+
+    @answered
+    def rl_receive(self, header: Header) -> Report:
+        """Receive now. Raises RefitError."""
+        return self._rl.receive(header)
+
+    @answered
+    def rl_stage(self, header: Header) -> None:
+        """Begin to receive beside the live weights."""
+        self._rl.stage(header)
+
+    @answered
+    def rl_staged(self) -> Report | None:
+        """The receiver's report once everything arrived. Raises RefitError."""
+        return self._rl.staged()
+
+    @answered
+    def rl_commit(self) -> float:
+        """Make what was received the live weights; returns the seconds that took."""
+        return self._rl.commit()
+
+    def rl_memory(self) -> dict[str, float]:
+        """Bytes of device memory now and at peak; zeros on CPU."""
+        if self.device.type != "cuda":
+            return {"device_allocated": 0.0, "device_peak": 0.0}
+        return {
+            "device_allocated": float(torch.cuda.memory_allocated(self.device)),
+            "device_peak": float(torch.cuda.max_memory_allocated(self.device)),
+        }
+
+    @property
+    def _rl(self) -> Intake:
+        if self._rl_intake is None:
+            raise RuntimeError("rl_open comes first")
+        return self._rl_intake

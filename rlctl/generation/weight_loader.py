@@ -1,0 +1,198 @@
+"""How a vLLM worker takes new weights in: where they are received, and what makes them the live ones.
+
+staged: received beside the live weights, on a thread, while the engine samples; then one short commit. direct:
+received into the live weights, nothing sampled meanwhile. Either way the receiver has checked every item before
+`commit` returns; what fails before a staged commit leaves the live weights untouched.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rlctl.generation.param_layout import NotPlain
+from rlctl.refit.param_slices import Region, RegionSink, Twins, verify_complete
+from rlctl.refit.plan import Plan
+from rlctl.refit.protocol import Header, RefitError
+from rlctl.refit.sink import Sink, WholeSink
+from rlctl.refit.transport import Receiver, Report
+
+Mode = Literal["auto", "staged", "direct"]
+# Left free beside the twins, for the engine's own temporary memory.
+_SPARE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How an engine worker takes weights in, and why; extra_bytes: device memory it holds for that."""
+
+    mode: Literal["staged", "direct"]
+    why: str
+    extra_bytes: int
+
+
+class Loading(Protocol):
+    """Where a version is received, and the step that makes it live."""
+
+    sink: Sink
+    choice: Choice
+
+    def commit(self) -> None:
+        """Make what the sink received the live weights; queued on the current stream or done."""
+
+
+class Intake:
+    """One vLLM worker's end of a refit."""
+
+    def __init__(self, receiver: Receiver, loading: Loading, device: torch.device) -> None:
+        self._receiver, self._loading, self._device = receiver, loading, device
+        self._staging: threading.Thread | None = None
+        self._staged: Report | Exception | None = None
+
+    @property
+    def choice(self) -> Choice:
+        """The mode in use."""
+        return self._loading.choice
+
+    @property
+    def sink(self) -> Sink:
+        """Where versions are received."""
+        return self._loading.sink
+
+    def stage(self, header: Header) -> None:
+        """Receive on a thread; `staged` tells when it is done."""
+        self._staged = None
+        self._staging = threading.Thread(target=self._stage, args=(header,), name="refit", daemon=True)
+        self._staging.start()
+
+    def staged(self) -> Report | None:
+        """The receiver's report once everything arrived, None before. Raises what receiving raised."""
+        if isinstance(self._staged, Exception):
+            raise self._staged
+        return self._staged
+
+    def receive(self, header: Header) -> Report:
+        """Receive now, on this thread. Raises RefitError."""
+        return self._receiver.receive(header, self._loading.sink)
+
+    @torch.no_grad()
+    def commit(self) -> float:
+        """Seconds that it took to make the received version the live one."""
+        begin = time.perf_counter()
+        self._loading.commit()
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        """Leave the transport; a thread that still receives ends with an error of its own."""
+        self._receiver.close()
+
+    def _stage(self, header: Header) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with torch.no_grad():
+                self._staged = self.receive(header)
+        except Exception as error:
+            self._staged = error
+
+
+class _InPlace:
+    """Straight into the live parameters."""
+
+    def __init__(self, plan: Plan, regions: list[Region], why: str) -> None:
+        self.sink: Sink = RegionSink(plan, regions)
+        self.choice = Choice("direct", why, 0)
+
+    def commit(self) -> None:
+        """Nothing is left to do."""
+
+
+class _Twinned:
+    """Into a second copy of every parameter."""
+
+    def __init__(self, plan: Plan, regions: list[Region], parameters: dict[str, Tensor], why: str) -> None:
+        self._twins = Twins(parameters, regions)
+        # Made on this thread's stream; what is received comes on others.
+        torch.cuda.synchronize()
+        self.sink: Sink = RegionSink(plan, self._twins.regions, beside_requests=True)
+        self.choice = Choice("staged", why, self._twins.nbytes)
+
+    def commit(self) -> None:
+        """See `Loading.commit`."""
+        self._twins.commit()
+
+
+class _Reloaded:
+    """Whole tensors, which the engine's own loader fuses and repacks as at its start."""
+
+    def __init__(self, plan: Plan, runner: Any, device: torch.device, why: str) -> None:
+        self._whole, self._runner, self._device = WholeSink(plan, device), runner, device
+        self.sink: Sink = self._whole
+        self.choice = Choice("staged", why, 0 if device.type == "cpu" else plan.nbytes)
+
+    def commit(self) -> None:
+        """See `Loading.commit`. Keeps the parameters' storage, so that CUDA graphs stay valid."""
+        self._runner.reload_weights(weights_iterator=self._whole.tensors())
+        if self._device.type == "cpu":
+            _repack_for_cpu(self._runner.get_model())
+
+
+def choose_loading(
+    runner: Any,
+    plan: Plan,
+    device: torch.device,
+    regions: list[Region] | NotPlain,
+    mode: Mode,
+    in_flight: bool,
+    room: int,
+) -> Loading:
+    """runner: vLLM's model runner. regions: of `find_regions`. in_flight: sampling goes on during a refit. room: bytes
+    that are free on the device of every worker of the engine, beside the transport's buffers.
+
+    Raises RefitError for `direct` where the engine rearranges its weights, `staged` without the memory for it,
+    or parameters that the plan does not fill.
+    """
+    if isinstance(regions, NotPlain):
+        if mode == "direct":
+            raise RefitError(f"refit.mode=direct needs an engine that keeps weights as they are sent: {regions}")
+        return _Reloaded(plan, runner, device, str(regions))
+    model = runner.get_model()
+    parameters = dict(model.named_parameters())
+    verify_complete(regions, parameters, _padded(model))
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in parameters.values())
+    fits = room >= needed + _SPARE_BYTES
+    sizes = f"{needed / 2**30:.1f} GiB needed, {room / 2**30:.1f} GiB free"
+    if mode == "staged" and not fits:
+        raise RefitError(f"refit.mode=staged: {sizes}: lower generation.gpu_memory_utilization or use direct")
+    if mode == "staged":
+        return _Twinned(plan, regions, parameters, "as configured")
+    if mode == "direct" or not in_flight:
+        return _InPlace(plan, regions, "as configured" if mode == "direct" else "nothing samples during a refit")
+    return _Twinned(plan, regions, parameters, sizes) if fits else _InPlace(plan, regions, sizes)
+
+
+def _padded(model: torch.nn.Module) -> set[str]:
+    """Parameters with rows of padding: vocabularies rounded up."""
+    return {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "num_embeddings_padded")}
+
+
+def _repack_for_cpu(model: torch.nn.Module) -> None:
+    """Bring the CPU kernels' own copies of weights up to date.
+
+    On CPU, heads and experts compute with repacked copies that `reload_weights` leaves behind (seen in vLLM 0.32):
+    with tied embeddings the head would go on with the old weights, and experts would read unpacked memory as
+    packed. Neither is an error there, only wrong samples.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+        elif (kernel := getattr(method, "moe_kernel", None)) is not None:
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -1,0 +1,123 @@
+"""What a run draws from: rows are read before anything starts, and tokenized while Ray, ranks and engines come up."""
+
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.data.chat import Chat
+from rlctl.data.datasets import DataError
+from rlctl.data.ends import EndTokens
+from rlctl.data.load import RunRows, load_chat, load_prompts, load_samples
+from rlctl.data.preview import step_lengths
+from rlctl.data.prompts import Prompt, Sample
+from rlctl.launch.session import Session
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.parallel_layout import layout
+from rlctl.run.fingerprint import digest_rows
+
+if TYPE_CHECKING:
+    from rlctl.rewards.scorer import Scorer
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What GRPO draws from."""
+
+    train: list[Prompt]
+    validation: list[Prompt]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What SFT draws from."""
+
+    train: list[Sample]
+    validation: list[Sample]
+
+
+@dataclass(frozen=True)
+class PromptLoading:
+    """Prompts on their way. chat and ends are known before the prompts are, since engines are made with them."""
+
+    chat: "Future[tuple[Chat, EndTokens]]"
+    prompts: "Future[Prompts]"
+
+    @classmethod
+    def begin(
+        cls,
+        threads: Executor,
+        session: Session,
+        config: GrpoConfig,
+        files: ModelFiles,
+        rows: RunRows,
+        scorer: "Scorer",
+    ) -> "PromptLoading":
+        """Start both in `threads`."""
+        chat = threads.submit(_chat, session, config, files)
+        return cls(chat, threads.submit(_prompts, session, config, files, rows, chat, scorer))
+
+
+def _chat(session: Session, config: RunConfig, files: ModelFiles) -> tuple[Chat, EndTokens]:
+    """Load the tokenizer, and tell which tokens end an answer."""
+    with session.starting("tokenizer"):
+        chat = load_chat(config, files.folder)
+        ends = chat.ends
+        if isinstance(config, GrpoConfig):
+            ends = ends.with_further(config.generation.stop_token_ids, chat.tokenizer)
+    session.events.emit("data", what=f"answers end at {ends}")
+    for warning in ends.warnings:
+        session.events.emit("warning", what=warning)
+    return chat, ends
+
+
+def _prompts(
+    session: Session,
+    config: GrpoConfig,
+    files: ModelFiles,
+    rows: RunRows,
+    loading: "Future[tuple[Chat, EndTokens]]",
+    scorer: "Scorer",
+) -> Prompts:
+    from rlctl.rollout.scoring import sample_item
+
+    chat, _ = loading.result()
+    length, answer = config.model.max_length or files.max_length, config.generation.max_new_tokens
+    found: dict[str, list[Prompt]] = {"validation": []}
+    with session.starting("data"):
+        for name, section, listed in rows.parts(config.data):
+            found[name], report = load_prompts(config, section, chat, listed)
+            session.events.emit("data", what=f"{name}: {report}")
+            check_room(found[name], answer, length)
+    session.depend_on_rows(digest_rows(found["train"]))
+    with session.starting("rewards"):
+        scorer.try_on_sample(sample_item(found["train"][0]))
+    return Prompts(found["train"], found["validation"][: config.validation.max_prompts])
+
+
+def load_run_samples(session: Session, config: SftConfig, files: ModelFiles, rows: RunRows) -> Samples:
+    """Tokenize what SFT draws from, and tell how it packs. Raises DataError."""
+    from rlctl.training.micro_batching import packing
+
+    chat, _ = _chat(session, config, files)
+    length = config.model.max_length or files.max_length
+    found: dict[str, list[Sample]] = {"validation": []}
+    with session.starting("data"):
+        for name, section, listed in rows.parts(config.data):
+            found[name], report = load_samples(config, section, chat, listed, length)
+            session.events.emit("data", what=f"{name}: {report}")
+        shards = layout(config.trainer).data
+        packs = packing(step_lengths(found["train"], config), shards, config.trainer.micro_batch_tokens)
+        session.events.emit("data", what=f"packing: {packs}")
+    session.depend_on_rows(digest_rows(found["train"]))
+    return Samples(found["train"], found["validation"][: config.validation.max_prompts])
+
+
+def check_room(prompts: list[Prompt], answer: int, length: int) -> None:
+    """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+    if len(longest.tokens) + answer > length:
+        raise DataError(
+            f"prompt {longest.id} has {len(longest.tokens)} tokens; with generation.max_new_tokens={answer} that is "
+            f"above the longest sequence, {length}: data.max_prompt_length={length - answer} leaves such prompts out"
+        )

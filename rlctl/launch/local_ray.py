@@ -1,0 +1,168 @@
+"""Ray on this machine, private to one run: it starts with the driver and is gone when the driver is.
+
+Tokens are on, nothing of the dashboard listens, and Ray's own chatter goes to the run's log folder.
+"""
+
+import functools
+import os
+import secrets
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rlctl.launch.ray_session import ray_session
+from rlctl.preflight.placement import PlacementError
+from rlctl.utils.cores import usable_cores
+from rlctl.utils.ports import LOOPBACK
+from rlctl.workers import LOOPBACK_ONLY, changed_environment
+from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
+
+_OBJECT_STORE_BYTES = 1 << 30
+# Ray refuses a smaller one.
+_LEAST_STORE_BYTES = 75 << 20
+# Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.
+_ATTEMPTS = 2
+# A Unix socket's path has at most 107 bytes; Ray's own part of it, with the name of the folder, takes this many.
+_SOCKET_BYTES, _RAYS_BYTES = 107, 84
+_NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
+_TOO_SLOW = "timed out during startup"
+
+
+@contextmanager
+def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Iterator[Reaper]:
+    """A Ray of our own for the time of the block; yields the reaper that watches over its folders.
+
+    lost: told once, from another thread, when a process is gone that Ray cannot do without.
+    """
+    reaper = Reaper()
+    try:
+        with reaper.folder("rlctl-token-") as folder:
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
+            with _started(reaper, logs), _watched(lost):
+                yield reaper
+    finally:
+        reaper.close()
+
+
+def _started(reaper: Reaper, logs: Path) -> ExitStack:
+    """Ray is up until this is left. What an attempt that was too slow has started is gone before the next; the token
+    stays, which Ray reads once a process."""
+    for attempt in range(1, _ATTEMPTS + 1):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(_ray_in(stack.enter_context(reaper.folder("rlctl-", _root())), logs))
+                return stack.pop_all()
+            except Exception as error:
+                if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
+                    raise
+    raise AssertionError("unreachable")
+
+
+@contextmanager
+def _watched(lost: Callable[[str], None]) -> Iterator[None]:
+    """Look after Ray's head and this machine's raylet: a driver without them works on for a minute, then Ray ends it
+    without a word."""
+    own = psutil.Process().children()
+    watched = [(process, name) for process in own if (name := process.name()) in _NEEDED]
+    left = threading.Event()
+
+    def look() -> None:
+        while not left.wait(_LOOK_S):
+            for process, name in watched:
+                if not _lives(process):
+                    lost(f"Ray's {name} (process {process.pid}) is gone")
+                    return
+
+    thread = threading.Thread(target=look, name="ray-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _root() -> str:
+    """Where Ray's folder stands: the temporary folder, unless its path is too long for the sockets in it."""
+    usual = tempfile.gettempdir()
+    return usual if len(os.fsencode(usual)) <= _SOCKET_BYTES - _RAYS_BYTES else "/tmp"
+
+
+@contextmanager
+def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
+    session = ray_session(
+        logs,
+        include_dashboard=False,
+        num_cpus=usable_cores(),
+        **_object_store(folder),
+        # Ray opens its folder to everybody: below the run's, which nobody else enters.
+        _temp_dir=str(folder / "r"),
+        _node_ip_address=LOOPBACK,
+    )
+    with ExitStack() as stack:
+        with changed_environment(_of_processes(folder)), _loopback_only():
+            stack.enter_context(session)
+        yield
+
+
+def _object_store(folder: Path) -> dict[str, Any]:
+    """Return Ray's options for its object store: in shared memory, or on disk where that is too small."""
+    room = free_bytes(SHARED_MEMORY) // 2
+    if room >= _LEAST_STORE_BYTES:
+        return {"object_store_memory": min(_OBJECT_STORE_BYTES, room)}
+    room = free_bytes(folder) // 2
+    if room < _LEAST_STORE_BYTES:
+        least = f"{2 * _LEAST_STORE_BYTES >> 20} MiB free"
+        raise PlacementError(
+            f"neither {SHARED_MEMORY} nor {folder.parent} has room for Ray's object store, which needs {least}: "
+            "free some, set TMPDIR to a larger folder, or in a container: docker run --shm-size=2g"
+        )
+    return {"object_store_memory": min(_OBJECT_STORE_BYTES, room), "_plasma_directory": str(folder)}
+
+
+def _of_processes(folder: Path) -> dict[str, str]:
+    """Return the environment that Ray's processes, and the run's in them, inherit."""
+    # gloo and NCCL listen at the address that the host's name stands for, if nothing is said.
+    faces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
+    # Ray would end the driver a minute after its head, without a word and whatever step it is at.
+    patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
+    # What engines leave in the temporary folder, compiled kernels too, is nobody else's and goes with ours.
+    return LOOPBACK_ONLY | faces | patience | {"TMPDIR": str(folder)}
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    # Ray reads the switch at its import, which may have been before.
+    from ray._private import ray_constants
+
+    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _token(folder: Path) -> Path:
+    path = folder / "token"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(_secret())
+    return path
+
+
+@functools.cache
+def _secret() -> str:
+    # Ray reads it once a process: a second Ray of this process must have the same.
+    return secrets.token_hex(32)

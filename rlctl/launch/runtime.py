@@ -1,0 +1,141 @@
+"""Where the processes of a run live: on this machine with a Ray of its own, or on a cluster that stands.
+
+Both end in a `Site`: seats that are this run's alone, and what a process needs to be started on one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Protocol
+
+from rlctl.dashboard.state import read_state
+from rlctl.preflight.placement import Placement, PlacementError, Pools, Seat, place, this_machine
+from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import RunDir, RunDirError
+from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import count_gpus, visible_gpus
+from rlctl.workers.reaper import Reaper, leftovers, sweep
+
+if TYPE_CHECKING:
+    from rlctl.launch.session import Session
+    from rlctl.workers.nodes import Node
+
+Announce = Callable[[Placement], None]
+
+
+class Ground(Protocol):
+    """Where a run is to live."""
+
+    def refuse(self, run: RunDir) -> None:
+        """Raises RunDirError for a run that must not be gone on with from here."""
+        ...
+
+    def site(self, session: "Session", pools: Pools, announce: Announce) -> AbstractContextManager["Site"]:
+        """Seats for the time of the block; `announce` is told them before anything slow begins."""
+        ...
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a run stands on. nodes: of the placement, by index; None where there is but this machine.
+
+    folder: makes a new one, by prefix and root, on the first node in use, gone when the site is.
+    """
+
+    placement: Placement
+    nodes: "list[Node | None]"
+    folder: Callable[[str, str | None], str]
+
+    def node(self, seat: Seat) -> "Node | None":
+        """The node of a seat."""
+        return self.nodes[seat.node]
+
+    def devices(self, seat: Seat) -> list[str]:
+        """Its GPUs, as CUDA_VISIBLE_DEVICES wants them."""
+        return self._named(seat, seat.devices)
+
+    def beside(self, seat: Seat) -> list[str]:
+        """The GPUs that `Placement.beside` says, likewise."""
+        return self._named(seat, self.placement.beside(seat))
+
+    def environment(self, seat: Seat) -> dict[str, str]:
+        """What a process there needs to be met from elsewhere."""
+        node = self.node(seat)
+        return node.environment if node else {}
+
+    def cores(self, seat: Seat) -> int:
+        """CPUs of its machine that may be used."""
+        node = self.node(seat)
+        return node.cores if node else usable_cores()
+
+    def meeting_point(self) -> str:
+        """host:port at which trainer ranks meet: a free port of rank 0's node."""
+        from rlctl.utils.ports import LOOPBACK, free_port
+
+        node = self.node(self.placement.trainers[0])
+        if node is None:
+            return f"{LOOPBACK}:{free_port()}"
+        host = f"[{node.address}]" if ":" in node.address else node.address
+        return f"{host}:{node.free_port()}"
+
+    def _named(self, seat: Seat, devices: tuple[int, ...]) -> list[str]:
+        node = self.node(seat)
+        gpus = node.gpus if node else visible_gpus()
+        return [gpus[index] for index in devices]
+
+
+class ThisMachine:
+    """A private Ray, which is gone when the driver is."""
+
+    def refuse(self, run: RunDir) -> None:
+        """See `Ground.refuse`: one of a cluster may have a driver there, which is not seen from here."""
+        record = JobRecord.read(run.path)
+        if record is None:
+            return
+        there = f"add --cluster {record.cluster}"
+        if record.remote:
+            raise RunDirError(f"{run.path} is a copy of a run that lives on {record.cluster}: {there}")
+        if read_state(run.path).status in ("new", "running"):
+            raise RunDirError(f"{run.path} is driven by job {record.job}: stop it with `rlctl runs stop`, or {there}")
+
+    @contextmanager
+    def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
+        """See `Ground.site`. Raises PlacementError with the arithmetic when there are too few devices."""
+        from rlctl.launch.local_ray import local_ray
+
+        placement = place(this_machine(count_gpus()), pools)
+        announce(placement)
+        with ExitStack() as stack:
+            _clear_leftovers(session)
+            with session.starting("ray"):
+                reaper = stack.enter_context(local_ray(session.logs, session.lose))
+            yield Site(placement, [None], _folders_of(stack, reaper))
+
+
+def _clear_leftovers(session: "Session") -> None:
+    """Remove what drivers of this user left that were killed together with their reapers; say each."""
+    for each in leftovers():
+        sweep([each.path])
+        session.events.emit("warning", what=f"removed what a killed run left: {each}")
+
+
+def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None], str]:
+    return lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
+
+
+def must_share(nodes: "Sequence[Node]", run: Path, model: Path | None) -> None:
+    """Raises PlacementError unless every node sees the run directory and the model's folder (None: a hub's) as this
+    process does: checkpoints and logs are written by the ranks themselves."""
+    probe, text = run / f".shared-{token_hex(4)}", token_hex(16)
+    probe.write_text(text, encoding="utf-8")
+    try:
+        for node in nodes:
+            mend = "put it on a file system that all nodes share, under the same path"
+            if node.reads(str(probe)) != text:
+                raise PlacementError(f"run.dir: {run} is not seen from node {node.name}: {mend}")
+            if model is not None and node.reads(str(model / "config.json")) is None:
+                raise PlacementError(f"model.path: {model} is not seen from node {node.name}: {mend}")
+    finally:
+        probe.unlink(missing_ok=True)

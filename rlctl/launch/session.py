@@ -1,0 +1,321 @@
+"""A run from outside: its directory, its events, its dashboard, Ctrl-C, and the exit code it ends with.
+
+Both kinds of run go through here, so that every end leaves a `run_ended` event, the next commands to type, and
+no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
+"""
+
+import contextlib
+import errno
+import os
+import shlex
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlctl.config.errors import ModelError
+from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.dashboard.view import show_run
+from rlctl.data.datasets import DataError
+from rlctl.launch.runtime import Ground
+from rlctl.preflight.placement import PlacementError
+from rlctl.refit.protocol import RefitError
+from rlctl.rewards.base import RewardError
+from rlctl.run.checkpoints import Checkpoint, NoWholeCheckpoint
+from rlctl.run.fingerprint import contradictions
+from rlctl.run.interrupts import Interrupts
+from rlctl.run.job_record import JobRecord
+from rlctl.run.recorder import Keeper
+from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
+from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.trackers import open_trackers
+from rlctl.utils.escapes import neutral
+from rlctl.utils.files import Reserve, write_whole
+from rlctl.utils.process import lives
+from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.waits import Waits
+
+# Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
+_EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
+_BAD_INPUT = (DataError, ModelError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
+_LONGEST_PAUSE_S = 60.0
+# Who submits a job lets go of the run's lock when Ray has said yes, which the driver may be ahead of.
+_HANDED_OVER_S = 30.0
+# For the last events, a traceback and a summary's files.
+_LAST_WORDS_BYTES = 64 << 10
+
+
+@dataclass
+class Session:
+    """What a run works with while it lasts. resolved: its config as YAML. resumed: there was an attempt before.
+
+    checkpoint: what it goes on from. damaged: newer ones, by their folder, each with a line that says why it is not
+    that one. anew: what to type where none can be gone on from.
+
+    lost: why the run must end after its step, with a checkpoint: Ray's head is gone, say.
+    """
+
+    config: RunConfig
+    resolved: str
+    run_dir: RunDir
+    events: EventLog
+    keeper: Keeper
+    interrupts: Interrupts
+    ground: Ground
+    reserve: Reserve
+    resumed: bool
+    waits: Waits
+    attempts: int = 1
+    lost: str = ""
+    checkpoint: Checkpoint | None = None
+    damaged: dict[Path, str] = field(default_factory=dict)
+    anew: str = ""
+
+    @property
+    def start(self) -> int:
+        """Steps already done."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def logs(self) -> Path:
+        """Folder of this attempt's logs, one file a process."""
+        return self.run_dir.logs.resolve()
+
+    def find_checkpoint(self) -> None:
+        """Set `checkpoint` to the newest whole one, and say which newer ones are damaged. Raises NoWholeCheckpoint."""
+        with self.starting("checkpoint"):
+            try:
+                found = self.keeper.checkpoints.newest_whole()
+            except NoWholeCheckpoint as error:
+                anew = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
+                self.anew = shlex.join(anew)
+                raise NoWholeCheckpoint(f"{error}; to begin anew: {self.anew}") from None
+        self.checkpoint, self.damaged = found.checkpoint, found.damaged
+        for line in found.damaged.values():
+            self.events.emit("warning", what=f"damaged checkpoint: {line}; going on after step {self.start} instead")
+        for line in found.notes:
+            self.events.emit("warning", what=line)
+
+    def depend_on(self, made_with: dict[str, Any]) -> None:
+        """Keep what checkpoints depend on with them; RunDirError if the one to go on from depends on something else."""
+        self.keeper.made_with = made_with
+        if self.checkpoint:
+            wrong = contradictions(self.checkpoint.state["made_with"], made_with, self.start)
+            if wrong:
+                raise RunDirError("; ".join(f"{each.key}: {each}" for each in wrong))
+
+    def depend_on_rows(self, digest: str) -> None:
+        """Do the same for the rows that are trained on, see `digest_rows`."""
+        self.keeper.made_with["rows"] = digest
+        if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
+            what = f"its rows are not those among which the cursor of the checkpoint of step {self.start} stands"
+            raise DataError(f"data.train.path: {self.config.data.train.path}: {what}")
+
+    def go_on(self) -> None:
+        """Make the attempt the run's own, once all of the checkpoint is loaded: its config is kept, what was recorded
+        after the checkpoint is cut off, and damaged checkpoints lose their names."""
+        if self.resumed:
+            self.run_dir.truncate_metrics(self.start)
+            write_whole(self.run_dir.config, self.resolved)
+            for path in self.damaged:
+                self.keeper.checkpoints.set_aside(path)
+
+    def stops(self) -> bool:
+        """Return True if the run is to end after its step."""
+        return self.interrupts.asked or bool(self.lost)
+
+    def lose(self, why: str) -> None:
+        """End the run after its step, as failed. From any thread."""
+        self.lost = why
+        self.events.emit("warning", what=f"{why}: finishing this step and saving")
+
+    def begin_again(self) -> None:
+        """Start the next attempt of the same process, which goes on as a resume would."""
+        self.keeper = _keeper(self.config, self.run_dir, self.events, self.keeper.metrics)
+        _start_attempt(self.run_dir, self.resolved)
+        self.resumed = True
+        self.attempts += 1
+
+    @contextlib.contextmanager
+    def starting(self, what: str) -> Iterator[None]:
+        """Announce a part of the start-up and how long it took."""
+        if self.interrupts.asked:
+            # Nothing is done yet that could be saved.
+            raise KeyboardInterrupt
+        if self.lost:
+            raise RuntimeError(self.lost)
+        self.events.emit("startup", what=what)
+        begin = time.perf_counter()
+        yield
+        self.events.emit("startup", what=what, seconds=time.perf_counter() - begin)
+
+
+def run_session(
+    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], ground: Ground
+) -> int:
+    """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
+    try:
+        run_dir, claim = _open(config, resolved, resume, ground)
+    except (RunDirError, OSError) as error:
+        print(f"error: {neutral(str(error))}", file=sys.stderr)
+        return 2
+    try:
+        return _driven(config, resolved, run_dir, resume is not None, body, ground)
+    finally:
+        os.close(claim)
+
+
+def _driven(
+    config: RunConfig,
+    resolved: str,
+    run_dir: RunDir,
+    resumed: bool,
+    body: Callable[[Session], None],
+    ground: Ground,
+) -> int:
+    events = EventLog(run_dir.events)
+    shown = config.telemetry
+    # As it stands on disk: trackers show it, and what came from the environment may be secret.
+    trackers = open_trackers(run_dir, events, yaml.safe_load(resolved), shown.tensorboard, shown.wandb_project)
+    metrics = MetricsLog(run_dir.metrics, events, trackers)
+    keeper = _keeper(config, run_dir, events, metrics)
+
+    def notify() -> None:
+        events.emit("warning", what=f"{interrupts.by}: finishing this step and saving; again: stop now")
+
+    reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
+    with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
+        waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
+        session = Session(config, resolved, run_dir, events, keeper, interrupts, ground, reserve, resumed, waits)
+        code, status, reason = _run(session, body)
+        waits.close()
+        metrics.close()
+        reserve.release()
+        lost = events.lost + metrics.lost
+        if lost:
+            reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
+        commands = [session.anew] if session.anew else _next_commands(config, run_dir, status)
+        end = {"status": status, "reason": reason, "next": commands}
+        events.emit("run_ended", **end)
+        view.end = {"kind": "run_ended", "time": time.time(), **end}
+    return code
+
+
+def _keeper(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: MetricsLog) -> Keeper:
+    return Keeper(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
+
+
+def _open(config: RunConfig, resolved: str, resume: Path | None, ground: Ground) -> tuple[RunDir, int]:
+    """The run's directory, made ready for an attempt, and the lock that makes it this process's."""
+    if resume is None:
+        root = Path(config.run.dir)
+        run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
+        claim = run_dir.claim()
+        write_whole(run_dir.config, resolved)
+    else:
+        run_dir = RunDir.open(resume)
+        ground.refuse(run_dir)
+        _refuse_if_alive(run_dir)
+        claim = run_dir.claim(_HANDED_OVER_S)
+    _start_attempt(run_dir, resolved)
+    return run_dir, claim
+
+
+def _start_attempt(run_dir: RunDir, resolved: str) -> None:
+    """New logs; the config beside them says what was asked of this attempt, whatever became of it."""
+    run_dir.start_attempt()
+    write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
+
+
+def _refuse_if_alive(run_dir: RunDir) -> None:
+    """Raise RunDirError if a driver on this machine is at work in the directory: two would ruin it."""
+    starts = [event for event in read_records(run_dir.events) if event["kind"] == "run_started"]
+    last = starts[-1] if starts else None
+    if last and last["host"] == socket.gethostname() and lives(last["pid"], last["create_time"], last["host"]):
+        raise RunDirError(f"{run_dir.path} is still running (process {last['pid']}): watch it with `rlctl runs dash`")
+
+
+def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:
+    try:
+        _last(session, body)
+    except _BAD_INPUT as error:
+        return _failed(session, str(error), 2)
+    except _EXPLAINED as error:
+        _keep_traceback(session, error)
+        return _failed(session, _explain(error), 1)
+    except KeyboardInterrupt:
+        return 130, session.interrupts.status, session.interrupts.by
+    except Exception as error:
+        _keep_traceback(session, error)
+        return _failed(session, f"{type(error).__name__}: {_explain(error)}; see {session.logs / 'driver.log'}", 1)
+    if session.lost:
+        return _failed(session, session.lost, 1)
+    if session.interrupts.asked:
+        return 130, session.interrupts.status, session.interrupts.by
+    return 0, "done", ""
+
+
+def _last(session: Session, body: Callable[[Session], None]) -> None:
+    """The body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times."""
+    run = session.config.run
+    while True:
+        try:
+            if session.resumed:
+                session.find_checkpoint()
+            return body(session)
+        except (WorkerDied, WorkerTimeout, NoEngineLeft) as error:
+            if session.lost:
+                raise RuntimeError(f"{session.lost}; then {_explain(error)}") from error
+            if session.attempts > run.max_restarts or session.interrupts.asked:
+                raise
+            _keep_traceback(session, error)
+            pause = min(_LONGEST_PAUSE_S, run.restart_backoff_s * 2 ** (session.attempts - 1))
+            count = f"{session.attempts} of {run.max_restarts}"
+            session.events.emit("restart", reason=_explain(error), count=count, pause_s=pause)
+        _sleep(session, pause)
+        session.begin_again()
+
+
+def _sleep(session: Session, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if session.interrupts.asked:
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+
+
+def _failed(session: Session, reason: str, code: int) -> tuple[int, str, str]:
+    session.reserve.release()
+    session.events.emit("error", what=reason)
+    return code, "failed", reason
+
+
+def _explain(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return f"{first}; make room there, then resume" if os.strerror(errno.ENOSPC) in first else first
+
+
+def _keep_traceback(session: Session, error: BaseException) -> None:
+    session.reserve.release()
+    with contextlib.suppress(OSError), (session.logs / "driver.log").open("a") as log:
+        traceback.print_exception(error, file=log)
+        if isinstance(error, WorkerError):
+            log.write(error.tracebacks())
+
+
+def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
+    record = JobRecord.read(run_dir.path)
+    there = f" --cluster {record.cluster}" if record else ""
+    known = record.called if record and record.called else str(run_dir.path)
+    resume = f"rlctl train {config.kind} --resume {shlex.quote(known)}{there}"
+    if status != "done":
+        return [resume, f"rlctl runs logs {shlex.quote(known)}"] if status == "failed" else [resume]
+    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+    return [f"rlctl runs dash {shlex.quote(known)}", f"{resume} {config.kind}.num_steps={2 * steps}"]

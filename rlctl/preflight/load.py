@@ -1,0 +1,119 @@
+"""`load`: the one way to a config that may run. It is composed, typed and checked, or every problem is raised."""
+
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.compose import compose, find_recipe
+from rlctl.config.convert import Converter, key_of
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.provenance import Interpolation, Node, Origin, dump, leaves, show_path
+from rlctl.config.schema import KINDS, RunConfig
+from rlctl.preflight.checks import check, notes
+
+TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A config fit to run. recipe: the file it came from. origins: dotted key -> where its value was written.
+
+    notes: one line each, about overrides that change nothing and best checkpoints that are lost; no reason to stop.
+    secrets: dotted key -> the interpolation by which its value came from the environment.
+    """
+
+    config: RunConfig
+    recipe: Path
+    origins: dict[str, Origin]
+    notes: list[str]
+    secrets: dict[str, str]
+
+    def to_yaml(self) -> str:
+        """The resolved config: no `defaults:`, paths absolute; runs again as it is.
+
+        Of `${...}` what reads the environment stays as it was written: a secret in it is on no disk.
+        """
+        return dump(self.written(Interpolation))
+
+    def written(self, kind: type[str] = str) -> dict[str, Any]:
+        """Return `values`, but what came from the environment as it was written, as text of a `kind`."""
+        values = self.values()
+        for key, text in self.secrets.items():
+            _set(values, key.split("."), kind(text))
+        return values
+
+    def variables(self) -> list[str]:
+        """Return the names of the environment variables that the config reads."""
+        return sorted({name for text in self.secrets.values() for name in re.findall(r"oc\.env:\s*(\w+)", text)})
+
+    def values(self) -> dict[str, Any]:
+        """The resolved config as plain values, by the keys that a YAML file has."""
+        by_key: dict[str, Any] = asdict(
+            self.config, dict_factory=lambda pairs: {key_of(name): value for name, value in pairs}
+        )
+        return by_key
+
+
+def load(
+    kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
+) -> Composed:
+    """The config of a run. kind: "grpo" or "sft"; None: what the recipe says. recipe None: the tiny one.
+
+    resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may stand that are
+    not here. Raises ConfigError with every problem at once.
+    """
+    file = find_recipe(recipe or TINY[kind or "grpo"])
+    root, config, problems = _checked(kind, file, overrides, resume, away)
+    if problems:
+        raise ConfigError(problems)
+    origins = {key: node.origin for key, node in leaves(root)}
+    composed = Composed(config, file, origins, notes(config, origins), {})
+    values = composed.values()
+    # A path of the environment that was written from the recipe's folder would mean another one in the run's.
+    unchanged = {
+        key: node.secret for key, node in leaves(root) if node.secret and _get(values, key.split(".")) == node.value
+    }
+    return replace(composed, secrets=unchanged)
+
+
+def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[Node, list[Problem]]:
+    """The composed tree, to be shown, and what is wrong with it. Raises ConfigError if it cannot be composed."""
+    root, _, problems = _checked(kind, find_recipe(recipe), overrides, resume=True)
+    return root, problems
+
+
+def _checked(
+    kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False
+) -> tuple[Node, RunConfig, list[Problem]]:
+    root = compose(file, overrides)
+    config, problems = _typed(root, kind, file, away)
+    origins = {key: node.origin for key, node in leaves(root)}
+    return root, config, problems + check(config, origins, resume=resume, away=away)
+
+
+def _get(values: Any, names: list[str]) -> Any:
+    for name in names:
+        values = values[int(name)] if isinstance(values, list) else values[name]
+    return values
+
+
+def _set(values: dict[str, Any], names: list[str], value: Any) -> None:
+    parent = _get(values, names[:-1])
+    parent[int(names[-1]) if isinstance(parent, list) else names[-1]] = value
+
+
+def _typed(root: Node, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:
+    """The typed config, what is wrong in it BROKEN, and the problems."""
+    assert isinstance(root.value, dict)
+    stated = root.value.get("kind")
+    if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
+        where = str(stated.origin) if stated else show_path(file)
+        what = f"must be one of {', '.join(KINDS)}: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+        raise ConfigError([Problem(where, "kind", what)])
+    if kind not in (None, stated.value):
+        what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
+        raise ConfigError([Problem(str(stated.origin), "kind", what)])
+    converter = Converter(show_path(file), away=away)
+    config = converter.section(KINDS[str(stated.value)], root)
+    return config, converter.problems

@@ -1,0 +1,142 @@
+"""Forecast of a run's memory, in bytes per device, from the model's sizes.
+
+Weights, gradients and optimizer state are `standing`'s. Activations are an estimate after Korthikanti et al. (arXiv
+2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP
+and attention that stores no scores. The reference is left out where there are GPUs: it stands in host memory, and its
+weights take the policy's own place while they are needed.
+"""
+
+from dataclasses import dataclass
+
+from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.models.model_sizes import Architecture
+from rlctl.preflight import derived
+from rlctl.preflight.offload_plan import Phase, State
+from rlctl.preflight.state_memory import FLOAT32, Standing, parts, standing, states
+
+# Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
+_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
+
+
+@dataclass(frozen=True)
+class Memory:
+    """trainer: of one rank; engine: of one device of an engine (empty without one), by purpose.
+
+    capacity: memory of the device, None when unknown. shared: rank and engine share it. kv_sequences: sequences of
+    the longest kind that an engine's cache holds at a time, None when unknown. standing: of one rank, by phase.
+    """
+
+    trainer: dict[str, int]
+    engine: dict[str, int]
+    capacity: int | None
+    shared: bool
+    kv_sequences: int | None
+    standing: dict[Phase, dict[State, Standing]]
+
+    @property
+    def state_peak(self) -> int:
+        """Most that weights, gradients and optimizer state alone take of a device: no estimate is in it."""
+        return max(sum(each.device for each in states.values()) for states in self.standing.values())
+
+    @property
+    def peak(self) -> int:
+        """Most that is used of one device at a time."""
+        trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
+        if not self.shared:
+            return max(trainer, engine)
+        resident = sum(each.device for each in self.standing["generate"].values())
+        return max(trainer, resident + engine)
+
+
+def forecast(
+    config: RunConfig, architecture: Architecture, longest: int | None, gpus: int, device_memory: int | None
+) -> Memory:
+    """gpus 0: everything is on the CPU, whose `device_memory` ranks and engines share at all times."""
+    trainer, size = _trainer(config, architecture, gpus), compute_bytes(config.trainer.dtype, gpus)
+    where = standing(config, architecture, size, gpus)
+    if not isinstance(config, GrpoConfig):
+        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, standing=where)
+    engine, per_token = _engine(config, architecture, gpus, device_memory)
+    held = engine.get("key-value cache")
+    sequences = held // (per_token * longest) if held is not None and longest else None
+    if gpus == 0:
+        # One machine holds every rank and every engine, all awake.
+        trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
+        engine = {name: size * config.generation.num_engines for name, size in engine.items()}
+        both = trainer | {f"engines: {name}": size for name, size in engine.items()}
+        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences, standing=where)
+    shared = derived.shares_devices(config)
+    return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, standing=where)
+
+
+def compute_bytes(dtype: str, gpus: int) -> int:
+    """Bytes of one number of the compute dtype; auto: float32 on CPU, bfloat16 on GPU."""
+    return FLOAT32 if dtype == "float32" or (dtype == "auto" and gpus == 0) else 2
+
+
+def generation_bytes(config: GrpoConfig, gpus: int) -> int:
+    """Bytes of one number of an engine's weights; auto: as the trainer computes."""
+    dtype = config.trainer.dtype if config.generation.dtype == "auto" else config.generation.dtype
+    return compute_bytes(dtype, gpus)
+
+
+def refit_bytes(config: GrpoConfig, architecture: Architecture, gpus: int) -> int:
+    """Bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
+    return architecture.parameters * generation_bytes(config, gpus)
+
+
+def activation_bytes(architecture: Architecture, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
+    """Bytes kept for the backward pass of `tokens` tokens; a number takes `size` bytes, one of the residual `residual`.
+
+    A layer keeps the inputs and outputs of its two norms, q, k and v (twice with norms of their own), the
+    attention's output, and of the MLP: gate, up, their activation and product. With checkpointing every layer
+    keeps its input, and one layer at a time everything. The residual is what layers and norms take in.
+    """
+    hidden, queries = architecture.hidden, architecture.heads * architecture.head_dim
+    keys = architecture.kv_heads * architecture.head_dim
+    width = architecture.intermediate
+    if architecture.sparse_layers:
+        width = architecture.experts_per_token * architecture.expert_intermediate
+    normed = queries + keys if architecture.qk_norm else 0
+    layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width) * size
+    per_token = architecture.layers * hidden * residual + layer if checkpointing else architecture.layers * layer
+    return tokens * per_token
+
+
+def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[str, int]:
+    trainer, size = config.trainer, compute_bytes(config.trainer.dtype, gpus)
+    shared = parts(trainer)
+    # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
+    gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
+    whole = trainer.backend == "megatron" or (trainer.num_ranks == 1 and size == FLOAT32)
+    residual = FLOAT32 if trainer.megatron.fp32_residual_connection else size
+    tokens, checkpointing = trainer.micro_batch_tokens, trainer.activation_checkpointing
+    kept = activation_bytes(architecture, tokens, size, residual, checkpointing)
+    held = states(trainer, architecture, size).values()
+    logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
+    items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {
+        "gathered layers": 0 if whole else gathered * size,
+        # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
+        "activations": kept // (shared.tensor * shared.context),
+        "logits": trainer.logprob_chunk_tokens * architecture.vocab * logit // shared.tensor,
+        # The sum over the chunks is float32, the product that each adds is of the compute dtype.
+        "output's gradient": (FLOAT32 + size) * architecture.embedding_parameters // shared.tensor,
+    }
+    if gpus == 0 and isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
+        items["reference"] = shared.of(architecture) * size
+    return {name: count for name, count in items.items() if count}
+
+
+def _engine(
+    config: GrpoConfig, architecture: Architecture, gpus: int, device_memory: int | None
+) -> tuple[dict[str, int], int]:
+    """(memory of one device of an engine by purpose, bytes of a cached token on it)."""
+    size, devices = generation_bytes(config, gpus), config.generation.tensor_parallel_size
+    per_token = -(-architecture.kv_values_per_token * size // min(devices, architecture.kv_heads))
+    items = {"weights": -(-architecture.parameters * size // devices)}
+    if gpus == 0:
+        items["key-value cache"] = config.generation.kv_cache_mib << 20
+    elif device_memory is not None:
+        usable = int(device_memory * config.generation.gpu_memory_utilization)
+        items["key-value cache"] = max(0, usable - items["weights"])
+    return items, per_token

@@ -1,0 +1,63 @@
+"""Where a trainer's state stands in each phase of a step: one table, whatever trains behind it. Pure.
+
+A backend holds its tensors to it (`training.moving`), the forecast counts by it, `--dry-run` prints it.
+"""
+
+from typing import Literal
+
+from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.preflight import derived
+
+Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
+State = Literal["parameters", "gradients", "optimizer"]
+# none: freed, and made anew when it is needed.
+Place = Literal["device", "host", "none"]
+Residency = dict[Phase, dict[State, Place]]
+
+PHASES: tuple[Phase, ...] = ("generate", "log_probs", "train", "refit", "checkpoint")
+STATES: tuple[State, ...] = ("parameters", "gradients", "optimizer")
+
+
+def residency(trainer: TrainerSection, shared: bool) -> Residency:
+    """The table. shared: engines stand on the trainer's devices and sleep while it trains.
+
+    generate: engines are awake, the trainer rests. A refit and a checkpoint follow while they are or wake up, so
+    what made room for them stays out. log_probs: those of policy and reference, before the update; what was out
+    until then comes back for the update alone.
+    """
+    pinned = optimizer_on_host(trainer)
+    for_engines = pinned or (shared and trainer.offload_optimizer_for_generation)
+    for_log_probs = for_engines or trainer.offload_optimizer_for_logprob
+    hosted: dict[Phase, bool] = {
+        "generate": for_engines,
+        "log_probs": for_log_probs,
+        "train": pinned,
+        "refit": for_engines,
+        "checkpoint": for_engines,
+    }
+    return {
+        phase: {
+            "parameters": "device",
+            "gradients": "device" if phase == "train" else "none",
+            "optimizer": "host" if hosted[phase] else "device",
+        }
+        for phase in PHASES
+    }
+
+
+def optimizer_on_host(trainer: TrainerSection) -> bool:
+    """Whether the optimizer state lives on the host and is updated there: it never moves, nor does a part of it that
+    `optimizer_offload_fraction` leaves on the device."""
+    return trainer.backend == "megatron" and trainer.megatron.optimizer_cpu_offload
+
+
+def phases(config: RunConfig) -> tuple[Phase, ...]:
+    """Those that a run goes through, in the order of a step. Without shared devices nothing waits for engines."""
+    if not isinstance(config, GrpoConfig):
+        return ("train", "checkpoint")
+    left_out: set[Phase] = set()
+    if not derived.shares_devices(config):
+        left_out.add("generate")
+    if not derived.needs_log_probs(config):
+        left_out.add("log_probs")
+    return tuple(phase for phase in PHASES if phase not in left_out)

@@ -1,0 +1,193 @@
+"""What a run will do and need, worked out from its config alone: the `--dry-run` plan, as plain data.
+
+Pure: the model's sizes and the machine come in as values. Bytes and tokens throughout; a forecast that cannot be
+made (the model's config.json is not on this machine) is None.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.models.model_sizes import Architecture
+from rlctl.preflight.memory import Memory, compute_bytes, forecast, refit_bytes
+from rlctl.preflight.parallel_layout import Layout, layout
+from rlctl.preflight.placement import Placement, Room, place, pools, this_machine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step. longest: tokens of the longest sequence allowed. tokens: of a step at most.
+
+    per_rank: sequences a rank trains in an update, at most; the ranks of a shard train the same. micro_batches: forward
+    passes a rank needs for one update, at most. full_sequences: sequences of the longest kind that fit into one.
+    """
+
+    prompts: int
+    group: int
+    rollouts: int
+    updates: int
+    per_update: int
+    per_rank: int
+    longest: int | None
+    tokens: int | None
+    full_sequences: int | None
+    micro_batches: int | None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps of the run and how often it stops to validate and to save. checkpoint_bytes: of one, with export."""
+
+    steps: int
+    updates: int
+    validations: int
+    checkpoints: int
+    kept: int
+    checkpoint_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """placement is None when the machine has too few devices; `misplaced` then says so. layout: of megatron alone.
+    too_large: what cannot fit into a device's memory, whatever the estimates are worth; None if nothing is known to be.
+    """
+
+    kind: str
+    model: str
+    parameters: int | None
+    placement: Placement | None
+    misplaced: str | None
+    layout: Layout | None
+    batch: Batch
+    memory: Memory | None
+    too_large: str | None
+    schedule: Schedule
+    refit: int | None
+    notes: list[str]
+
+
+def make_plan(
+    config: RunConfig,
+    architecture: Architecture | None,
+    gpus: int,
+    device_memory: int | None,
+    rooms: Sequence[Room] | None = None,
+) -> Plan:
+    """The plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
+
+    rooms: the nodes of a cluster instead, which have `gpus` in all.
+    """
+    placement, misplaced = _placement(config, gpus, this_machine(gpus) if rooms is None else rooms)
+    longest = longest_sequence(config, architecture)
+    memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
+    schedule = _schedule(config, architecture, gpus)
+    return Plan(
+        kind=config.kind,
+        model=config.model.path,
+        parameters=architecture.parameters if architecture else None,
+        placement=placement,
+        misplaced=misplaced,
+        layout=layout(config.trainer) if config.trainer.backend == "megatron" else None,
+        batch=_batch(config, longest),
+        memory=memory,
+        too_large=_too_large(config, memory) if gpus else None,
+        schedule=schedule,
+        refit=refit_bytes(config, architecture, gpus) if architecture and isinstance(config, GrpoConfig) else None,
+        notes=_notes(config, schedule.updates, memory, gpus),
+    )
+
+
+def longest_sequence(config: RunConfig, architecture: Architecture | None) -> int | None:
+    """Tokens of the longest sequence of the run, as far as it is known before the data is read."""
+    own = config.model.max_length
+    if own is None and architecture is not None:
+        own = architecture.max_positions
+    prompt = config.data.max_prompt_length
+    if prompt is None or not isinstance(config, GrpoConfig):
+        return own
+    both = prompt + config.generation.max_new_tokens
+    return both if own is None else min(own, both)
+
+
+def _placement(config: RunConfig, gpus: int, rooms: Sequence[Room]) -> tuple[Placement | None, str | None]:
+    try:
+        return place(rooms, pools(config), "cuda" if gpus else "cpu"), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _batch(config: RunConfig, longest: int | None) -> Batch:
+    if isinstance(config, GrpoConfig):
+        prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
+        updates = config.grpo.updates_per_step
+    else:
+        prompts, group, updates = config.sft.batch_size, 1, 1
+    rollouts = prompts * group
+    per_rank = -(-rollouts // updates // layout(config.trainer).data)
+    full = config.trainer.micro_batch_tokens // longest if longest else None
+    return Batch(
+        prompts=prompts,
+        group=group,
+        rollouts=rollouts,
+        updates=updates,
+        per_update=rollouts // updates,
+        per_rank=per_rank,
+        longest=longest,
+        tokens=rollouts * longest if longest else None,
+        full_sequences=full,
+        micro_batches=-(-per_rank // full) if full else None,
+    )
+
+
+def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -> Schedule:
+    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+    updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
+    every = config.validation.every
+    validations = 0
+    if every and config.data.validation.path:
+        # Also after the last step.
+        validations = config.validation.at_start + -(-steps // every)
+    often, at_end = config.checkpoint.every, config.checkpoint.at_end
+    checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
+    size = None
+    if architecture:
+        # Weights and AdamW's two moments in float32, and the exported weights.
+        dtype = config.trainer.dtype if config.checkpoint.export_dtype == "auto" else config.checkpoint.export_dtype
+        exported = compute_bytes(dtype, gpus) * config.checkpoint.export
+        size = architecture.parameters * (12 + exported)
+    kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
+    return Schedule(steps, updates, validations, checkpoints, kept, size)
+
+
+def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
+    """Weights, gradients and optimizer state that no device can hold: what is exact of the forecast."""
+    if memory is None or memory.capacity is None or memory.state_peak <= memory.capacity:
+        return None
+    taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))
+    trainer = config.trainer
+    if trainer.backend == "fsdp":
+        advice = f"it takes {-(-memory.state_peak * trainer.num_ranks // memory.capacity)} ranks at least"
+    else:
+        advice = "more ranks, a larger trainer.megatron.tensor_model_parallel_size or optimizer_cpu_offload take less"
+    return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
+
+
+def _notes(config: RunConfig, updates: int, memory: Memory | None, gpus: int) -> list[str]:
+    notes = []
+    validated = config.data.validation.path is not None and config.validation.every > 0
+    metric = config.checkpoint.metric
+    if not validated:
+        notes.append("nothing is validated: it needs data.validation.path and validation.every")
+        if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
+            notes.append(f"{metric} is never measured: no best checkpoint is kept")
+    warmup = config.trainer.optimizer.warmup_steps
+    if warmup >= updates:
+        notes.append(f"warm-up takes {warmup} updates, the run only {updates}: lr is never reached")
+    moves = (config.trainer.offload_optimizer_for_logprob, config.trainer.offload_optimizer_for_generation)
+    if gpus == 0 and any(moves):
+        notes.append("nothing is offloaded on a CPU: optimizer state is in host memory at all times")
+    if memory and memory.capacity and memory.peak > memory.capacity:
+        notes.append("the forecast is above the device's memory: expect to run out of it")
+    if memory and memory.kv_sequences == 0:
+        notes.append("the key-value cache does not hold one sequence of the longest kind: raise its share")
+    return notes

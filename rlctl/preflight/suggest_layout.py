@@ -1,0 +1,155 @@
+"""Which parallel layouts a model can be trained in, and the one nearest to what was asked for. Pure.
+
+Nearest: the same number of ranks, the sum of the logarithms of the sizes' ratios as small as can be. Experts are never
+cut by tensor ranks (their own tensor-parallel size is 1), so that their width is free.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from rlctl.models.model_sizes import Architecture
+from rlctl.preflight.parallel_layout import Layout
+
+# Of the sizes proposed for a model that is not known: no model has more heads, or layers, to share out.
+_LARGEST = 128
+# Of the fields of a layout.
+KEYS = {
+    "world": "trainer.num_ranks",
+    "tensor": "trainer.megatron.tensor_model_parallel_size",
+    "pipeline": "trainer.megatron.pipeline_model_parallel_size",
+    "context": "trainer.megatron.context_parallel_size",
+    "expert": "trainer.megatron.expert_model_parallel_size",
+    "sequence": "trainer.megatron.sequence_parallel",
+}
+
+
+def clashes(asked: Layout, sizes: Architecture | None) -> Iterator[tuple[str, str]]:
+    """(field of the layout, what is wrong with it), all of them."""
+    ranks = asked.tensor * asked.pipeline * asked.context
+    if asked.world % ranks:
+        groups = f"tensor {asked.tensor} x pipeline {asked.pipeline} x context {asked.context}"
+        yield "world", f"must be a multiple of {groups} = {ranks}, not {asked.world}"
+    if sizes:
+        yield from _tensor(asked.tensor, sizes)
+        if sizes.layers % asked.pipeline:
+            yield "pipeline", f"must divide the model's {sizes.layers} layers, not {asked.pipeline}"
+        yield from _context(asked, sizes)
+    yield from _experts(asked, sizes)
+
+
+def nearest(asked: Layout, sizes: Architecture | None, sequences: int | None = None) -> Layout:
+    """The layout of as many ranks with sizes closest to those asked for that has no contradiction.
+
+    sequences: trained in one update: at least one a shard. Where they are too few for any layout of so many ranks:
+    the sizes asked for, or else the nearest, on as many as it feeds; at worst a rank a sequence.
+    """
+    working = [each for each in _candidates(asked, sizes) if _works(each, sizes, sequences)]
+    if working:
+        return min(working, key=lambda each: _distance(asked, each))
+    assert sequences is not None, "one rank a shard always works"
+    for shape in (asked, nearest(asked, sizes)):
+        most = min(asked.world, sequences * shape.tensor * shape.pipeline * shape.context)
+        fewer = replace(shape, world=most // _multiple(shape) * _multiple(shape))
+        if fewer.world and _works(fewer, sizes, sequences):
+            return fewer
+    return Layout(sequences, 1, 1, 1, 1, asked.sequence)
+
+
+def instead(asked: Layout, sizes: Architecture | None, sequences: int | None) -> str:
+    """`; try KEY=VALUE KEY=VALUE`: the overrides that make the nearest layout that works."""
+    better = nearest(asked, sizes, sequences)
+    pairs = [(key, getattr(asked, name), getattr(better, name)) for name, key in KEYS.items()]
+    changes = [f"{key}={'null' if new is None else new}" for key, old, new in pairs if new != old]
+    return f"; try {' '.join(changes)}"
+
+
+def world_sizes(asked: Layout, sizes: Architecture | None, sequences: int | None) -> list[int]:
+    """The nearest numbers of ranks, below and above, that work with the sizes as they are."""
+    below = asked.world // (multiple := _multiple(asked)) * multiple
+    counts = (below, below + multiple)
+    return [count for count in counts if count and _works(replace(asked, world=count), sizes, sequences)]
+
+
+def _tensor(size: int, sizes: Architecture) -> Iterator[tuple[str, str]]:
+    cut = {"attention heads": sizes.heads, "key-value heads": sizes.kv_heads}
+    if sizes.sparse_layers < sizes.layers:
+        cut["MLP columns (intermediate_size)"] = sizes.intermediate
+    cut["tokens of vocabulary"] = sizes.vocab
+    if uneven := [f"{count} {name}" for name, count in cut.items() if count % size]:
+        what = f"must divide the model's {' and '.join(uneven)}, not {size}"
+        if size > sizes.kv_heads:
+            what += f": each rank needs a key-value head of its own, at most {math.gcd(*cut.values())} ranks work"
+        yield "tensor", what
+
+
+def _context(asked: Layout, sizes: Architecture) -> Iterator[tuple[str, str]]:
+    """Ulysses: for attention, the context ranks exchange tokens for heads."""
+    if sizes.heads % asked.tensor or sizes.kv_heads % asked.tensor:
+        return
+    heads, keys, size = sizes.heads // asked.tensor, sizes.kv_heads // asked.tensor, asked.context
+    if heads % size:
+        yield "context", f"must divide the {heads} attention heads of a tensor rank, not {size}"
+    elif keys % size and size % keys:
+        yield "context", f"must divide the {keys} key-value heads of a tensor rank or be a multiple of them, not {size}"
+
+
+def _experts(asked: Layout, sizes: Architecture | None) -> Iterator[tuple[str, str]]:
+    size, stage = asked.expert, asked.world // asked.pipeline
+    wrong = []
+    if sizes and size > 1 and not sizes.sparse_layers:
+        yield "expert", f"must be 1, not {size}: the model is dense, without experts"
+        return
+    if sizes and sizes.sparse_layers and sizes.experts % size:
+        wrong.append(f"the model's {sizes.experts} experts")
+    if asked.world % asked.pipeline == 0 and stage % size:
+        wrong.append(f"the {stage} ranks of a pipeline stage")
+    if wrong:
+        yield "expert", f"must divide {' and '.join(wrong)}, not {size}"
+    mixture = sizes.sparse_layers > 0 if sizes else size > 1
+    if mixture and asked.tensor > 1 and not asked.sequence_parallel:
+        yield "sequence", f"must not be false: Megatron-core trains experts on {asked.tensor} tensor ranks only with it"
+
+
+def _works(each: Layout, sizes: Architecture | None, sequences: int | None) -> bool:
+    enough = sequences is None or each.data <= sequences
+    return enough and next(clashes(each, sizes), None) is None
+
+
+def _candidates(asked: Layout, sizes: Architecture | None) -> Iterator[Layout]:
+    """Every way to cut the ranks; sequence parallelism as asked for or, where that contradicts, as it is best."""
+    world, divisors = asked.world, _divisors(asked.world)
+    mixture = sizes is None or sizes.sparse_layers
+    # Thousands of ranks have a hundred divisors, a model has few heads and layers: what cannot be is left out before
+    # the product is made.
+    if sizes is None:
+        tensors = stages = contexts = divisors = [count for count in divisors if count <= _LARGEST]
+    else:
+        tensors = [count for count in divisors if next(_tensor(count, sizes), None) is None]
+        stages = [count for count in divisors if sizes.layers % count == 0]
+        contexts = [count for count in divisors if sizes.heads % count == 0]
+    for tensor, pipeline, context in product(tensors, stages, contexts):
+        if world % (tensor * pipeline * context):
+            continue
+        experts = [count for count in divisors if world // pipeline % count == 0] if mixture else [1]
+        for expert, sequence in product(experts, dict.fromkeys((asked.sequence, None))):
+            yield Layout(world, tensor, pipeline, context, expert, sequence)
+
+
+def _divisors(number: int) -> list[int]:
+    small = [count for count in range(1, math.isqrt(number) + 1) if number % count == 0]
+    return small + [number // count for count in reversed(small) if count * count != number]
+
+
+def _distance(asked: Layout, each: Layout) -> tuple[float, bool, tuple[int, ...]]:
+    """Of two layouts as near, the one that keeps the earlier size is the nearer."""
+    names = ("tensor", "pipeline", "context", "expert")
+    ratios = [abs(math.log(getattr(each, name) / getattr(asked, name))) for name in names]
+    sizes = tuple(-getattr(each, name) for name in names)
+    return round(sum(ratios), 9), each.sequence != asked.sequence, sizes
+
+
+def _multiple(asked: Layout) -> int:
+    """Any number of ranks must be a multiple of this, for batches and for experts."""
+    return math.lcm(asked.tensor * asked.pipeline * asked.context, asked.pipeline * asked.expert)

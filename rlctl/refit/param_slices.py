@@ -1,0 +1,118 @@
+"""Where an engine keeps each Hugging Face tensor: which box of it lies in which part of which parameter.
+
+A `Region` is one plain copy that the engine's own loader would make. Known regions turn a refit into copies
+straight into the live parameters, or into twins of them that replace the live ones later, in one short copy.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.refit.batched_copy import Copies
+from rlctl.refit.plan import Box, Plan
+from rlctl.refit.protocol import RefitError
+
+
+@dataclass(frozen=True)
+class Region:
+    """`view`, part of a parameter, holds `box` of a tensor; both have the box's shape."""
+
+    box: Box
+    view: Tensor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What of an item goes where: a slice of the item, and memory of its shape."""
+
+    inside: tuple[slice, ...]
+    view: Tensor
+    whole: bool
+
+
+class RegionSink:
+    """Puts items where the engine keeps them; items that the engine does not keep go nowhere."""
+
+    def __init__(self, plan: Plan, regions: Iterable[Region], beside_requests: bool = False) -> None:
+        """beside_requests: see `Copies`."""
+        self._beside_requests = beside_requests
+        by_name: dict[str, list[Region]] = {}
+        for region in regions:
+            by_name.setdefault(region.box.name, []).append(region)
+        self._parts = [_parts(item.box, by_name.get(item.box.name, [])) for item in plan.items]
+        self._dtypes = [getattr(torch, plan.entries[item.entry].dtype) for item in plan.items]
+
+    def target(self, number: int) -> Tensor | None:
+        """See `Sink.target`."""
+        parts = self._parts[number]
+        if len(parts) != 1 or not parts[0].whole:
+            return None
+        view = parts[0].view
+        return view if view.is_contiguous() and view.dtype == self._dtypes[number] else None
+
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
+        """See `Sink.copies`."""
+        pairs = ((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
+        return Copies(pairs, self._beside_requests)
+
+    def adopt(self, flat: Tensor) -> bool:
+        """See `Sink.adopt`."""
+        return False
+
+
+class Twins:
+    """A second copy of every parameter, and regions of it in place of the live ones."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[Region]) -> None:
+        # Copies, not empty memory: padding that no refit ever writes must survive the commit.
+        self._pairs = [(live.detach(), live.detach().clone()) for live in parameters.values()]
+        by_storage = {live.untyped_storage().data_ptr(): (live, twin) for live, twin in self._pairs}
+        self.regions = [Region(region.box, _twin_view(region.view, by_storage)) for region in regions]
+        self.nbytes = sum(twin.numel() * twin.element_size() for _, twin in self._pairs)
+        self._copies = Copies(self._pairs)
+
+    def commit(self) -> None:
+        """The live parameters become what the twins hold; queued on the current stream."""
+        self._copies.run()
+
+
+def verify_complete(regions: Iterable[Region], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
+    """Raise RefitError naming a parameter of which a refit would leave numbers as they are.
+
+    padded: names of parameters that hold rows of their own beyond the tensor's.
+    """
+    written: dict[int, int] = {}
+    for region in regions:
+        storage = region.view.untyped_storage().data_ptr()
+        written[storage] = written.get(storage, 0) + region.view.numel()
+    for name, parameter in parameters.items():
+        count = written.get(parameter.untyped_storage().data_ptr(), 0)
+        if count != parameter.numel() and not (name in padded and count):
+            raise RefitError(f"the engine's {name} has {parameter.numel()} numbers, the trainer's tensors fill {count}")
+
+
+def _parts(item: Box, regions: list[Region]) -> tuple[_Part, ...]:
+    parts = []
+    for region in regions:
+        begin = [max(a, b) for a, b in zip(item.start, region.box.start)]
+        ends = zip(item.start, item.shape, region.box.start, region.box.shape)
+        end = [min(a + n, b + m) for a, n, b, m in ends]
+        if any(stop <= start for start, stop in zip(begin, end)):
+            continue
+        inside = _relative(begin, end, item.start)
+        view: Any = region.view[_relative(begin, end, region.box.start)]
+        parts.append(_Part(inside, view, tuple(view.shape) == item.shape))
+    return tuple(parts)
+
+
+def _relative(begin: list[int], end: list[int], origin: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start - zero, stop - zero) for start, stop, zero in zip(begin, end, origin))
+
+
+def _twin_view(view: Tensor, by_storage: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    live, twin = by_storage[view.untyped_storage().data_ptr()]
+    offset = view.storage_offset() - live.storage_offset()
+    return twin.as_strided(view.shape, view.stride(), twin.storage_offset() + offset)

@@ -1,0 +1,353 @@
+"""What a step trains on: draws prompts, has them sampled and scored, and hands out a step's groups.
+
+The bound on staleness, and who may be admitted when, is `Staleness`; with `max_trajectory_age_steps` 0 this is the
+synchronous loop. Everything random about a group is a function of its number, the how-manieth draw it is, so that a
+resume draws the same. Contract 8: a wait that lasts says who waits for whom.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.cursor import PromptSource
+from rlctl.data.prompts import Prompt
+from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.grpo.batch import Group
+from rlctl.preflight.derived import max_age
+from rlctl.refit.refit import Refit
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
+from rlctl.rollout.dispatcher import RolloutStream
+from rlctl.rollout.prefetch import Lookahead
+from rlctl.rollout.seeds import REDRAW, TRAIN, rollout_seeds
+from rlctl.rollout.staleness import Staleness
+
+Span = Callable[[str], AbstractContextManager[None]]
+ScoreGroups = Callable[[list[Prompt], list[list[Completion]]], list[list[Score]]]
+Emit = Callable[..., None]
+_TICK_S = 0.5
+
+
+@dataclass
+class _Active:
+    """A group between admission and the end of its step. began: when it was admitted or drawn anew."""
+
+    prompt: Prompt
+    attempt: int = 0
+    began: float = 0.0
+    completions: list[Completion] | None = None
+    scores: list[Score] | None = None
+
+
+class Feed:
+    """The groups of a run. Methods are called from the loop's thread; sampling and scoring go on beside it."""
+
+    def __init__(
+        self,
+        config: GrpoConfig,
+        source: PromptSource,
+        stream: Callable[[Callable[[list[tuple[str, list[Completion]]]], None]], RolloutStream],
+        refit: Refit,
+        score: ScoreGroups,
+        emit: Emit,
+    ) -> None:
+        self._config, self._source, self._refit, self._score, self._emit = config, source, refit, score, emit
+        shape = (config.grpo.num_prompts_per_step, max_age(config))
+        self._staleness = Staleness(*shape, config.async_.policy, config.async_.window_fraction)
+        adaptive = config.async_.lookahead == "auto"
+        self._lookahead = Lookahead(shape[0], self._staleness.capacity, adaptive=adaptive)
+        self._waited, self._step_began = 0.0, time.monotonic()
+        self._active: dict[int, _Active] = {}
+        self._later: list[int] = []
+        self._lengths: list[int] = []
+        self._version = 0
+        self._changed = threading.Condition()
+        self._news = self._explained = time.monotonic()
+        self._failure: Exception | None = None
+        self._unscored: queue.SimpleQueue[list[tuple[int, list[Completion]]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._keep_scoring, name="scoring", daemon=True).start()
+        self.stream = stream(self._sampled)
+
+    def fill(self, version: int) -> None:
+        """Draw as many prompts as there is room for, never more than the run still trains; `version` is served."""
+        self._version = version
+        self.repair()
+        config = self._config.grpo
+        with self._changed:
+            left = (config.num_steps - version) * config.num_prompts_per_step - len(self._active)
+            count = max(0, min(self._lookahead.target - len(self._active), self._staleness.room(), left))
+            again, self._later = self._later[:count], self._later[count:]
+            first = self._source.cursor.position
+            drawn = dict(enumerate(self._source.draw(count - len(again)), first))
+            drawn |= {ordinal: self._source.at(ordinal) for ordinal in again}
+            self._staleness.admit(sorted(drawn), version)
+            for ordinal, prompt in drawn.items():
+                self._active[ordinal] = _Active(prompt)
+        self._begin(sorted(drawn))
+
+    def wait(self, version: int, span: Span) -> None:
+        """Until the groups of the step at `version` are sampled. span: times a wait, by what it is for."""
+        self._wait(version, lambda: self._staleness.select(version, scored=False), span)
+
+    def take(self, version: int, span: Span) -> list[Group]:
+        """The groups of the step at `version` that were not taken yet, once they are scored."""
+        return self._taken(self._wait(version, lambda: self._staleness.select(version), span), version)
+
+    def take_part(self, version: int, tokens: int, span: Span) -> list[Group]:
+        """Groups of the step at `version` that are scored, once they have so many tokens; none once the step's last
+        groups are there, for `take`."""
+        return self._taken(self._wait(version, lambda: self._part(version, tokens), span), version)
+
+    def _part(self, version: int, tokens: int) -> list[int] | None:
+        if self._staleness.select(version) is not None:
+            return []
+        # Less work than the choice, which would be made for every group that ends.
+        if self._tokens(self._staleness.with_status("ready")) < tokens:
+            return None
+        part = self._staleness.select_part(version)
+        return part if self._tokens(part) >= tokens else None
+
+    def _tokens(self, ordinals: list[int]) -> int:
+        groups = [self._active[ordinal] for ordinal in ordinals]
+        return sum(len(group.prompt.tokens) + len(one.tokens) for group in groups for one in group.completions or [])
+
+    def _taken(self, ordinals: list[int], version: int) -> list[Group]:
+        with self._changed:
+            self._staleness.take(ordinals, version)
+            groups = [self._active[ordinal] for ordinal in ordinals]
+        return [Group(each.prompt, each.completions or [], each.scores or []) for each in groups]
+
+    def release(self) -> None:
+        """The step's groups were trained or filtered: they make room."""
+        now = time.monotonic()
+        waited, self._waited = self._waited / max(1e-9, now - self._step_began), 0.0
+        self._step_began = now
+        with self._changed:
+            complete = len(self._staleness.with_status("sampled")) + len(self._staleness.with_status("ready"))
+            self._lookahead.step_over(waited, complete)
+            for ordinal in self._staleness.release():
+                del self._active[ordinal]
+
+    def drain(self, span: Span) -> None:
+        """Until nothing is being sampled; `stream.go_on` ends it.
+
+        An engine that is lost meanwhile is replaced by the refit that follows: the trainer has its weights already.
+        """
+        self._news = time.monotonic()
+        if self.stream.drain():
+            return
+        with span("drain"):
+            while not self.stream.drain():
+                with self._changed:
+                    self._changed.wait(_TICK_S)
+                self._explain()
+
+    def repair(self) -> None:
+        """Engines that were lost are replaced, and what they were at is sampled anew. Raises RuntimeError."""
+        for name in self.stream.repair(self._refit):
+            # What the engine's loss and its replacement took is no silence of the new one.
+            self._news = time.monotonic()
+            ordinal = _ordinal(name)
+            with self._changed:
+                failures = self._staleness.restart(ordinal, self._version, failed=True)
+            if failures > self._config.generation.max_generation_failures:
+                self._give_up(name, ordinal, failures)
+
+    @property
+    def target(self) -> int:
+        """Groups that are kept on their way, see `Lookahead`."""
+        return self._lookahead.target
+
+    def occupancy(self) -> dict[int, int]:
+        """Active groups by the version at which they were admitted."""
+        with self._changed:
+            return self._staleness.occupancy()
+
+    def sampled_lengths(self) -> list[int]:
+        """Tokens of every rollout that was sampled since the last call."""
+        with self._changed:
+            lengths, self._lengths = self._lengths, []
+            return lengths
+
+    def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
+        """What a resume needs: the state, and a function that writes the groups that are ready into a folder."""
+        with self._changed:
+            state = {**self._staleness.state_dict(), "later": self._later, "lookahead": self._lookahead.target}
+            ready = self._staleness.with_status("ready")
+            groups = {o: (self._active[o].completions or [], self._active[o].scores or []) for o in ready}
+        return state, lambda folder: save_groups(folder, groups)
+
+    def load(self, state: dict[str, Any], folder: Path, version: int) -> None:
+        """What `snapshot` kept: groups that were ready are so again, the others are sampled anew at `version`."""
+        self._version = version
+        saved = load_groups(folder)
+        with self._changed:
+            again, beyond = self._staleness.load_state_dict(state, version)
+            self._later = [*beyond, *state["later"]]
+            self._lookahead.resume(state["lookahead"])
+            for ordinal in self._staleness.ordinals():
+                rollouts = saved[ordinal] if ordinal not in again else (None, None)
+                self._active[ordinal] = _Active(self._source.at(ordinal), 0, 0.0, *rollouts)
+        self._begin(again)
+
+    def close(self) -> None:
+        """Sample and score no more."""
+        self.stream.close()
+        self._unscored.put(None)
+
+    def _begin(self, ordinals: list[int]) -> None:
+        with self._changed:
+            for ordinal in ordinals:
+                self._active[ordinal].began = time.monotonic()
+            requests = [self._request(ordinal) for ordinal in ordinals]
+        self.stream.submit(requests)
+
+    def _request(self, ordinal: int) -> SampleRequest:
+        config, active = self._config, self._active[ordinal]
+        step, place = divmod(ordinal, config.grpo.num_prompts_per_step)
+        stream = REDRAW if active.attempt else TRAIN
+        seed = rollout_seeds(config.run.seed, stream, step + 1, config.grpo.num_prompts_per_step)[place]
+        samples, longest = config.grpo.num_generations_per_prompt, config.generation.max_new_tokens
+        return SampleRequest(
+            self._name(ordinal), active.prompt.tokens, samples, longest, config.generation.temperature, seed
+        )
+
+    def _name(self, ordinal: int) -> str:
+        """Of the group's request: another one each time that it is drawn."""
+        return f"{ordinal}.{self._active[ordinal].attempt}"
+
+    def _sampled(self, groups: list[tuple[str, list[Completion]]]) -> None:
+        """On a thread of the stream."""
+        with self._changed:
+            # A group given up meanwhile is not running any more.
+            ended = [(o, group) for name, group in groups if self._staleness.status(o := _ordinal(name)) == "running"]
+            for ordinal, completions in ended:
+                self._active[ordinal].completions = completions
+                self._lengths += [len(completion.tokens) for completion in completions]
+                self._staleness.sampled(ordinal)
+            self._news = time.monotonic()
+            self._changed.notify_all()
+        self._unscored.put(ended)
+
+    def _keep_scoring(self) -> None:
+        while (ended := self._all_unscored()) is not None:
+            prompts = [self._active[ordinal].prompt for ordinal, _ in ended]
+            try:
+                scores = self._score(prompts, [completions for _, completions in ended])
+            except Exception as error:
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                for (ordinal, _), one in zip(ended, scores):
+                    self._active[ordinal].scores = one
+                    self._staleness.ready(ordinal)
+                self._news = time.monotonic()
+                self._changed.notify_all()
+
+    def _all_unscored(self) -> list[tuple[int, list[Completion]]] | None:
+        """Every group that waits for its score, once there is one: together they keep all reward workers busy."""
+        found: list[tuple[int, list[Completion]]] = []
+        while True:
+            try:
+                ended = self._unscored.get(block=not found)
+            except queue.Empty:
+                return found
+            if ended is None:
+                return None
+            found += ended
+
+    def _wait(self, version: int, choice: Callable[[], list[int] | None], span: Span) -> list[int]:
+        """Until there is something to choose; the choice."""
+        self._version, self._news = version, time.monotonic()
+        while (ordinals := self._made(choice)) is None:
+            why, began = self._waits_for(), time.monotonic()
+            with span(why):
+                while self._made(choice) is None and self._waits_for() == why:
+                    self._look_after()
+            self._waited += time.monotonic() - began
+        return ordinals
+
+    def _made(self, choice: Callable[[], list[int] | None]) -> list[int] | None:
+        with self._changed:
+            if self._failure:
+                raise self._failure
+            return choice()
+
+    def _waits_for(self) -> str:
+        with self._changed:
+            return self._staleness.waits_for()
+
+    def _look_after(self) -> None:
+        """A while of waiting: engines are looked after, and a long silence is explained or ends the run."""
+        with self._changed:
+            self._changed.wait(_TICK_S)
+        self.repair()
+        if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
+            self._redraw_overdue()
+        self._explain()
+
+    def _redraw_overdue(self) -> None:
+        with self._changed:
+            overdue = self._staleness.overdue(self._version)
+            names = [self._name(ordinal) for ordinal in overdue]
+        if not names:
+            return
+        stopped = [_ordinal(request.id) for request in self.stream.abort(names)]
+        with self._changed:
+            for ordinal in stopped:
+                self._staleness.redraw(ordinal, self._version)
+                self._active[ordinal].attempt += 1
+                self._emit("redrawn", prompt=self._active[ordinal].prompt.id, version=self._version)
+        self._begin(stopped)
+
+    def _give_up(self, name: str, ordinal: int, failures: int) -> None:
+        """A group that takes engine after engine down with it is dropped, and counted."""
+        self.stream.abort([name])
+        with self._changed:
+            prompt = self._active[ordinal].prompt.id
+            self._active[ordinal].completions, self._active[ordinal].scores = [], []
+            self._staleness.sampled(ordinal)
+            self._staleness.ready(ordinal)
+        self._emit("warning", what=f"prompt {prompt} is dropped: its sampling failed {failures} times")
+
+    def _explain(self) -> None:
+        """Once a silence, and again after as long."""
+        now, run = time.monotonic(), self._config.run
+        silence = now - self._news
+        # Engines at long answers give no group for long, and are not silent.
+        if min(silence, now - self.stream.last_step()) >= run.deadline_s:
+            text = self.explanation()
+            raise RuntimeError(f"nothing was sampled or scored for {silence:.0f} s (run.deadline_s): {text}")
+        if now - max(self._news, self._explained) >= run.explain_after_s:
+            self._explained = now
+            self._emit("warning", what=f"{silence:.0f} s without a new group: {self.explanation()}")
+
+    def explanation(self) -> str:
+        """Who waits for whom, since when, at which versions."""
+        with self._changed:
+            running = self._staleness.with_status("running")
+            sampled = len(self._staleness.with_status("sampled"))
+            ready = len(self._staleness.with_status("ready"))
+            taken = len(self._staleness.with_status("taken"))
+            held = ", ".join(f"{count} of version {version}" for version, count in self._staleness.occupancy().items())
+            oldest = min(running, key=lambda o: self._active[o].began, default=None)
+            what = f"step {self._version + 1} waits for {self._staleness.waits_for()}"
+            if oldest is not None:
+                since = time.monotonic() - self._active[oldest].began
+                what += f"; the oldest, prompt {self._active[oldest].prompt.id}, began {since:.0f} s ago"
+        counts = (
+            f"{len(running)} groups sampling, {sampled} to score, {ready} ready, {taken} taken for the step ({held})"
+        )
+        return f"{what}; {counts}; {self.stream.describe()}"
+
+
+def _ordinal(name: str) -> int:
+    return int(name.partition(".")[0])

@@ -1,0 +1,282 @@
+"""Groups on their way through the engines: handed out as engines have room, delivered one by one as they end.
+
+An engine gets no more rollouts than it decodes at a time, and one group ahead; the rest waits here, so that a free
+engine finds work whatever long tail another one is at. A rollout that ended makes room at once, not with its group: of
+eight answers of log-normal lengths (sigma 1) the longest is 3.1 times the mean, so engines would be a third full.
+A thread an engine collects, another tells it what to begin and what to stop (an engine takes 70 ms for 512 rollouts of
+the tiny model, which nobody need wait for, nor for one that hangs); everything that can stop a run (replacing an
+engine, giving up) is left to the caller's thread, in `repair`.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.generation.active_requests import Counters, Delivery
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.refit.refit import Refit
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.group import Worker
+
+Deliver = Callable[[list[tuple[str, list[Completion]]]], None]
+_POLL_S = 1.0
+_ABORT_S = 5.0
+# Longer than an engine that answers takes to be collected from.
+_CLOSE_S = 3.0
+
+
+@dataclass
+class _Lane:
+    """One engine and what it is at. last: when it last did anything. lost: why it must be replaced. ended: of groups
+    outstanding, rollouts that are done.
+
+    orders: methods and their arguments that it has not been told yet. leaving: groups that it was not told yet to stop.
+    dropped: groups that nobody waits for any more, but that may have ended before the engine knew; stopped: of them,
+    those of which it knows.
+    """
+
+    worker: Worker
+    orders: deque[tuple[str, list[Any]]] = field(default_factory=deque)
+    outstanding: dict[str, SampleRequest] = field(default_factory=dict)
+    leaving: dict[str, SampleRequest] = field(default_factory=dict)
+    dropped: dict[str, SampleRequest] = field(default_factory=dict)
+    stopped: list[str] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+    ended: dict[str, int] = field(default_factory=dict)
+    last: float = field(default_factory=time.monotonic)
+    lost: Exception | None = None
+
+    @property
+    def busy(self) -> list[SampleRequest]:
+        """What it samples, wanted or not."""
+        return [*self.outstanding.values(), *self.leaving.values()]
+
+    @property
+    def rollouts(self) -> int:
+        return sum(request.num_samples - self.ended.get(request.id, 0) for request in self.busy)
+
+    def drop(self, names: list[str]) -> list[SampleRequest]:
+        """Wait for these no more."""
+        found = [self.outstanding.pop(name) for name in names if name in self.outstanding]
+        self.dropped |= {request.id: request for request in found}
+        return found
+
+    @property
+    def cost(self) -> int:
+        return sum(request.cost for request in self.busy)
+
+
+class RolloutStream:
+    """Samples groups on every engine of a pool; `deliver` gets them, on threads of the stream."""
+
+    def __init__(self, pool: GeneratorPool, deliver: Deliver, deadline_s: float) -> None:
+        self._pool, self._deliver, self._deadline_s = pool, deliver, deadline_s
+        pool.forget_gone()
+        # By the pool's slots.
+        self._lanes = [_Lane(worker) for worker in pool.engines]
+        self._pending: deque[SampleRequest] = deque()
+        self._held = self._closed = False
+        self._changed = threading.Condition(threading.RLock())
+        self._threads = [
+            threading.Thread(target=target, args=(index,), name=f"{name}-{index}", daemon=True)
+            for index in range(len(self._lanes))
+            for name, target in (("collect", self._collect), ("tell", self._tell))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, requests: list[SampleRequest]) -> None:
+        """More groups to sample, in this order as far as engines are alike."""
+        with self._changed:
+            self._pending.extend(requests)
+            self._hand_out()
+
+    def abort(self, ids: list[str]) -> list[SampleRequest]:
+        """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet.
+
+        Waits for the engines to know, but not long for one that does not answer: it gets no new work meanwhile.
+        """
+        with self._changed:
+            found = [request for request in self._pending if request.id in ids]
+            self._pending = deque(request for request in self._pending if request.id not in ids)
+            for lane in self._lanes:
+                if share := [name for name in ids if name in lane.outstanding]:
+                    stopped = lane.drop(share)
+                    lane.leaving |= {request.id: request for request in stopped}
+                    self._order(lane, "abort", share)
+                    found += stopped
+            self._changed.wait_for(lambda: not any(lane.leaving and not lane.lost for lane in self._lanes), _ABORT_S)
+        return found
+
+    def drain(self) -> bool:
+        """Begin no more groups until `go_on`; whether none is being sampled now, but by engines that are lost."""
+        with self._changed:
+            self._held = True
+            self._lose_silent()
+            return not any(lane.busy and not lane.lost for lane in self._lanes)
+
+    def go_on(self) -> None:
+        """Begin groups again."""
+        with self._changed:
+            self._held = False
+            self._hand_out()
+
+    def repair(self, refit: Refit) -> list[str]:
+        """Replace engines that were lost or stand still; returns the groups whose sampling begins anew.
+
+        Raises RuntimeError when `generation.max_restarts` are used up.
+        """
+        with self._changed:
+            self._lose_silent()
+            lost = {i: lane.lost for i, lane in enumerate(self._lanes) if lane.lost and self._is_current(i)}
+        if lost:
+            self._pool.replace({index: error for index, error in lost.items() if error}, refit)
+        with self._changed:
+            anew = [request for index in range(len(self._lanes)) for request in self._renewed(index)]
+            self._pending.extendleft(reversed(anew))
+            self._hand_out()
+            self._changed.notify_all()
+        return [request.id for request in anew]
+
+    def describe(self) -> str:
+        """What every engine is at, for a human who wonders what the run waits for."""
+        now = time.monotonic()
+        with self._changed:
+            lanes = [
+                f"{lane.worker.name} samples {len(lane.outstanding)} groups, silent for {now - lane.last:.0f} s"
+                for lane in self._lanes
+            ]
+            return "; ".join([*lanes, f"{len(self._pending)} groups not begun"])
+
+    def counters(self) -> list[Counters]:
+        """What each engine did so far, as it said when it last delivered: at most a second ago."""
+        with self._changed:
+            return [lane.counters for lane in self._lanes]
+
+    def last_step(self) -> float:
+        """When any engine last did something, by `time.monotonic`."""
+        with self._changed:
+            return max(lane.last for lane in self._lanes)
+
+    def close(self) -> None:
+        """Deliver nothing from now on, and call no engine.
+
+        A thread that is in a call of Ray's while Ray shuts down ends the whole process without a word (Ray 2.60: "The
+        core worker has already been shutdown"), so that a run that was saved would exit with 1. An engine that does
+        not answer is ended for that.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        end = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
+            self._pool.kill()
+            for thread in self._threads:
+                thread.join(_CLOSE_S)
+
+    def _lose_silent(self) -> None:
+        for lane in self._lanes:
+            if lane.busy and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
+                lane.lost = WorkerTimeout("collect", [lane.worker.name], self._deadline_s, "run.deadline_s")
+
+    def _is_current(self, index: int) -> bool:
+        return self._pool.slots[index] is self._lanes[index].worker
+
+    def _renewed(self, index: int) -> list[SampleRequest]:
+        """Take note of an engine that was replaced, here or in a refit: what the old one was at begins anew."""
+        lane = self._lanes[index]
+        if self._is_current(index):
+            return []
+        if worker := self._pool.slots[index]:
+            self._lanes[index] = _Lane(worker)
+        else:
+            lane.lost = lane.lost or WorkerDied("collect", [lane.worker.name], "its node is gone")
+        return lane.drop(list(lane.outstanding))
+
+    def _hand_out(self) -> None:
+        """Who begins what now: each group goes to the engine with the fewest tokens ahead of it."""
+        while self._pending and not self._held and not self._closed:
+            free = [lane for lane in self._lanes if not lane.lost and lane.rollouts < self._pool.at_a_time]
+            if not free:
+                return
+            lane = min(free, key=lambda lane: lane.cost)
+            request = self._pending.popleft()
+            lane.outstanding[request.id], lane.last = request, time.monotonic()
+            self._order(lane, "submit", [request])
+
+    def _order(self, lane: _Lane, method: str, what: list[Any]) -> None:
+        if lane.orders and lane.orders[-1][0] == method:
+            lane.orders[-1][1].extend(what)
+        else:
+            lane.orders.append((method, what))
+        self._changed.notify_all()
+
+    def _tell(self, index: int) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._lanes[index].orders)
+                if self._closed:
+                    return
+                lane = self._lanes[index]
+                method, what = lane.orders.popleft()
+            try:
+                lane.worker.start(method, what).wait(self._deadline_s)
+            except (WorkerDied, WorkerError, WorkerTimeout) as error:
+                self._lose(lane, error)
+                continue
+            if method == "abort":
+                self._forget(lane, what)
+
+    def _forget(self, lane: _Lane, names: list[str]) -> None:
+        with self._changed:
+            for name in names:
+                lane.leaving.pop(name, None)
+            lane.stopped += names
+            self._hand_out()
+            self._changed.notify_all()
+
+    def _lose(self, lane: _Lane, error: Exception) -> None:
+        with self._changed:
+            lane.lost = lane.lost or error
+            self._changed.notify_all()
+
+    def _collect(self, index: int) -> None:
+        while not self._closed:
+            lane = self._lanes[index]
+            if lane.lost or not self._is_current(index):
+                with self._changed:
+                    self._changed.wait(_POLL_S)
+                continue
+            # Of what it knew before it is asked it tells now or never.
+            with self._changed:
+                stopped, lane.stopped = lane.stopped, []
+            try:
+                delivery: Delivery = lane.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
+            except (WorkerDied, WorkerError, WorkerTimeout) as error:
+                self._lose(lane, error)
+                continue
+            self._accept(lane, delivery)
+            with self._changed:
+                for name in stopped:
+                    lane.dropped.pop(name, None)
+
+    def _accept(self, lane: _Lane, delivery: Delivery) -> None:
+        ids = delivery.ids
+        with self._changed:
+            if delivery.counters != lane.counters:
+                lane.last = time.monotonic()
+            lane.counters, lane.ended = delivery.counters, delivery.ended
+            requests = [lane.outstanding.get(name) or lane.dropped[name] for name in ids]
+            wanted = [lane.outstanding.pop(name, None) is not None for name in ids]
+            for name in ids:
+                lane.leaving.pop(name, None)
+            self._hand_out()
+        ended = zip(ids, delivery.columns.split(requests), wanted)
+        if (groups := [(name, group) for name, group, kept in ended if kept]) and not self._closed:
+            self._deliver(groups)

@@ -1,0 +1,199 @@
+"""Checkpoints of a run: `checkpoints/step_N/`, whole or not there at all.
+
+Written to `tmp_step_N`, synced, then renamed; the newest `keep_last` and the `keep_best` best by a metric stay.
+What a checkpoint holds beside the trainer's state is one JSON file: version, data cursor, best metric.
+A manifest holds the digest of every file, and none is read before it was compared.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.run.manifest import find_damage, write_manifest
+
+_STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was read back."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    @property
+    def trainer(self) -> Path:
+        """The trainer's own part."""
+        return self.path / "trainer"
+
+    @property
+    def export(self) -> Path:
+        """The Hugging Face folder, if it was asked for."""
+        return self.path / "hf"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; nothing of it is left."""
+
+
+class NoWholeCheckpoint(RuntimeError):
+    """All checkpoints of a run are damaged; the message is one line that names each."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a run goes on from; None where it has none.
+
+    damaged: newer ones that cannot be used, by their folder, each with a line that says why. notes: what else a person
+    should know of the folder, a line each.
+    """
+
+    checkpoint: Checkpoint | None
+    damaged: dict[Path, str]
+    notes: list[str]
+
+
+class Checkpoints:
+    """Writes, finds and prunes the checkpoints of one run directory."""
+
+    def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
+        self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
+
+    def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
+        """`write` fills the folder it is given with the trainer's part.
+
+        `state["score"]` ranks: the larger the better, of equals the earlier; without one it is no candidate.
+        Raises CheckpointError (a full disk, say) after removing what was begun; earlier ones stay untouched.
+        """
+        temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            temporary.mkdir(parents=True)
+            write(temporary)
+            (temporary / _STATE).write_text(json.dumps({"step": step, **state}))
+            write_manifest(temporary)
+            _sync(temporary)
+        except BaseException as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, Exception):
+                raise CheckpointError(f"no checkpoint of step {step} in {self._folder}: {error}") from error
+            raise
+        if final.exists():
+            _remove(final)
+        os.replace(temporary, final)
+        _sync_folder(self._folder)
+        self._prune()
+        return Checkpoint(final, step, state)
+
+    def all(self) -> list[Checkpoint]:
+        """Checkpoints whose state can be read, oldest first; their other files were not looked at.
+
+        Half-written ones of a killed run are not among them, nor is whatever else lies in the folder.
+        """
+        return [checkpoint for step, path in self._folders() if (checkpoint := _read(path, step))]
+
+    def latest(self) -> Checkpoint | None:
+        """The newest of `all`."""
+        found = self.all()
+        return found[-1] if found else None
+
+    def newest_whole(self) -> Found:
+        """Read every file of the newest checkpoint, and of the next older one if any is not as it was written.
+
+        Raises NoWholeCheckpoint if there are checkpoints, but none whole.
+        """
+        damaged: dict[Path, str] = {}
+        notes = [f"{path}: no checkpoint of rlctl, left alone" for path in self._strangers()]
+        for step, path in reversed(list(self._folders())):
+            wrong = find_damage(path)
+            export = {file: what for file, what in wrong.items() if path / "hf" in file.parents}
+            if len(wrong) > len(export):
+                damaged[path] = _line({file: what for file, what in wrong.items() if file not in export})
+                continue
+            checkpoint = _read(path, step)
+            if checkpoint is None:
+                damaged[path] = f"{path / _STATE}: not the state of step {step}"
+                continue
+            if export:
+                notes.append(f"{_line(export)}; the export alone is damaged, which a resume does not read")
+            return Found(checkpoint, damaged, notes)
+        if damaged:
+            raise NoWholeCheckpoint(f"{'; '.join(damaged.values())}; {self._folder} has no whole checkpoint")
+        return Found(None, damaged, notes)
+
+    def set_aside(self, damaged: Path) -> Path:
+        """Rename a damaged checkpoint to `damaged_step_N`, until a newer one is saved; return its new path."""
+        aside = damaged.with_name(f"damaged_{damaged.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(damaged, aside)
+        return aside
+
+    def _folders(self, prefix: str = "") -> Iterator[tuple[int, Path]]:
+        """(step, folder) of what is named like a checkpoint, oldest first."""
+        names = (
+            (re.fullmatch(rf"{prefix}step_(\d+)", path.name), path) for path in self._folder.glob(f"{prefix}step_*")
+        )
+        yield from sorted((int(name[1]), path) for name, path in names if name and path.is_dir())
+
+    def _strangers(self) -> list[Path]:
+        known = {path for _, path in self._folders()}
+        return sorted(path for path in self._folder.glob("step_*") if path not in known)
+
+    def _prune(self) -> None:
+        found = self.all()
+        scored = [checkpoint for checkpoint in found if checkpoint.state.get("score") is not None]
+        best = sorted(scored, key=lambda checkpoint: (-checkpoint.state["score"], checkpoint.step))
+        keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best[: self._keep_best]}
+        for checkpoint in found:
+            if checkpoint.step not in keep:
+                _remove(checkpoint.path)
+        for leftover in self._folder.glob("tmp_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for step, path in self._folders("damaged_"):
+            # The run has come past it.
+            if step <= found[-1].step:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _read(path: Path, step: int) -> Checkpoint | None:
+    try:
+        state = json.loads((path / _STATE).read_text())
+        return Checkpoint(path, step, state) if state["step"] == step else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _line(wrong: dict[Path, str]) -> str:
+    """The first of what is wrong, and how many more there are."""
+    (path, what), *more = wrong.items()
+    return f"{path}: {what}" + (f" (and {len(more)} more)" if more else "")
+
+
+def _remove(folder: Path) -> None:
+    # Renamed first: a kill halfway through must not leave a checkpoint that looks whole.
+    aside = folder.with_name(f"tmp_old_{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.replace(folder, aside)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            _sync_folder(path)
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,106 @@
+"""The files of a checkpoint with their sizes and digests, in `manifest.json`, and what has become of them since.
+
+A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB: so one large file keeps all cores busy, too.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlctl.utils.cores import usable_cores
+
+MANIFEST = "manifest.json"
+_PIECE = 64 << 20
+_READ = 4 << 20
+# Disks give no more to more readers.
+_MOST_THREADS = 16
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all files in `folder`. Raises OSError."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    digests = _digests([folder / name for name in names])
+    if failed := [error for error in digests.values() if isinstance(error, OSError)]:
+        raise failed[0]
+    files = {name: {"bytes": (folder / name).stat().st_size, "digest": digests[folder / name]} for name in names}
+    content = {"digest": f"sha256 of the sha256s of pieces of {_PIECE} bytes", "files": files}
+    (folder / MANIFEST).write_text(json.dumps(content, indent=1))
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in `folder`."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def find_damage(folder: Path) -> dict[Path, str]:
+    """Compare the files in `folder` with its manifest; return path -> what is wrong with it."""
+    try:
+        listed = _read(folder / MANIFEST)
+    except FileNotFoundError:
+        return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
+    except (OSError, ValueError) as error:
+        return {folder / MANIFEST: f"cannot be read: {error}"}
+    # Sizes cost nothing: a file that was cut is found before any is read.
+    wrong = {folder / name: what for name, facts in listed.items() if (what := _wrong_size(folder / name, facts))}
+    rest = {folder / name: facts["digest"] for name, facts in listed.items() if folder / name not in wrong}
+    found = _digests(rest)
+    for path, digest in rest.items():
+        now = found[path]
+        if isinstance(now, OSError):
+            wrong[path] = f"cannot be read: {now.strerror}"
+        elif now != digest:
+            wrong[path] = "its bytes are not those that were written"
+    # The loader reads every shard that it finds.
+    shards = (path for path in (folder / "trainer").glob("*.safetensors") if f"trainer/{path.name}" not in listed)
+    return wrong | dict.fromkeys(shards, "not written with this checkpoint")
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    content = json.loads(path.read_text())
+    try:
+        return {
+            str(name): {"bytes": int(f["bytes"]), "digest": str(f["digest"])} for name, f in content["files"].items()
+        }
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError("it lists no files") from None
+
+
+def _wrong_size(path: Path, facts: dict[str, Any]) -> str:
+    try:
+        size, whole = path.stat().st_size, facts["bytes"]
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if size < whole:
+        return f"cut to {size:,} of {whole:,} bytes" if size else f"empty, of {whole:,} bytes"
+    return f"grown from {whole:,} to {size:,} bytes" if size > whole else ""
+
+
+def _digests(paths: Iterable[Path]) -> dict[Path, str | OSError]:
+    """Digest of each file, or why it cannot be read."""
+    pieces = {path: max(1, -(-path.stat().st_size // _PIECE)) for path in paths}
+    found: dict[Path, str | OSError] = {}
+    with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as threads:
+        parts = {path: [threads.submit(_piece, path, n) for n in range(count)] for path, count in pieces.items()}
+        for path, futures in parts.items():
+            try:
+                found[path] = hashlib.sha256(b"".join(future.result() for future in futures)).hexdigest()
+            except OSError as error:
+                found[path] = error
+    return found
+
+
+def _piece(path: Path, number: int) -> bytes:
+    digest, buffer = hashlib.sha256(), bytearray(_READ)
+    view, left = memoryview(buffer), _PIECE
+    with path.open("rb", buffering=0) as file:
+        os.lseek(file.fileno(), number * _PIECE, os.SEEK_SET)
+        while left and (count := file.readinto(view[: min(left, _READ)])):
+            digest.update(view[:count])
+            left -= count
+    return digest.digest()

@@ -1,0 +1,107 @@
+"""What a loop leaves behind in the run directory: step and validation records, rollouts, checkpoints.
+
+Order at the end of a step: its record, then validation, then the checkpoint; so that whatever a kill cuts off
+belongs to steps after the newest checkpoint, which a resume drops and does again.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.run.checkpoints import Checkpoint, Checkpoints
+from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.jsonl import JsonlWriter
+
+# (the trainer's folder, that of the export if asked for, the export's dtype)
+WriteTrainer = Callable[[Path, Path | None, str | None], None]
+
+
+class Keeper:
+    """Writes the files of one run."""
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        events: EventLog,
+        metrics: MetricsLog,
+        checkpoint: CheckpointSection,
+        validation: ValidationSection,
+        telemetry: TelemetrySection,
+    ) -> None:
+        self.events = events
+        self.metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
+        self._checkpoint, self._validation, self._telemetry = checkpoint, validation, telemetry
+        self.checkpoints = Checkpoints(run_dir.checkpoints, checkpoint.keep_last, checkpoint.keep_best)
+        # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
+        self.measured: dict[str, float] = {}
+        self.saved: int | None = None
+        # What checkpoints depend on, see fingerprint.py.
+        self.made_with: dict[str, Any] = {}
+
+    def validation_due(self, step: int, last: bool) -> bool:
+        """Every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
+        every = self._validation.every
+        if step == 0:
+            return every > 0 and self._validation.at_start
+        return every > 0 and (last or step % every == 0)
+
+    def checkpoint_due(self, step: int, last: bool) -> bool:
+        """Every `checkpoint.every` steps, and after the last if `checkpoint.at_end`."""
+        every = self._checkpoint.every
+        return (last and self._checkpoint.at_end) or (every > 0 and step % every == 0)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The record of one step."""
+        self.measured = dict(metrics)
+        self.metrics.write("step", step, metrics)
+
+    def rollouts(self, step: int, fates: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
+        """What became of the step's prompts, and some of its rollouts."""
+        self._rollouts.write({"kind": "prompts", "step": step, **fates})
+        for rollout in shown()[: self._telemetry.rollouts_per_step] if self._telemetry.rollouts_per_step else []:
+            self._rollouts.write({"kind": "rollout", "step": step, **rollout})
+
+    @contextmanager
+    def validation(self, step: int) -> Iterator[dict[str, float]]:
+        """The block fills the record of one validation; its seconds are added."""
+        self.events.emit("validation_started", step=step)
+        begin, metrics = time.perf_counter(), dict[str, float]()
+        yield metrics
+        metrics["time/validation"] = time.perf_counter() - begin
+        self.measured |= metrics
+        self.metrics.write("validation", step, metrics)
+
+    def save(
+        self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
+    ) -> Checkpoint:
+        """A checkpoint whose trainer's part is what `write` does, and the loop's what `write_own` does."""
+        dtype = None if self._checkpoint.export_dtype == "auto" else self._checkpoint.export_dtype
+        begin = time.perf_counter()
+        self.events.emit("phase", step=step, name="checkpoint")
+
+        def both(folder: Path) -> None:
+            (folder / "trainer").mkdir()
+            if write_own:
+                write_own(folder)
+            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, dtype)
+
+        checkpoint = self.checkpoints.save(step, {**state, "made_with": self.made_with, "score": self._score()}, both)
+        self.saved = step
+        seconds = time.perf_counter() - begin
+        self.events.emit("checkpoint", step=step, path=str(checkpoint.path), seconds=seconds)
+        return checkpoint
+
+    @property
+    def newest(self) -> str:
+        """The newest checkpoint, in words."""
+        found = self.checkpoints.latest()
+        return f"the last checkpoint is of step {found.step}" if found else "there is no checkpoint"
+
+    def _score(self) -> float | None:
+        name = self._checkpoint.metric
+        value = self.measured.get(name.removeprefix("-"))
+        return value if value is None or not name.startswith("-") else -value

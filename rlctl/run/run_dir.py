@@ -1,0 +1,176 @@
+"""The run directory: where each file of a run stands, and who may use a name.
+
+`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`; a start
+and each resume get logs of their own, and `logs/latest` points to the newest.
+"""
+
+import fcntl
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+
+from rlctl.config.errors import did_you_mean
+from rlctl.dashboard.formats import model_name
+
+_CLAIM_POLL_S = 0.1
+# A run from a checkpoint has that run's name in its own: a chain of them must stay a folder's name.
+_LONGEST_MODEL = 80
+
+
+class RunDirError(ValueError):
+    """A run directory that cannot be used as asked; the message is one line that says what to do instead."""
+
+
+@dataclass(frozen=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def create(cls, name: str, root: Path) -> "RunDir":
+        """Make `root/name`, which only this user enters: prompts, answers and configs may hold secrets.
+
+        Raises RunDirError if the name is no plain folder name, or is in use.
+        """
+        if not re.fullmatch(r"\w[\w.+=-]*", name):
+            raise RunDirError(f"run.name={name}: letters, digits and any of . _ - + = (it names a folder)")
+        path = root / name
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(0o700)
+        except FileExistsError:
+            resume = f"continue it with --resume {quote(str(path))}"
+            raise RunDirError(f"run.name={name} is in use ({path}): {resume}, or choose another name") from None
+        run = cls(path)
+        run.checkpoints.mkdir()
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDir":
+        """An existing run. Raises RunDirError if `path` holds none."""
+        if not path.is_dir():
+            raise RunDirError(f"{path}: no such run; `rlctl runs list` shows what there is")
+        run = cls(path)
+        if not (run.config.exists() or run.events.exists()):
+            raise RunDirError(f"{path} is no run directory: it has neither config.yaml nor events.jsonl")
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """The newest attempt's logs, one file an actor."""
+        return self.path / "logs" / "latest"
+
+    @property
+    def attempt(self) -> int:
+        """Number of the newest attempt; 0 before the first."""
+        names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in (self.path / "logs").glob("attempt_*"))
+        return max((int(name[1]) for name in names if name), default=0)
+
+    def claim(self, wait_s: float = 0.0) -> int:
+        """A lock on the run that only one process has, until it closes the descriptor or ends.
+
+        Raises RunDirError if another still has it after `wait_s` seconds.
+        """
+        descriptor, end = os.open(self.path / ".driver", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    os.close(descriptor)
+                    what = f"{self.path} is being driven already: watch it with `rlctl runs dash`"
+                    raise RunDirError(what) from None
+            time.sleep(_CLAIM_POLL_S)
+
+    def start_attempt(self) -> int:
+        """A new `logs/attempt_N`, which `logs/latest` points to from now on; returns N."""
+        number = self.attempt + 1
+        folder = self.path / "logs" / f"attempt_{number}"
+        folder.mkdir(parents=True)
+        link = folder.parent / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(self.logs)
+        return number
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drops what metrics.jsonl and rollouts.jsonl hold of steps after `step`: they will be done again.
+
+        Atomic: a kill at any instant leaves the old file or the new one.
+        """
+        for path in (self.metrics, self.rollouts):
+            if path.exists():
+                _drop_after(path, step)
+
+
+def find_run(text: str, root: Path) -> Path:
+    """Return the directory of the run that `text` names, below `root` or by its path. Raises RunDirError."""
+    for path in (root / text, Path(text)):
+        if (path / "config.yaml").is_file() or (path / "events.jsonl").is_file():
+            return path
+    folder, typed = (root, text) if Path(text).name == text else (Path(text).parent, Path(text).name)
+    names = sorted({path.parent.name for path in folder.glob("*/*") if path.name in ("config.yaml", "events.jsonl")})
+    near = did_you_mean(typed, names)
+    if not near and Path(text).is_dir():
+        raise RunDirError(f"{text} is no run directory: it has neither config.yaml nor events.jsonl")
+    raise RunDirError(f"{text}: no such run{near or '; `rlctl runs list` shows what there is'}")
+
+
+def automatic_name(kind: str, model: str, root: Path) -> str:
+    """KIND--MODEL--N with the smallest N above those in use, for example grpo--qwen3-0.6b--3.
+
+    A checkpoint's folder is named by its run and step: grpo--sft-qwen3-0.6b-1-step_800--1.
+    """
+    short = re.sub(r"[^\w.]+", "-", model_name(model).lower())[-_LONGEST_MODEL:].strip("-.") or "model"
+    prefix = f"{kind}--{short}--"
+    used = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
+    return f"{prefix}{max((int(number) for number in used if number.isdigit()), default=0) + 1}"
+
+
+def _drop_after(path: Path, step: int) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with path.open("rb") as old, temporary.open("wb") as new:
+        new.writelines(line for line in old if _belongs(line, step))
+        new.flush()
+        os.fsync(new.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _belongs(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
+    except (ValueError, KeyError, TypeError):
+        return False

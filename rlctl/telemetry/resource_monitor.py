@@ -1,0 +1,38 @@
+"""Memory and device use of a run, asked for every few seconds at most, so that fast steps do not pay for it."""
+
+import math
+import time
+from collections.abc import Callable
+
+from rlctl.utils.devices import utilization_meter
+
+GIB = float(2**30)
+EVERY_S = 5.0
+
+Ask = Callable[[], list[dict[str, float]]]
+
+
+class Vitals:
+    """memory/*_gib: device memory at peak where there is a device, else resident memory; the largest process."""
+
+    def __init__(self, device: str, sources: dict[str, Ask], now: Callable[[], float] = time.monotonic) -> None:
+        self._sources, self._now = sources, now
+        self._utilization = utilization_meter(device)
+        self._next = now()
+
+    def read(self) -> dict[str, float]:
+        """Nothing if it was read a moment ago."""
+        if self._now() < self._next:
+            return {}
+        self._next = self._now() + EVERY_S
+        import psutil
+
+        held = {name: max(map(_bytes, ask()), default=0.0) for name, ask in self._sources.items()}
+        metrics = {f"memory/{name}_gib": size / GIB for name, size in held.items()}
+        metrics["memory/driver_gib"] = psutil.Process().memory_info().rss / GIB
+        used = self._utilization()
+        return metrics if math.isnan(used) else metrics | {"device/utilization": used}
+
+
+def _bytes(memory: dict[str, float]) -> float:
+    return memory["device_peak"] or memory["host_rss"]

@@ -1,0 +1,183 @@
+"""Moves a trainer's state between its device and the host, so that it stands where the table says, phase by phase.
+
+Copies go through one page-locked buffer a state, made when it is first needed and used ever after, on a lane of their
+own: on the way out beside the pass over log-probs, on the way back beside forward and backward pass.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from rlctl.preflight.offload_plan import PHASES, STATES, Phase, Place, Residency, State
+from rlctl.utils.device_stream import Lane
+
+# Where each tensor begins in the buffer, in bytes: a multiple of what copy engines and every dtype like.
+_ALIGNED = 512
+
+
+class Mover:
+    """A fixed set of tensors that stand on the device, on the host, or nowhere, all of them together.
+
+    They move by their storages: the tensors stay the same objects, empty while they are away. A storage must belong
+    to them alone. Every method is called from one thread.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """tensors: on one device; views of one storage move as one."""
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.untyped_storage().nbytes()}
+        self._storages = list(storages.values())
+        self._sizes = [storage.nbytes() for storage in self._storages]
+        self._starts: dict[int, int] = {}
+        end = 0
+        for key, size in zip(storages, self._sizes):
+            self._starts[key] = end
+            end += -(-size // _ALIGNED) * _ALIGNED
+        self._room = end
+        self._device = self._storages[0].device if self._storages else torch.device("cpu")
+        self._lane = Lane(self._device)
+        self._buffer: Tensor | None = None
+        self.place: Place = "device"
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(self._sizes)
+
+    def move(self, place: Place) -> int:
+        """Bring the tensors to `place`; returns the bytes that are copied for it, 0 if they are there already.
+
+        Nothing is waited for. On the way out the device's memory is free as soon as its copy is done. After the way
+        back `wait` comes before the tensors are used. What was nowhere comes back as zeros.
+        """
+        if place == self.place:
+            return 0
+        copied = 0 if self.place == "device" else self._come_back()
+        if place != "device":
+            copied += self._leave(copy=place == "host")
+        self.place = place
+        return copied
+
+    def wait(self) -> None:
+        """What is queued on the current stream from now on finds the tensors back on the device."""
+        self._lane.lead()
+
+    def settle(self) -> None:
+        """Until every copy is done: only then may the host read or write what `at_hand` gives."""
+        self._lane.wait()
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, or its own bytes in host memory if it is there: neither moved nor copied."""
+        start = self._starts.get(tensor.untyped_storage()._cdata)
+        if self.place != "host" or start is None:
+            return tensor
+        assert self._buffer is not None
+        first = start // tensor.element_size() + tensor.storage_offset()
+        own = torch.empty(0, dtype=tensor.dtype)
+        return own.set_(self._buffer.untyped_storage(), first, tensor.shape, tensor.stride())
+
+    def _leave(self, *, copy: bool) -> int:
+        if copy:
+            self._lane.follow()
+            with self._lane:
+                for storage, buffer in zip(self._storages, self._buffers()):
+                    lying = _bytes(storage)
+                    buffer.copy_(lying, non_blocking=True)
+                    self._lane.keep(lying)
+        for storage in self._storages:
+            storage.resize_(0)
+        return self.nbytes if copy else 0
+
+    def _come_back(self) -> int:
+        for storage, size in zip(self._storages, self._sizes):
+            storage.resize_(size)
+        if self.place == "none":
+            for storage in self._storages:
+                _bytes(storage).zero_()
+            return 0
+        # Behind the current stream: until now the memory may have been somebody else's there.
+        self._lane.follow()
+        with self._lane:
+            for storage, buffer in zip(self._storages, self._buffers()):
+                lying = _bytes(storage)
+                lying.copy_(buffer, non_blocking=True)
+                self._lane.keep(lying)
+        return self.nbytes
+
+    def _buffers(self) -> list[Tensor]:
+        """The part of the host buffer that each storage goes to, uint8."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._room, dtype=torch.uint8)
+            if self._device.type == "cuda":
+                _lock(self._buffer)
+                weakref.finalize(self, _unlock, self._buffer, self._lane).atexit = False
+        return [self._buffer[start : start + size] for start, size in zip(self._starts.values(), self._sizes)]
+
+
+class Residence:
+    """Holds a trainer's state to the table: `enter` a phase, and everything stands where that phase wants it.
+
+    moved: bytes copied so far by phase, to the host and to the device.
+    """
+
+    def __init__(self, table: Residency, states: Mapping[State, Iterable[Tensor]]) -> None:
+        """states: the tensors that this backend moves, by kind; what it does not name stays as it is.
+
+        Tensors in host memory (a CPU trainer's, or what the host updates) stand on the host in any case: they stay.
+        """
+        self._table = table
+        self._movers = {state: Mover(_on_device(states[state])) for state in STATES if state in states}
+        self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
+
+    def enter(self, phase: Phase) -> None:
+        """Start the moves of a phase; does nothing if the last one wanted the same. See `Mover.move`."""
+        for state, mover in self._movers.items():
+            place = self._table[phase][state]
+            self.moved[phase]["to_device" if place == "device" else "to_host"] += mover.move(place)
+
+    def wait(self) -> None:
+        """See `Mover.wait`. Before the first use of what may have come back."""
+        for mover in self._movers.values():
+            mover.wait()
+
+    def settle(self) -> None:
+        """See `Mover.settle`."""
+        for mover in self._movers.values():
+            mover.settle()
+
+    def at_hand(self, tensor: Tensor) -> Tensor:
+        """See `Mover.at_hand`; for any tensor. After `settle`."""
+        for mover in self._movers.values():
+            tensor = mover.at_hand(tensor)
+        return tensor
+
+    def totals(self) -> dict[str, float]:
+        """For `TrainerRank.memory`: moved_to_host, moved_to_device."""
+        return {
+            f"moved_{way}": float(sum(each[way] for each in self.moved.values())) for way in ("to_host", "to_device")
+        }
+
+
+def _on_device(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if tensor.device.type != "cpu"]
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _lock(buffer: Tensor) -> None:
+    """Page-lock the buffer as it is: torch's own pinned memory comes in powers of two, up to twice as large.
+
+    Raises RuntimeError where the system does not let so much be locked.
+    """
+    code = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
+    if int(code):
+        gib = buffer.numel() / 2**30
+        raise RuntimeError(f"{gib:.1f} GiB of host memory for offloaded state could not be locked (CUDA error {code})")
+
+
+def _unlock(buffer: Tensor, lane: Lane) -> None:
+    lane.wait()
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]

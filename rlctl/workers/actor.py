@@ -1,0 +1,128 @@
+"""The one actor class: hosts a plain worker object in a process of its own.
+
+Worker methods run on threads that the host owns (one for trainers, so that thread-locals such as the grad mode
+and the CUDA device agree in every call). Errors travel as values with the worker's name and traceback, so that
+a raised exception never looks like a dead process. Output of the process goes to a log file of its own.
+"""
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rlctl.utils.ports import free_port
+from rlctl.workers.errors import Failure
+from rlctl.workers.graph import NOTHING, packed, read_patiently, take
+
+Guarded = tuple[Failure | None, Any]
+Run = Callable[[Callable[[], Guarded]], Guarded]
+
+
+class Host:
+    """Runs `make()` in its process, then the methods of what it returned."""
+
+    def __init__(self, name: str, make: Callable[[], Any], env: dict[str, str], log: str | None, threads: int) -> None:
+        os.environ.update(env)
+        if log:
+            _redirect_output(Path(log))
+        self._name = name
+        self._run = _one_thread(name) if threads == 1 else _many_threads(name, threads)
+        self._make = make
+        self._worker: Any = None
+        self._graph_calls = 0
+
+    def build(self) -> Failure | None:
+        """Construct the worker; a separate call, so that many workers start at the same time."""
+        return self._run(lambda: self._guarded(self._construct))[0]
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
+        """The failure or the result of one method of the worker; None of NOTHING."""
+        return self._run(lambda: self._guarded(lambda: self._do(method, args, kwargs)))
+
+    def graph_call(self, message: Any, rank: int) -> Any:
+        """The same as `call`, with a message that all ranks share; both ways as `packed` makes it."""
+        self._graph_calls += 1
+        return packed(self.call(*take(message, rank)))
+
+    def graph_calls(self) -> int:
+        """How many calls through a graph came here."""
+        return self._graph_calls
+
+    def read_patiently(self) -> bool:
+        """See `graph.read_patiently`."""
+        return read_patiently()
+
+    def aside(self, method: str, args: tuple[Any, ...]) -> None:
+        """Run a short method at once, beside the one that may be running: it must be made for that."""
+        getattr(self._worker, method)(*args)
+
+    def pid(self) -> int:
+        """Answers at once, also while a method runs."""
+        return os.getpid()
+
+    def free_port(self, address: str) -> int:
+        """Of an address of its node; answers at once, as `pid` does."""
+        return free_port(address)
+
+    def _do(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if method == NOTHING else getattr(self._worker, method)(*args, **kwargs)
+
+    def _construct(self) -> None:
+        self._worker = self._make()
+
+    def _guarded(self, work: Callable[[], Any]) -> tuple[Failure | None, Any]:
+        try:
+            return None, work()
+        except BaseException as error:
+            # A worker that calls sys.exit must not take its thread, and whoever waits for it, along.
+            with contextlib.suppress(OSError):  # the log may stand on the disk that is full
+                traceback.print_exc()
+            return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None
+
+
+def _one_thread(name: str) -> "Run":
+    """Work in turn on a thread of its own, handed over in 16 us, where an executor of one thread takes 26."""
+    jobs: queue.SimpleQueue[tuple[Callable[[], Guarded], queue.SimpleQueue[Guarded]]] = queue.SimpleQueue()
+
+    def keep_working() -> None:
+        while True:
+            work, answer = jobs.get()
+            answer.put(work())
+
+    def run(work: Callable[[], Guarded]) -> Guarded:
+        answer: queue.SimpleQueue[Guarded] = queue.SimpleQueue()
+        jobs.put((work, answer))
+        return answer.get()
+
+    threading.Thread(target=keep_working, name=name, daemon=True).start()
+    return run
+
+
+def _many_threads(name: str, threads: int) -> "Run":
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    return lambda work: pool.submit(work).result()
+
+
+def _redirect_output(log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # `kill -USR1 PID` writes what every thread is doing into the log: for a process that seems to hang.
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # Ray gives its workers streams of their own: bring Python's back to the two descriptors.
+    sys.stdout, sys.stderr = (
+        os.fdopen(1, "w", buffering=1, closefd=False),
+        os.fdopen(2, "w", buffering=1, closefd=False),
+    )

@@ -1,0 +1,77 @@
+"""The parity probe: agreement passes, and a generator with other weights than the trainer's stops the run."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.schema import GrpoConfig, TrainerSection
+from rlctl.data.prompts import Prompt
+from rlctl.generation.pool import GeneratorPool
+from rlctl.grpo.health import PARITY, grpo_health
+from rlctl.grpo.loop import Parts
+from rlctl.grpo.parity_check import ProbeError, parity, probe
+from rlctl.preflight.load import load
+from rlctl.refit.refit import Refit
+from rlctl.training.trainer_group import TrainerClient
+from rlctl.training.worker import TrainerSpec, TrainerWorker
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, spec_for
+from tests.tiny_models import make_model
+
+DEADLINE = 600.0
+PROMPTS = [Prompt(f"r{i}", [5 + i, 9, 12], "", None) for i in range(4)]
+
+
+@dataclass(frozen=True)
+class MakeTrainer:
+    config: TrainerSection
+    folder: Path
+    store: Path
+
+    def __call__(self) -> TrainerWorker:
+        return TrainerWorker(
+            TrainerSpec(
+                self.config, str(self.folder), str(self.folder), 0, 1, f"file://{self.store}", "cpu", 1.0, 1, 0, None
+            )
+        )
+
+
+def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> Parts:
+    rest = dict.fromkeys(("source", "validation", "score", "keeper", "devices", "vitals"))
+    return Parts(trainer=TrainerClient(trainer, section), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_path: Path) -> None:
+    right, wrong = make_model(tmp_path / "right", seed=1), make_model(tmp_path / "wrong", seed=2)
+    config = load("grpo", None, []).config
+    assert isinstance(config, GrpoConfig)
+    make = MakeTrainer(config.trainer, right, tmp_path / "store")
+    trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
+    pool = GeneratorPool(spec_for(right), [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
+    source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)
+    try:
+        trainer.built().wait(DEADLINE)
+        for pending in pool.built():
+            pending.wait(DEADLINE)
+        for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
+            refit = Refit(group, refit_options("shm", tmp_path / folder))
+            refit.open(pool.ends())
+            parts = parts_of(config.trainer, trainer, pool, refit)
+            if passes:
+                gap = probe(config, parts, PROMPTS, 0, "float32")
+                assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
+                assert pool.version == 0
+            else:
+                with pytest.raises(ProbeError, match=r"token_mult_prob_error .* at most 1\.001 in float32"):
+                    probe(config, parts, PROMPTS, 1, "float32")
+                # The same in the midst of an asynchronous run, whose engine has come to hold other weights.
+                config.async_.enabled = True
+                measured = parity(config, parts, PROMPTS, 1).token_mult_prob_error
+                (warning,) = grpo_health(config).look(1, {PARITY: measured})
+                assert warning.check == "mismatch" and warning.value > 1.05
+    finally:
+        trainer.kill()
+        source.kill()
+        pool.kill()

@@ -1,0 +1,262 @@
+"""A feed on a real engine, step by step: drained, drawn anew, stopped, killed; every prompt ends once and in time."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.cursor import Cursor, PromptSource
+from rlctl.data.prompts import Prompt
+from rlctl.generation.active_requests import Delivery
+from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.spec import ForcedLengths
+from rlctl.grpo.batch import Group
+from rlctl.preflight.load import load
+from rlctl.refit.refit import Refit
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.buffer import Feed
+from rlctl.rollout.dispatcher import RolloutStream
+from rlctl.workers.group import WorkerGroup, WorkerSpec
+from tests.system.drifting import DriftingSource
+from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
+from tests.tiny_models import make_model
+
+DEADLINE, PROMPTS, SAMPLES = 600.0, 4, 2
+
+
+@dataclass
+class Stage:
+    """One engine whose answers have a long tail, and a source of weights that change with every version."""
+
+    pool: GeneratorPool
+    refit: Refit
+    events: list[dict[str, Any]]
+    steps: list[list[Group]] = field(default_factory=list)
+    feed: Feed | None = None
+    # Whether a step's groups are taken as they come, and how many were before the last of their step.
+    parts: bool = False
+    taken_early: int = 0
+
+    def start(self, deadline_s: float, *settings: str) -> Feed:
+        """A feed of its own for each case, once the last one's is done."""
+        size = (
+            "grpo.num_steps=8",
+            f"grpo.num_prompts_per_step={PROMPTS}",
+            f"grpo.num_generations_per_prompt={SAMPLES}",
+        )
+        more = ("async.enabled=true", f"run.deadline_s={deadline_s}")
+        config = load("grpo", None, [*size, *more, *settings]).config
+        assert isinstance(config, GrpoConfig)
+        config = replace(config, generation=replace(config.generation, max_new_tokens=1500))
+        rows = [Prompt(f"r{i}", [5 + i, 9, 12], "", None) for i in range(100)]
+        source = PromptSource(rows, Cursor(len(rows), 0, False))
+        self.pool.refit(self.refit, 0)
+        self.steps, self.events[:] = [], []
+        self.parts, self.taken_early = False, 0
+        self.feed = Feed(
+            config, source, lambda deliver: RolloutStream(self.pool, deliver, deadline_s), self.refit, score, self._emit
+        )
+        return self.feed
+
+    def step(self, drained: bool = False) -> None:
+        """As the loop does it; training is left out."""
+        assert self.feed
+        feed, version = self.feed, len(self.steps)
+        feed.fill(version)
+        groups: list[Group] = []
+        while self.parts and (part := feed.take_part(version, 1, lambda _: nullcontext())):
+            groups += part
+        self.taken_early += len(groups)
+        feed.wait(version, lambda _: nullcontext())
+        self.steps.append(groups + feed.take(version, lambda _: nullcontext()))
+        if drained:
+            feed.drain(lambda _: nullcontext())
+        self.pool.refit(self.refit, version + 1)
+        feed.release()
+        feed.stream.go_on()
+
+    def ages(self) -> list[int]:
+        """Of every trained group."""
+        return [
+            version - min(int(one.versions.min()) for one in group.completions)
+            for version, groups in enumerate(self.steps)
+            for group in groups
+            if group.completions
+        ]
+
+    def end(self) -> None:
+        """No answer of this feed may reach the next one."""
+        assert self.feed
+        while not self.feed.stream.drain():
+            time.sleep(0.05)
+        self.feed.close()
+        time.sleep(1.5)
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self.events.append({"kind": kind, **fields})
+
+
+def score(prompts: list[Prompt], groups: list[list[Completion]]) -> list[list[Score]]:
+    return [[Score(float(len(one.tokens) % 2), {}, None, True) for one in group] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    root = tmp_path_factory.mktemp("feed")
+    folder = make_model(root / "model", seed=1, max_length=2048)
+    spec = replace(spec_for(folder, 2048), max_num_seqs=16, forced_lengths=ForcedLengths(40, 1.6))
+    events: list[dict[str, Any]] = []
+    source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
+    pool = GeneratorPool(
+        spec,
+        [SEAT],
+        str(ray_here),
+        DEADLINE,
+        9,
+        lambda kind, **f: events.append({"kind": kind, **f}),
+    )
+    try:
+        for part in (*pool.built(), source.built()):
+            part.wait(DEADLINE)
+        refit = Refit(source, refit_options("shm", root / "shm", in_flight=True))
+        pool.open_refit(refit)
+        yield Stage(pool, refit, events)
+    finally:
+        pool.kill()
+        source.kill()
+
+
+def ids(steps: list[list[Group]]) -> list[str]:
+    return [group.prompt.id for groups in steps for group in groups]
+
+
+@pytest.mark.slow
+def test_rollouts_that_ended_make_room_before_their_group_is_done(stage: Stage) -> None:
+    engine, size = stage.pool.engines[0], 12
+    stage.pool.refit(stage.refit, 0)
+    engine.start("submit", [SampleRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
+    told: list[Delivery] = []
+    while not (told and told[-1].ids):
+        told += engine.start("collect", DEADLINE).wait(DEADLINE)
+    # The engine decodes 16 at a time. A place is offered when as many rollouts ended as this group has.
+    assert [delivery.ids for delivery in told] == [[]] * (len(told) - 1) + [["long"]]
+    engine.start("submit", [SampleRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(DEADLINE)
+    told, left = [], {f"s{i}" for i in range(4)}
+    while left:
+        told += engine.start("collect", DEADLINE).wait(DEADLINE)
+        left -= set(told[-1].ids)
+    part = [delivery for delivery in told if not delivery.ids and delivery.ended]
+    assert part and all(0 < count < 4 for delivery in part for count in delivery.ended.values())
+    assert told[-1].counters.tokens > told[-1].counters.steps > 0
+
+
+@pytest.mark.slow
+def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
+    stage.start(DEADLINE, "async.in_flight_weight_updates=false")
+    for _ in range(5):
+        stage.step(drained=True)
+    stage.end()
+    rollouts = [one for groups in stage.steps for group in groups for one in group.completions]
+    assert all(len(np.unique(one.versions)) == 1 for one in rollouts)
+    assert max(stage.ages()) == 1
+    assert len(set(ids(stage.steps))) == 5 * PROMPTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy", ["windowed_fifo", *(pytest.param(name, marks=pytest.mark.long) for name in ("in_order", "ready_first"))]
+)
+def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, policy: str) -> None:
+    stage.start(DEADLINE, f"async.policy={policy}", "async.max_trajectory_age_steps=2")
+    stage.parts = True
+    for _ in range(8):
+        stage.step()
+    stage.end()
+    assert stage.taken_early
+    assert 0 < max(stage.ages()) <= 2
+    assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
+    assert any(len(np.unique(one.versions)) > 1 for groups in stage.steps for g in groups for one in g.completions)
+    # Nothing long was left behind: what was trained is what was drawn.
+    trained = [len(one.tokens) for groups in stage.steps for group in groups for one in group.completions]
+    assert stage.feed and sorted(stage.feed.sampled_lengths()) == sorted(trained)
+    if policy == "in_order":
+        assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
+
+
+@pytest.mark.slow
+def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> None:
+    stage.start(DEADLINE, "async.on_bound=requeue")
+    for _ in range(8):
+        stage.step()
+    stage.end()
+    redrawn = [event["prompt"] for event in stage.told("redrawn")]
+    assert redrawn and len(set(redrawn)) == len(redrawn)
+    assert max(stage.ages()) <= 1
+    assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_its_prompts(stage: Stage) -> None:
+    stage.start(6.0, "generation.max_generation_failures=0", "run.explain_after_s=2")
+    stage.step()
+    os.kill(stage.pool.engines[0].pid(), signal.SIGSTOP)
+    for _ in range(2):
+        stage.step()
+    stage.end()
+    assert stage.told("engine_lost")
+    warnings = [event["what"] for event in stage.told("warning")]
+    assert any("s without a new group: step 2 waits for" in what and "engine-0 samples" in what for what in warnings)
+    dropped = [group.prompt.id for groups in stage.steps for group in groups if not group.completions]
+    assert dropped
+    assert [f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped] == [
+        what for what in warnings if "dropped" in what
+    ]
+    assert len(set(ids(stage.steps))) == 3 * PROMPTS
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", seed=1)
+    spec = replace(spec_for(folder), max_num_seqs=4)
+    pool = GeneratorPool(spec, [SEAT, SEAT], str(ray_here), DEADLINE, 0, lambda kind, **fields: None)
+    try:
+        for part in pool.built():
+            part.wait(DEADLINE)
+        delivered: list[tuple[str, list[Completion]]] = []
+        stream = RolloutStream(pool, delivered.extend, DEADLINE)
+        hung = pool.engines[0].pid()
+        os.kill(hung, signal.SIGSTOP)
+        stream.submit([SampleRequest(f"g{i}", [5, 9, 12], 2, 8, 1.0, i) for i in range(20)])
+        # It was given as many as it decodes at a time.
+        wait_until(lambda: len(delivered) == 18)
+        asked = {f"g{i}" for i in range(20)}
+        stopped = stream.abort(list(asked))
+        assert {request.id for request in stopped} == asked - {name for name, _ in delivered}
+        stream.submit([replace(request, id=f"{request.id} again") for request in stopped])
+        wait_until(lambda: len(delivered) == 20)
+        assert not stream.drain()
+        os.kill(hung, signal.SIGCONT)
+        wait_until(stream.drain)
+        assert {name.removesuffix(" again") for name, _ in delivered} == asked
+        stream.close()
+    finally:
+        pool.kill()
+
+
+def wait_until(done: Callable[[], bool], patience_s: float = 60.0) -> None:
+    end = time.monotonic() + patience_s
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)

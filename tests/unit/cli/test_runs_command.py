@@ -1,0 +1,129 @@
+"""`rlctl runs list / show / dash` as a user and as a script meet them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlctl.cli.runs import app
+from rlctl.dashboard.state import read_state
+from rlctl.telemetry.events import EventLog
+from tests.unit.dashboard.synthetic import START, write_run
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    write_run(tmp_path, "a", ended="done")
+    write_run(tmp_path, "b", steps=12, ended=None)
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def call(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "100"})
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_list_shows_every_run_with_its_state(runs: Path) -> None:
+    code, out, _ = call("list", "--dir", runs)
+    rows = {line.split()[0]: line.split() for line in out.splitlines()}
+    assert code == 0 and set(rows) == {"name", "a", "b"}
+    assert rows["a"][1:6] == ["grpo", "done", "20/20", "80.0%", "1,200"]
+    assert rows["b"][1:5] == ["grpo", "running", "12/20", "60.0%"]
+
+
+def test_list_for_scripts(runs: Path) -> None:
+    code, out, _ = call("list", "--dir", runs, "--json")
+    assert code == 0
+    assert {(entry["name"], entry["status"], entry["step"]) for entry in json.loads(out)} == {
+        ("a", "done", 20),
+        ("b", "running", 12),
+    }
+
+
+def test_an_empty_folder_says_how_to_begin(tmp_path: Path) -> None:
+    code, out, _ = call("list", "--dir", tmp_path)
+    assert code == 0 and "rlctl train grpo" in out
+
+
+def test_show_explains_every_metric_of_the_last_step(runs: Path) -> None:
+    code, out, _ = call("show", "a", "--dir", runs)
+    assert code == 0
+    assert "held-out accuracy" in out and "mean response, tokens" in out and "Next steps" in out
+
+
+def test_show_for_scripts(runs: Path) -> None:
+    _, out, _ = call("show", runs / "a", "--json")
+    shown = json.loads(out)
+    assert (shown["name"], shown["status"], shown["last"]["version"]) == ("a", "done", 20)
+    assert shown["best_checkpoint"]["step"] == 20
+
+
+def test_a_run_that_does_not_exist_is_one_line_and_exit_code_2(runs: Path) -> None:
+    code, out, err = call("show", "zzz", "--dir", runs)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and "no such run" in err
+
+
+def test_dash_draws_a_finished_run_once(runs: Path) -> None:
+    code, out, _ = call("dash", "a", "--dir", runs, "--width", 80, "--height", 24)
+    assert code == 0 and out.count("Learning") == 1
+
+
+def test_dash_leaves_a_row_of_the_terminal_to_the_prompt(runs: Path) -> None:
+    terminal = {"FORCE_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
+    shown = CliRunner().invoke(app, ["dash", "a", "--dir", str(runs)], env=terminal).stdout
+    assert shown.count("\n") == 23 and "mismatch 1: exact" in shown.splitlines()[-1]
+
+
+def test_dash_writes_a_picture(runs: Path, tmp_path: Path) -> None:
+    code, _, _ = call("dash", "a", "--dir", runs, "--svg", tmp_path / "x.svg", "--width", 140, "--height", 40)
+    assert code == 0 and "</svg>" in (tmp_path / "x.svg").read_text()
+
+
+def test_logs_of_a_process_that_there_is_not_name_those_there_are(
+    runs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logs = runs / "a/logs/latest"
+    (logs / "trainer-0.log").write_text("a line\n")
+    (logs / "engine-0.log").write_text("")
+
+    def told(process: str) -> tuple[int, str, str]:
+        code = call("logs", "a", "--dir", runs, "--process", process)[0]
+        return (code, *capfd.readouterr())
+
+    assert told("NONE") == (2, "", "error: a has no process NONE; there are engine-0, trainer-0\n")
+    # Not what its name ends with.
+    assert told("0")[0] == 2
+    assert told("trainer-0") == (0, "a trainer-0.log | a line\n", "")
+    assert told("engine-0") == (0, "a: engine-0 wrote nothing\n", "")
+
+
+def test_a_stopped_run_is_called_so(runs: Path) -> None:
+    run = write_run(runs, "c", steps=3, ended="stopped")
+    assert next(line for line in call("list", "--dir", runs)[1].splitlines() if line[0] == "c").split()[2] == "stopped"
+    assert "c stopped" in call("show", "c", "--dir", runs)[1]
+    assert "■ stopped" in call("dash", "c", "--dir", runs, "--width", 80, "--height", 24)[1]
+    assert call("stop", "c", "--dir", runs)[1] == "c does not run: stopped\n"
+    # What was asked of an earlier attempt is not asked of the next.
+    asked = "asked to stop: finishing this step and saving; again: stop now"
+    EventLog(run.events, now=lambda: START + 1000).emit("warning", what=asked)
+    assert asked in [event.get("what") for event in read_state(run.path).of_this_attempt()]
+    EventLog(run.events, now=lambda: START + 1001).emit("run_started", num_steps=20, start_step=3)
+    assert [event["kind"] for event in read_state(run.path).of_this_attempt()] == ["run_started"]
+
+
+def test_what_is_printed_fits_80_columns_whole(runs: Path) -> None:
+    name = "grpo--sft-qwen3-0.6b-base-1-step_800--2-of-the-long-named-ones"
+    write_run(runs, name)
+    for words in (("list", "--dir", runs), ("show", name, "--dir", runs)):
+        result = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "80"})
+        lines = result.stdout.split("Next steps")[0].splitlines()
+        assert max(map(len, lines)) <= 80 and "…" not in result.stdout
+        assert name in "".join(line.strip().split("  ")[0] for line in lines)
+
+
+def test_without_a_name_the_newest_run_is_meant(runs: Path) -> None:
+    code, out, _ = call("show", "--dir", runs, "--json")
+    assert code == 0 and json.loads(out)["name"] in ("a", "b")

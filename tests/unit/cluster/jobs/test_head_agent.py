@@ -1,0 +1,108 @@
+"""What a cluster's head does for a run, as far as it needs no Ray."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.cluster.jobs import head_agent
+from rlctl.dashboard.state import read_state
+from rlctl.launch.runtime import ThisMachine
+from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import RunDir, RunDirError
+from rlctl.telemetry.events import EventLog
+
+
+def run_of(folder: Path, *kinds: str) -> Path:
+    run = folder / "mine"
+    run.mkdir()
+    (run / "config.yaml").write_text("kind: sft\n")
+    JobRecord("lab", "mine-1", str(folder), called="runs/mine").write(run)
+    for kind in kinds:
+        EventLog(run / "events.jsonl").emit(kind)
+    return run
+
+
+@pytest.mark.parametrize("kinds", [("submitted",), ("submitted", "run_started"), ("run_ended", "submitted")])
+def test_a_driver_that_is_gone_without_a_word_is_marked(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    run = run_of(tmp_path, *kinds)
+    before = read_state(run).status
+    head_agent._mark_ended(run, "mine-0", {"status": "FAILED"})
+    assert read_state(run).status == before
+    head_agent._mark_ended(run, "mine-1", {"status": "FAILED", "message": "line\nkilled by signal 9\n"})
+    state = read_state(run)
+    assert (state.status, state.end["reason"]) == ("failed", "its driver is gone: killed by signal 9")
+    assert state.end["next"] == ["rlctl train sft --resume runs/mine --cluster lab"]
+    events = (run / "events.jsonl").read_text()
+    head_agent._mark_ended(run, "mine-1", {"status": "FAILED"})
+    assert (run / "events.jsonl").read_text() == events
+
+
+def test_a_run_that_was_submitted_again_is_new_until_its_driver_says_so(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "submitted", "run_started", "run_ended")
+    assert read_state(run).status == "failed"
+    EventLog(run / "events.jsonl").emit("submitted", job="mine-2", cluster="lab")
+    assert read_state(run).status == "new"
+
+
+def test_secrets_rest_in_a_file_of_the_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "job.env"
+    head_agent._write_secrets(path, {})
+    assert not path.exists()
+    head_agent._write_secrets(path, {"KEY": "value"})
+    assert json.loads(path.read_text()) == {"KEY": "value"}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token").write_text("secret")
+    config = "kind: sft\nrun: {dir: runs, name: mine}\nmodel: {path: some/model}\n"
+    request: dict[str, Any] = {
+        "cluster": "lab",
+        "config": config,
+        "resume": None,
+        "work": str(tmp_path),
+        "files": None,
+        "storage": None,
+        "called": None,
+        "secrets": {"KEY": "value"},
+        "flags": [],
+        "dashboard": 1,
+        "token_path": str(tmp_path / "token"),
+    }
+    with pytest.raises(OSError, match="refused"):
+        head_agent.accept(request)
+    assert os.listdir(tmp_path / "runs") == []
+    run = tmp_path / "runs" / "mine"
+    run.mkdir()
+    assert "run.name=mine is in use" in head_agent.accept(request)["problems"][0]
+
+    (run / "config.yaml").write_text(config)
+    with pytest.raises(OSError, match="refused"):
+        head_agent.accept({**request, "resume": str(run), "config": config.replace("some", "other")})
+    # The run's own config is the one that it last went on with.
+    assert (run / "config.yaml").read_text() == config
+    assert "other/model" in (run / head_agent.CONFIG).read_text()
+
+
+def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
+    run = RunDir(run_of(tmp_path))
+    claim = run.claim()
+    with pytest.raises(RunDirError, match="is being driven already"):
+        run.claim()
+    os.close(claim)
+    os.close(run.claim())
+
+
+def test_a_run_of_a_cluster_is_not_gone_on_with_beside_its_driver(tmp_path: Path) -> None:
+    run = run_of(tmp_path, "submitted")
+    with pytest.raises(RunDirError, match=r"is driven by job mine-1: stop it .*, or add --cluster lab$"):
+        ThisMachine().refuse(RunDir(run))
+    EventLog(run / "events.jsonl").emit("run_ended", status="interrupted")
+    ThisMachine().refuse(RunDir(run))
+    JobRecord("lab", "mine-1", "/work", remote="/there/mine").write(run)
+    with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
+        ThisMachine().refuse(RunDir(run))

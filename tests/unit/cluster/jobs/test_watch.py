@@ -1,0 +1,107 @@
+"""The copy of a run directory here, of one that grows elsewhere: the real program, on this machine."""
+
+import hashlib
+import json
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from rlctl.cluster.fleet.hosts import Host
+from rlctl.cluster.jobs import watch
+from rlctl.run.job_record import JobRecord
+
+FILES = ("events.jsonl", "metrics.jsonl")
+
+
+def program(there: Path, here: Path, follow: bool) -> "subprocess.Popen[str]":
+    texts = {name: (here / name).read_bytes() for name in FILES if (here / name).is_file()}
+    have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
+    request = {"folder": str(there), "files": FILES, "have": have, "follow": follow}
+    return Host("").follow("mirror", request, stdout=subprocess.PIPE)
+
+
+def copy(there: Path, here: Path) -> None:
+    watch._copy_until(program(there, here, follow=False), here, threading.Event(), time.monotonic() + 60)
+
+
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    return there, here
+
+
+def test_a_copy_grows_where_it_stood_and_follows_a_file_that_was_replaced(tmp_path: Path) -> None:
+    there, here = folders(tmp_path)
+    (there / "events.jsonl").write_text('{"step": 1}\n')
+    copy(there, here)
+    assert not (here / "metrics.jsonl").exists()
+    copied = (here / "events.jsonl").stat().st_ino
+    with (there / "events.jsonl").open("a") as file:
+        file.write('{"step": 2}\n')
+    copy(there, here)
+    assert (here / "events.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    # A reader that stands in the middle of it is not thrown back.
+    assert (here / "events.jsonl").stat().st_ino == copied
+
+    shorter = there / "new"
+    shorter.write_text('{"step": 9}\n')
+    shorter.replace(there / "events.jsonl")
+    copy(there, here)
+    assert (here / "events.jsonl").read_text() == '{"step": 9}\n'
+
+
+def test_while_it_follows_what_is_added_and_cut_arrives(tmp_path: Path) -> None:
+    there, here = folders(tmp_path)
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=watch._copy_until, args=(program(there, here, follow=True), here, stop, None), daemon=True
+    )
+    thread.start()
+    for text in ("one\n", "one\ntwo\n", "cut\n", "cut\nmore\n"):
+        temporary = there / "temporary"
+        temporary.write_text(text)
+        temporary.replace(there / "metrics.jsonl")
+        end = time.monotonic() + 60
+        while not (here / "metrics.jsonl").exists() or (here / "metrics.jsonl").read_text() != text:
+            assert time.monotonic() < end, text
+            time.sleep(0.02)
+    stop.set()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+def test_one_process_at_a_time_brings_a_runs_files(tmp_path: Path) -> None:
+    with watch._alone(tmp_path) as first, watch._alone(tmp_path) as second:
+        assert (first, second) == (True, False)
+    with watch._alone(tmp_path) as again:
+        assert again
+
+
+def test_a_job_is_remembered_in_the_run_directory(tmp_path: Path) -> None:
+    assert JobRecord.read(tmp_path) is None
+    record = JobRecord("lab", "mine-1", "/work", 2, remote="/there/mine")
+    record.write(tmp_path)
+    assert JobRecord.read(tmp_path) == record
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
+    assert json.loads((tmp_path / "job.json").read_text())["cluster"] == "lab"
+
+
+def test_a_file_that_was_emptied_is_empty_here_before_it_grows_again(tmp_path: Path) -> None:
+    there, here = folders(tmp_path)
+    (there / "metrics.jsonl").write_text("old\n")
+    copy(there, here)
+    emptied = there / "new"
+    emptied.touch()
+    stop = threading.Event()
+    process = program(there, here, follow=True)
+    thread = threading.Thread(target=watch._copy_until, args=(process, here, stop, None), daemon=True)
+    thread.start()
+    emptied.replace(there / "metrics.jsonl")
+    end = time.monotonic() + 60
+    while (here / "metrics.jsonl").read_text() != "":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    stop.set()
+    thread.join(timeout=60)

@@ -1,0 +1,102 @@
+"""A run as its files tell it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rlctl.dashboard.state import RunReader, best_checkpoint, read_state
+from rlctl.telemetry.events import EventLog, MetricsLog
+from tests.unit.dashboard.synthetic import STEP_SECONDS, write_run
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    state = read_state(write_run(tmp_path).path)
+    assert (state.status, state.step, state.num_steps, state.name) == ("done", 20, 20, "grpo--tiny--1")
+    assert len(state.series("reward/mean")) == 20
+    assert [step for step, _ in state.series("validation/accuracy")] == [5, 10, 15, 20]
+    assert state.latest("validation/accuracy") == 0.8
+    assert state.eta is None
+
+
+def test_a_run_whose_process_lives_is_running_and_has_an_eta(tmp_path: Path) -> None:
+    state = read_state(write_run(tmp_path, steps=12, ended=None).path)
+    assert state.status == "running"
+    state.now = float(state.last["time"])
+    assert state.eta == pytest.approx(8 * STEP_SECONDS)
+
+
+def test_a_run_without_an_end_whose_process_is_gone_has_died(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3, ended=None)
+    text = run.events.read_text()
+    run.events.write_text(text.replace(f'"pid": {os.getpid()}', '"pid": 4194303'))
+    state = read_state(run.path)
+    assert state.status == "died"
+    assert state.now == pytest.approx(float(state.last["time"]))
+
+
+def test_another_process_under_the_same_pid_fools_nobody(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3, ended=None)
+    first, *others = run.events.read_text().splitlines()
+    earlier = json.dumps({**json.loads(first), "create_time": 1000.0})
+    run.events.write_text("\n".join([earlier, *others]) + "\n")
+    assert read_state(run.path).status == "died"
+
+
+def test_a_run_of_another_host_counts_as_running(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3, ended=None)
+    first, *others = run.events.read_text().splitlines()
+    elsewhere = json.dumps({**json.loads(first), "host": "elsewhere", "pid": 4194303})
+    run.events.write_text("\n".join([elsewhere, *others]) + "\n")
+    assert read_state(run.path).status == "running"
+
+
+def test_a_resumed_run_forgets_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=12, ended="interrupted")
+    reader = RunReader(run.path)
+    reader.poll()
+    assert reader.state.step == 12
+    run.truncate_metrics(10)
+    events = EventLog(run.events)
+    events.emit("run_started", algorithm="grpo", num_steps=20, start_step=10, attempt=2)
+    MetricsLog(run.metrics, events).write("step", 11, {"reward/mean": 0.25})
+    assert reader.poll()
+    state = reader.state
+    assert (state.status, state.step, state.latest("reward/mean")) == ("running", 11, 0.25)
+    assert [step for step, _ in state.series("reward/mean")] == list(range(1, 12))
+    assert not state.startup
+
+
+def test_polling_without_news_says_so(tmp_path: Path) -> None:
+    reader = RunReader(write_run(tmp_path).path)
+    assert reader.poll()
+    assert not reader.poll()
+
+
+def test_start_up_knows_what_is_done_and_what_still_starts(tmp_path: Path) -> None:
+    state = read_state(write_run(tmp_path, steps=0, ended=None).path)
+    assert state.startup["ray"][1] == 2.0
+    assert state.startup["engine 0"][1] is None
+
+
+def test_an_empty_run_is_new(tmp_path: Path) -> None:
+    state = read_state(tmp_path)
+    assert (state.status, state.step) == ("new", 0)
+
+
+@pytest.mark.parametrize(("metric", "best"), [("validation/accuracy", 20), ("-validation/accuracy", 5)])
+def test_the_best_checkpoint_follows_the_configs_metric(metric: str, best: int, tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    run.config.write_text(f"checkpoint:\n  metric: {metric}\n")
+    found = best_checkpoint(read_state(run.path))
+    assert found is not None and found[0] == best
+
+
+def test_records_that_lack_what_they_need_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    with run.metrics.open("a") as file:
+        file.write('{"kind": "step", "time": 1.0}\n{"kind": "step", "step": "x", "time": 1.0}\n')
+    with run.events.open("a") as file:
+        file.write('{"kind": "phase"}\n')
+    assert read_state(run.path).step == 20

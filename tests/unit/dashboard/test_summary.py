@@ -1,0 +1,82 @@
+"""The end of a run in a table, and what to type next."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from rlctl.dashboard.state import read_state
+from rlctl.dashboard.summary import print_summary
+from rlctl.telemetry.events import EventLog, MetricsLog
+from tests.unit.dashboard.synthetic import START, async_metrics, step_metrics, write_run
+
+
+def summary(path: Path, width: int = 80) -> str:
+    out = io.StringIO()
+    print_summary(read_state(path), Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_it_tells_what_was_reached_and_what_it_cost(tmp_path: Path) -> None:
+    text = " ".join(summary(write_run(tmp_path).path).split())
+    for needed in (
+        "grpo--tiny--1 done",
+        "20 of 20 in 50s",
+        "held-out accuracy 50.0% → 80.0% (step 5 → 20)",
+        "best checkpoint runs/grpo--tiny--1/checkpoints/step_20 (validation/accuracy 0.800)",
+        "effective 1,200 · training 6,000 · generation 2,500 tokens/s/device",
+        "2.50s: generation 60% · train 32% · other 8%",
+        "idle trainer 60.0% · generator 40.0%",
+        "trainer 0.40 GiB · engine 1.10 GiB",
+    ):
+        assert needed in text, needed
+
+
+def test_commands_are_never_wrapped_and_keep_their_brackets(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ended=None)
+    command = "rlctl train grpo --resume runs/a data.stop=[1,2] " + "x" * 100
+    EventLog(run.events).emit("run_ended", status="interrupted", reason="Ctrl-C", next=[command])
+    text = summary(run.path, width=60)
+    assert f"  {command}\n" in text
+    assert "interrupted: Ctrl-C" in text
+
+
+def test_a_run_that_never_took_a_step_has_a_summary_too(tmp_path: Path) -> None:
+    assert "0 of 20" in summary(write_run(tmp_path, steps=0, ended="failed").path)
+
+
+def test_an_asynchronous_run_is_told_by_its_ages_and_what_to_change(tmp_path: Path) -> None:
+    text = " ".join(summary(write_run(tmp_path, metrics=async_metrics).path, width=120).split())
+    assert "age of groups mean 0.750 · at most 2 steps · mixed versions 25.0%" in text
+    assert "advice trainer waits 20% for stragglers: raise async.max_trajectory_age_steps" in text
+    assert "mismatch" not in text
+    equal = write_run(
+        tmp_path / "equal", metrics=lambda step: {**async_metrics(step), "mismatch/parity": 1 + step / 1e4}
+    )
+    assert "parity 1.00200 at most (1 is exact), under equal weights" in " ".join(summary(equal.path).split())
+
+
+def test_failed_rewards_are_counted(tmp_path: Path) -> None:
+    def metrics(step: int) -> dict[str, float]:
+        failed = 24.0 if step % 4 == 0 else 0.0
+        return {**step_metrics(step), "reward/failed": failed, "reward/failed_share": failed / 32}
+
+    run = write_run(tmp_path, metrics=metrics)
+    assert "failed rewards" not in summary(write_run(tmp_path, "sound").path)
+    later = MetricsLog(run.metrics, EventLog(run.events), now=lambda: START + 100)
+    later.write("validation", 21, {"validation/failed_rewards": 3})
+    text = " ".join(summary(run.path, width=120).split())
+    assert "failed rewards 120 rollouts in 5 of 20 steps, at most 75.0% of a step's · 3 held-out answers" in text
+
+
+def test_warnings_of_the_runs_health_are_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path, ended=None)
+    for check, step in (("grad_norm", 3), ("accuracy", 5), *(("grad_norm", step) for step in (7, 9, 12, 14))):
+        EventLog(run.events).emit("warning", what=f"step {step}: ...", check=check, step=step, value=2.0, bound=1.0)
+    assert "warnings grad norm 5 times (step 3, 7, 9, ...) · accuracy (step 5)" in " ".join(summary(run.path).split())
+    started = json.loads(run.events.read_text().splitlines()[0])
+    EventLog(run.events).emit(
+        "run_started", **{k: v for k, v in started.items() if k not in ("kind", "time")} | {"start_step": 4}
+    )
+    assert "warnings grad norm (step 3)" in " ".join(summary(run.path).split())

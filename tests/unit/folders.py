@@ -1,0 +1,64 @@
+"""A folder with everything a recipe names: a model's config.json, a tokenizer, data, a user's rewards."""
+
+import json
+import shutil
+from pathlib import Path
+
+from rlctl.config.builtin import RECIPES
+
+MODEL = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+GRPO = """\
+defaults: grpo.yaml
+model:
+  path: model
+data:
+  train:
+    path: train.jsonl
+  max_prompt_length: 64
+rewards:
+  - name: exact
+generation:
+  max_new_tokens: 64
+"""
+
+SFT = """\
+defaults: sft.yaml
+model:
+  path: model
+data:
+  train:
+    path: chats.jsonl
+"""
+
+
+def weights(made_by: str = "tests") -> bytes:
+    """A safetensors file of no tensors."""
+    header = json.dumps({"__metadata__": {"made_by": made_by}}).encode()
+    return len(header).to_bytes(8, "little") + header
+
+
+def write(folder: Path) -> Path:
+    """Fills `folder`; grpo.recipe.yaml and sft.recipe.yaml there have no problems."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model/config.json").write_text(json.dumps(MODEL))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RECIPES / "tiny/qwen3-tiny" / name, folder / "model" / name)
+    (folder / "model/model.safetensors").write_bytes(weights())
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    (folder / "mine.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")
+    (folder / "grpo.recipe.yaml").write_text(GRPO)
+    (folder / "sft.recipe.yaml").write_text(SFT)
+    return folder

@@ -1,0 +1,157 @@
+"""What a resume leaves of a run, whether it stands or fails: judged without Ray, by bodies that do nothing."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlctl.launch.runtime import ThisMachine
+from rlctl.launch.session import Session, run_session
+from rlctl.preflight.load import load
+from rlctl.run.checkpoints import Checkpoints
+from rlctl.telemetry.jsonl import read_records
+from rlctl.workers.errors import WorkerDied
+from tests.unit import folders
+
+Body = Callable[[Session], None]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was saved after steps 2 and 4 and has recorded step 5."""
+    monkeypatch.chdir(folders.write(tmp_path / "home"))
+
+    def body(session: Session) -> None:
+        assert session.start == 0 and not session.resumed
+        for step in (1, 2, 3, 4, 5):
+            session.keeper.step(step, {})
+            session.keeper.rollouts(step, {}, list)
+            if step in (2, 4):
+                session.keeper.save(step, {}, lambda folder, export, dtype: None)
+        raise RuntimeError("lost")
+
+    config = load("grpo", "grpo.recipe.yaml", ["run.name=mine", "telemetry.dashboard=off"])
+    assert run_session(config.config, config.to_yaml(), None, body, ThisMachine()) == 1
+    return Path("runs/mine")
+
+
+def resume(run: Path, body: Body, *overrides: str) -> int:
+    config = load("grpo", str(run / "config.yaml"), list(overrides), resume=True)
+    return run_session(config.config, config.to_yaml(), run, body, ThisMachine())
+
+
+def files(run: Path) -> dict[str, bytes]:
+    names = [path for path in run.rglob("*") if path.is_file() and not path.name.startswith((".", "events"))]
+    return {str(path): path.read_bytes() for path in names if "logs" not in path.parts}
+
+
+def steps(run: Path, name: str = "metrics") -> list[int]:
+    return [record["step"] for record in read_records(run / f"{name}.jsonl")]
+
+
+def rate(run: Path) -> float:
+    found: float = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["optimizer"]["lr"]
+    return float(found)
+
+
+def stands(session: Session) -> None:
+    session.go_on()
+
+
+def fails(session: Session) -> None:
+    raise RuntimeError("the checkpoint does not load")
+
+
+def test_a_resume_that_fails_leaves_the_run_as_it_was_and_keeps_what_was_asked(run: Path) -> None:
+    before = files(run)
+    assert resume(run, fails, "trainer.optimizer.lr=0.5") == 1
+    assert files(run) == before
+    asked = yaml.safe_load((run / "logs/attempt_2/config.yaml").read_text())
+    assert asked["trainer"]["optimizer"]["lr"] == 0.5
+    assert resume(run, stands) == 0
+    assert rate(run) == 1e-6
+
+
+def test_a_resume_that_stands_keeps_its_config_and_cuts_what_it_does_again(run: Path) -> None:
+    assert steps(run) == steps(run, "rollouts") == [1, 2, 3, 4, 5]
+
+    def body(session: Session) -> None:
+        assert session.start == 4 and len(steps(run)) == 5 and rate(run) == 1e-6
+        session.go_on()
+
+    assert resume(run, body, "trainer.optimizer.lr=0.5") == 0
+    assert steps(run) == steps(run, "rollouts") == [1, 2, 3, 4]
+    assert rate(run) == 0.5
+
+
+def test_a_damaged_checkpoint_is_said_and_set_aside_once_an_older_one_stands(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints/step_4/state.json").write_text("")
+    assert resume(run, fails) == 1
+    assert (run / "checkpoints/step_4").is_dir()
+    capsys.readouterr()
+
+    def body(session: Session) -> None:
+        assert session.start == 2
+        session.go_on()
+
+    assert resume(run, body) == 0
+    # The view of one process shows both attempts.
+    lines = list({line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")})
+    assert len(lines) == 1
+    assert "step_4/state.json: empty, of" in lines[0] and lines[0].endswith("; going on after step 2 instead")
+    assert steps(run) == [1, 2]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["damaged_step_4", "step_2"]
+
+
+def test_without_a_whole_checkpoint_nothing_starts(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4):
+        os.truncate(run / f"checkpoints/step_{step}/state.json", 5)
+    before = files(run)
+    assert resume(run, lambda session: pytest.fail("it started")) == 2
+    assert files(run) == before
+    (error,) = [event["what"] for event in read_records(run / "events.jsonl")[-3:] if event["kind"] == "error"]
+    assert "step_4/state.json: cut to 5 of" in error and "step_2/state.json: cut to 5 of" in error
+    assert error.endswith("; to begin anew: rlctl train grpo runs/mine/config.yaml run.name=null")
+    out = capsys.readouterr().out
+    assert "Traceback" not in out
+    assert out.endswith("\nNext steps\n  rlctl train grpo runs/mine/config.yaml run.name=null\n")
+
+
+def test_a_restart_goes_through_the_same_door(run: Path) -> None:
+    starts: list[int] = []
+
+    def body(session: Session) -> None:
+        starts.append(session.start)
+        session.go_on()
+        if len(starts) == 1:
+            (run / "checkpoints/step_4/state.json").write_text("{")
+            raise WorkerDied("train", ["trainer-0"], "killed")
+
+    assert resume(run, body, "run.max_restarts=1", "run.restart_backoff_s=0") == 0
+    assert starts == [4, 2]
+    assert steps(run) == [1, 2]
+
+
+def test_rows_that_are_not_those_of_the_checkpoint_are_bad_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"made_with": {"rows": "other"}}
+    Checkpoints(run / "checkpoints", 9, 0).save(6, state, lambda folder: None)
+    assert resume(run, lambda session: session.depend_on_rows("ours")) == 2
+    assert "its rows are not those among which the cursor of the checkpoint of step 6" in capsys.readouterr().out
+
+
+def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
+    def body(session: Session) -> None:
+        session.keeper.made_with = {"keys": {"run.seed": 0}}
+        session.depend_on_rows("digest")
+        session.keeper.save(6, {}, lambda folder, export, dtype: None)
+
+    for name in ("step_2", "step_4"):
+        (run / "checkpoints" / name).rename(run / f"{name}_gone")
+    assert resume(run, body) == 0
+    saved = json.loads((run / "checkpoints/step_6/state.json").read_text())
+    assert saved["made_with"] == {"keys": {"run.seed": 0}, "rows": "digest"}

@@ -1,0 +1,94 @@
+"""A run's session with a body of a few lines in the place of training: what it leaves on disk and says at its end."""
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rlctl.cli.main import app
+from rlctl.launch.assemble_grpo import announce
+from rlctl.launch.runtime import ThisMachine
+from rlctl.launch.session import Session, run_session
+from rlctl.preflight.load import load
+from rlctl.preflight.placement import place, pools, this_machine
+
+SECRET = "a-secret-of-the-environment"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small file system is not permitted: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
+    """The exit code of a run called `x` in `root`, which is announced and then does `body`."""
+    composed = load("sft", recipe, [f"run.dir={root}", "run.name=x", "telemetry.dashboard=off"])
+
+    def whole(session: Session) -> None:
+        announce(session, composed.config, 4, place(this_machine(0), pools(composed.config)))
+        body(session)
+
+    return run_session(composed.config, composed.to_yaml(), None, whole, ThisMachine())
+
+
+def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(
+    small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fill(session: Session) -> None:
+        with (small_disk / "ballast").open("wb") as file, pytest.raises(OSError, match="No space"):
+            file.write(b"1" * 2**20)
+        # What goes on meanwhile finds no room for its records either.
+        for _ in range(200):
+            session.events.emit("warning", what="x" * 100)
+        (session.run_dir.checkpoints / "step_1").write_bytes(b"1" * 2**16)
+
+    assert ran("sft-tiny", small_disk, fill) == 1
+    said = capfd.readouterr()
+    last = said.out[said.out.index("x failed") :]
+    assert "x failed: [Errno 28] No space left on device; make room there, then resume; " in last
+    assert " records could not be written" in last
+    assert f"rlctl train sft --resume {small_disk / 'x'}" in last
+    assert "running" not in last
+    assert "cannot write" in said.err
+    (entry,) = json.loads(CliRunner().invoke(app, ["runs", "list", "--json", "--dir", str(small_disk)]).stdout)
+    assert entry["status"] == "failed"
+
+
+def test_what_comes_from_the_environment_is_on_no_disk_and_a_resume_reads_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCTL_TEST_SECRET", SECRET)
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text(
+        "defaults: sft-tiny.yaml\n"
+        "data: {system_prompt: '${oc.env:RLCTL_TEST_SECRET}'}\n"
+        "checkpoint: {metric: 'validation/${data.system_prompt}'}\n"
+        "sft: {num_steps: 8}\n"
+        "validation: {every: '${sft.num_steps}'}\n"
+    )
+    seen = []
+
+    def fail(session: Session) -> None:
+        seen.append(session.config.data.system_prompt)
+        raise RuntimeError("the reason")
+
+    assert ran(str(recipe), tmp_path / "runs", fail) == 1
+    assert seen == [SECRET]
+    run = tmp_path / "runs" / "x"
+    assert run.stat().st_mode & 0o777 == 0o700
+    written = {path: path.read_text() for path in run.rglob("*") if path.is_file()}
+    assert len(written) >= 3
+    assert [path for path, text in written.items() if SECRET in text] == []
+    assert "system_prompt: ${oc.env:RLCTL_TEST_SECRET}\n" in written[run / "config.yaml"]
+    assert "\n  every: 8\n" in written[run / "config.yaml"]
+    again = load("sft", str(run / "config.yaml"), [], resume=True).config
+    assert again.data.system_prompt == SECRET
+    assert again.checkpoint.metric == f"validation/{SECRET}"

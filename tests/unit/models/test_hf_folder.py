@@ -1,0 +1,68 @@
+"""Names of checkpoints against names in memory, and folders that transformers reads back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlctl.config.errors import ModelError
+from rlctl.models import hf_folder
+from rlctl.models.hf_folder import WeightFiles, unfuse, write_folder
+from tests.tiny_models import make_model
+
+
+def test_a_plain_parameter_keeps_its_name_and_memory() -> None:
+    tensor = torch.zeros(2, 3)
+    [(name, view)] = unfuse("model.norm.weight", tensor)
+    assert name == "model.norm.weight" and view is tensor
+
+
+def test_fused_experts_become_one_name_an_expert_and_gate_stands_before_up() -> None:
+    fused = torch.arange(2 * 6 * 4.0).view(2, 6, 4)
+    parts = dict(unfuse("model.layers.3.mlp.experts.gate_up_proj", fused))
+    stem = "model.layers.3.mlp.experts"
+    assert list(parts) == [f"{stem}.{e}.{half}_proj.weight" for e in (0, 1) for half in ("gate", "up")]
+    assert torch.equal(parts[f"{stem}.1.up_proj.weight"], fused[1, 3:])
+    down = dict(unfuse(f"{stem}.down_proj", torch.zeros(2, 4, 3)))
+    assert {name: tuple(view.shape) for name, view in down.items()} == {
+        f"{stem}.{e}.down_proj.weight": (4, 3) for e in (0, 1)
+    }
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    files = WeightFiles(make_model(tmp_path, "llama"))
+    with pytest.raises(KeyError, match=r"has no tensor model\.layers\.9\.weight"):
+        files.read_into("model.layers.9.weight", torch.empty(1))
+
+
+def test_a_tensor_of_another_shape_is_refused_not_broadcast(tmp_path: Path) -> None:
+    files = WeightFiles(make_model(tmp_path, "llama"))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(128,\), the configuration says"):
+        files.read_into("model.norm.weight", torch.empty(2, 128))
+
+
+def test_a_folder_without_safetensors_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="read from safetensors only"):
+        WeightFiles(tmp_path)
+
+
+def test_large_weights_are_written_in_several_files_with_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_model(tmp_path / "source", "qwen3")
+    tensors = {"a": torch.randn(8), "b": torch.randn(4), "c": torch.randn(6)}
+    layout = [(name, tuple(t.shape), "float32") for name, t in tensors.items()]
+    monkeypatch.setattr(hf_folder, "SHARD_BYTES", 40)
+    write_folder(source, tmp_path / "out", layout, tensors.items())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
+    assert index["metadata"]["total_size"] == 72
+    files = WeightFiles(tmp_path / "out")
+    for name, tensor in tensors.items():
+        files.read_into(name, target := torch.empty_like(tensor))
+        assert torch.equal(target, tensor)

@@ -1,0 +1,113 @@
+"""Weights are looked at before anything starts: quantised ones, cut files and pointers are refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rlctl.config.errors import ModelError
+from rlctl.config.schema import ModelSection
+from rlctl.models.hf_folder import WeightFiles
+from rlctl.models.model_files import ModelFiles
+from rlctl.models.weight_headers import check_weights
+from tests.tiny_models import KINDS, Kind, make_model
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def rewritten(folder: Path, change: dict[str, torch.Tensor]) -> Path:
+    """A real model with some tensors replaced or added; its config.json says nothing of it."""
+    from safetensors.torch import load_file
+
+    save_file(load_file(folder / "model.safetensors") | change, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_weights_pass(tmp_path: Path, kind: Kind) -> None:
+    folder = make_model(tmp_path, kind)
+    check_weights(folder)
+    assert ModelFiles.find(ModelSection(str(folder), None, False, None), tmp_path, 0).max_length == 256
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({DOWN: torch.zeros(128, 256).to(torch.float8_e4m3fn)}, f"{DOWN} is F8_E4M3"),
+        ({DOWN: torch.zeros(128, 256).to(torch.float8_e5m2)}, f"{DOWN} is F8_E5M2"),
+        ({DOWN: torch.zeros(128, 256, dtype=torch.int8)}, f"{DOWN} is I8"),
+        ({DOWN: torch.zeros(16384, 1, dtype=torch.uint8)}, f"{DOWN} is U8"),
+        ({f"{DOWN}_scale_inv": torch.ones(1, 2)}, f"{DOWN}_scale_inv belongs to quantised weights"),
+        ({f"{DOWN}_scale": torch.ones(1)}, f"{DOWN}_scale belongs to quantised weights"),
+        (
+            {"model.layers.0.mlp.up_proj.qweight": torch.ones(1)},
+            "model.layers.0.mlp.up_proj.qweight belongs to quantised weights",
+        ),
+        ({f"{DOWN}.absmax": torch.ones(1)}, f"{DOWN}.absmax belongs to quantised weights"),
+        ({f"{DOWN}.quant_state.bitsandbytes__nf4": torch.ones(1)}, f"{DOWN}.quant_state.bitsandbytes__nf4 belongs to"),
+    ],
+)
+def test_quantised_weights_are_named_where_config_json_is_silent(
+    tmp_path: Path, change: dict[str, torch.Tensor], expected: str
+) -> None:
+    folder = rewritten(make_model(tmp_path, "llama"), change)
+    for refused in (
+        lambda: check_weights(folder),
+        lambda: WeightFiles(folder),
+        lambda: ModelFiles.find(ModelSection(str(folder), None, False, None), tmp_path, 0),
+    ):
+        with pytest.raises(ModelError) as caught:
+            refused()
+        assert f"{folder}/model.safetensors: {expected}" in str(caught.value)
+        assert "use the checkpoint that it was quantised from" in str(caught.value)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def pointer(file: Path) -> None:
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 100\n")
+
+
+def noise(file: Path) -> None:
+    file.write_bytes((20).to_bytes(8, "little") + b"[" * 20)
+
+
+def removed(file: Path) -> None:
+    file.unlink()
+
+
+def index_of_nothing(file: Path) -> None:
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": []}))
+
+
+def index_of_more(file: Path) -> None:
+    weight_map = {"a": "model-00001-of-00002.safetensors"}
+    file.with_name("model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (cut, "was cut short: "),
+        (emptied, "is no safetensors file, or was cut short: 0 bytes"),
+        (pointer, "is a Git LFS pointer, not the weights; get them: git lfs pull"),
+        (noise, "is no safetensors file: its header cannot be read"),
+        (removed, "has no model.safetensors: weights are read from safetensors only"),
+        (index_of_nothing, "model.safetensors.index.json is no index of weights"),
+        (index_of_more, "has no model-00001-of-00002.safetensors"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named(tmp_path: Path, damage: Any, expected: str) -> None:
+    folder = make_model(tmp_path, "llama")
+    damage(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=expected):
+        check_weights(folder)

@@ -1,0 +1,97 @@
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.load import Composed, load
+
+
+def rerun(composed: Composed, path: Path) -> Composed:
+    path.write_text(composed.to_yaml())
+    return load(None, str(path), [])
+
+
+def test_the_resolved_config_runs_again_as_it_is_from_anywhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["rewards=[{name: regex, pattern: 'is ([0-9]+)'}, {name: mine.py:brevity}]", r"run.name=off"]
+    overrides += [
+        "generation.stop_token_ids=[1, 2]",
+        r"data.system_prompt='use \${x}: ok'",
+        "run.seed=${grpo.num_steps}",
+    ]
+    first = load("grpo", "grpo.recipe.yaml", overrides)
+    (home / "elsewhere").mkdir()
+    monkeypatch.chdir(home / "elsewhere")
+    again = rerun(first, home / "elsewhere/resolved.yaml")
+    assert again.config == first.config
+    assert again.to_yaml() == first.to_yaml()
+    assert first.config.data.system_prompt == "use ${x}: ok"
+    assert first.config.run.seed == 100
+
+
+def test_values_have_the_types_of_the_schema(home: Path) -> None:
+    config = load("grpo", "grpo.recipe.yaml", ["run.deadline_s=5", "trainer.optimizer.betas=[0, 0.5]"]).config
+    assert isinstance(config, GrpoConfig)
+    assert isinstance(config.run.deadline_s, float)
+    assert config.trainer.optimizer.betas == [0.0, 0.5]
+    assert config.rewards[0].weight == 1.0
+    assert config.generation.enforce_eager is None
+
+
+def test_paths_are_found_beside_the_recipe_before_the_current_directory(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = home / "other"
+    (other / "model").mkdir(parents=True)
+    monkeypatch.chdir(other)
+    config = load("grpo", "../grpo.recipe.yaml", []).config
+    assert config.model.path == str(home / "model")
+    assert config.data.train.path == str(home / "train.jsonl")
+
+
+def test_a_path_in_an_override_is_found_in_the_current_directory(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = home / "other"
+    other.mkdir()
+    (other / "train.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    monkeypatch.chdir(other)
+    config = load("grpo", "../grpo.recipe.yaml", ["data.train.path=train.jsonl"]).config
+    assert config.data.train.path == str(other / "train.jsonl")
+
+
+def test_a_hub_name_stays_unless_its_first_part_is_a_folder_here(home: Path) -> None:
+    assert load("grpo", "grpo.recipe.yaml", ["model.path=Qwen/Qwen3-0.6B"]).config.model.path == "Qwen/Qwen3-0.6B"
+    (home / "Qwen").mkdir()
+    with pytest.raises(Exception, match=r"no file or folder Qwen/Qwen3-0\.6B"):
+        load("grpo", "grpo.recipe.yaml", ["model.path=Qwen/Qwen3-0.6B"])
+
+
+def test_a_hub_model_in_the_local_cache_is_checked_like_a_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached = home / "hub/models--acme--small"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("abc\n")
+    (cached / "snapshots").mkdir()
+    (home / "model").rename(cached / "snapshots/abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    with pytest.raises(Exception, match="at most 256, the model's max_position_embeddings"):
+        load("grpo", "grpo.recipe.yaml", ["model.path=acme/small", "model.max_length=999"])
+
+
+def test_origins_name_every_value_of_the_config(home: Path) -> None:
+    composed = load("grpo", "grpo.recipe.yaml", [])
+    assert str(composed.origins["grpo.loss.clip_low"]).startswith("configs/grpo.yaml:")
+    assert composed.recipe == home / "grpo.recipe.yaml"
+
+
+def test_what_comes_from_the_environment_travels_as_it_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLCTL_TEST_TOKEN", "secret")
+    recipe = tmp_path / "my.yaml"
+    recipe.write_text("defaults: sft-tiny.yaml\ndata: {system_prompt: 'say ${oc.env:RLCTL_TEST_TOKEN}'}\n")
+    composed = load("sft", str(recipe), [])
+    assert composed.config.data.system_prompt == "say secret"
+    assert composed.variables() == ["RLCTL_TEST_TOKEN"]
+    written = composed.written()
+    assert written["data"].pop("system_prompt") == "say ${oc.env:RLCTL_TEST_TOKEN}"
+    values = composed.values()
+    del values["data"]["system_prompt"]
+    assert written == values

@@ -1,0 +1,63 @@
+"""The table of where state stands, entry by entry."""
+
+from itertools import product
+
+import pytest
+
+from rlctl.config.schema import TrainerSection
+from rlctl.preflight.load import load
+from rlctl.preflight.offload_plan import PHASES, STATES, Phase, phases, residency
+
+LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob=true", "trainer.offload_optimizer_for_generation=true"
+ON_HOST = ("trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true")
+
+
+def trainer(*overrides: str) -> TrainerSection:
+    return load("sft", None, list(overrides)).config.trainer
+
+
+def out(*overrides: str, shared: bool) -> set[Phase]:
+    """Phases in which the optimizer state is on the host."""
+    return {phase for phase, states in residency(trainer(*overrides), shared).items() if states["optimizer"] == "host"}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_without_a_switch_nothing_is_out_and_gradients_live_for_the_update(shared: bool) -> None:
+    table = residency(trainer(), shared)
+    assert tuple(table) == PHASES
+    for phase, states in table.items():
+        gradients = "device" if phase == "train" else "none"
+        assert states == {"parameters": "device", "gradients": gradients, "optimizer": "device"}
+        assert tuple(states) == STATES
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_out_for_log_probs_alone(shared: bool) -> None:
+    assert out(LOG_PROBS, shared=shared) == {"log_probs"}
+
+
+def test_out_for_engines_until_the_update_where_there_are_any() -> None:
+    assert out(GENERATION, shared=True) == {"generate", "log_probs", "refit", "checkpoint"}
+    assert out(GENERATION, shared=False) == set()
+    assert out(LOG_PROBS, GENERATION, shared=False) == {"log_probs"}
+    assert out(LOG_PROBS, GENERATION, shared=True) == out(GENERATION, shared=True)
+
+
+def test_what_the_host_updates_is_there_at_all_times() -> None:
+    for shared, share in product((False, True), ("null", "0.5")):
+        part = f"trainer.megatron.optimizer_offload_fraction={share}"
+        assert out(*ON_HOST, part, shared=shared) == set(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "expected"),
+    [
+        ("sft", (), ("train", "checkpoint")),
+        ("grpo", (), ("generate", "train", "refit", "checkpoint")),
+        ("grpo", ("grpo.loss.kl_coef=0.1",), PHASES),
+        ("grpo", ("async.enabled=true",), ("train", "refit", "checkpoint")),
+        ("grpo", ("async.enabled=true", "grpo.updates_per_step=2"), ("log_probs", "train", "refit", "checkpoint")),
+    ],
+)
+def test_phases_that_a_run_goes_through(kind: str, overrides: tuple[str, ...], expected: tuple[Phase, ...]) -> None:
+    assert phases(load(kind, None, list(overrides)).config) == expected

@@ -1,0 +1,224 @@
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rlctl.models.model_sizes import Architecture, read_architecture
+from rlctl.preflight.load import load
+from rlctl.preflight.memory import activation_bytes
+from rlctl.preflight.plan import Plan, make_plan
+from rlctl.preflight.state_memory import Standing
+
+GIB = 1 << 30
+ONE_LAYER = Architecture(
+    model_type="llama", hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10,
+    max_positions=64, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, experts=0,
+    experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
+)  # fmt: skip
+
+
+def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> Plan:
+    config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
+    return make_plan(config, read_architecture(home / "model/config.json"), gpus, memory)
+
+
+def parameters(home: Path) -> int:
+    return read_architecture(home / "model/config.json").parameters
+
+
+def test_the_arithmetic_of_a_step(home: Path) -> None:
+    step = plan(
+        home,
+        "grpo.num_prompts_per_step=6",
+        "grpo.num_generations_per_prompt=4",
+        "grpo.updates_per_step=2",
+        "trainer.num_ranks=5",
+        "trainer.micro_batch_tokens=300",
+    ).batch
+    assert (step.rollouts, step.per_update, step.per_rank) == (24, 12, 3)
+    assert (step.longest, step.tokens) == (128, 24 * 128)
+    assert (step.full_sequences, step.micro_batches) == (2, 2)
+
+
+def test_the_arithmetic_of_an_sft_step(home: Path) -> None:
+    step = plan(home, "sft.batch_size=10", "trainer.num_ranks=4", kind="sft").batch
+    assert (step.rollouts, step.per_rank, step.longest) == (10, 3, 256)
+
+
+def test_steps_validations_and_checkpoints_are_counted(home: Path) -> None:
+    overrides = ["grpo.num_steps=25", "grpo.updates_per_step=4", "data.validation.path=train.jsonl"]
+    schedule = plan(home, *overrides, "checkpoint.every=10").schedule
+    assert (schedule.steps, schedule.updates) == (25, 100)
+    assert schedule.validations == 4  # at the start, after 10, 20 and 25
+    assert schedule.checkpoints == 3  # after 10, 20 and 25
+    assert schedule.kept == 3
+    assert schedule.checkpoint_bytes == parameters(home) * (12 + 4)
+    narrow = plan(home, "checkpoint.export_dtype=bfloat16").schedule
+    assert narrow.checkpoint_bytes == parameters(home) * (12 + 2)
+    assert plan(home, "checkpoint.every=0").schedule.checkpoints == 1
+    assert plan(home, "validation.every=0").schedule.validations == 0
+    even = ["grpo.num_steps=20", "data.validation.path=train.jsonl", "validation.at_start=false"]
+    assert plan(home, *even).schedule.validations == 2  # after 10 and 20
+
+
+def test_trainer_state_is_sharded_over_the_ranks_and_exact(home: Path) -> None:
+    memory = plan(home, "trainer.num_ranks=2", gpus=2).memory
+    assert memory
+    half = -(-parameters(home) // 2)
+    assert memory.trainer["weights, float32"] == memory.trainer["gradients"] == 4 * half
+    assert memory.trainer["AdamW moments"] == 8 * half
+
+
+def test_a_reference_is_counted_only_with_kl_and_never_on_a_gpu_since_it_stands_in_host_memory(home: Path) -> None:
+    without, with_kl = plan(home).memory, plan(home, "grpo.loss.kl_coef=0.1").memory
+    assert without and "reference" not in without.trainer
+    assert with_kl and with_kl.trainer["reference"] == 4 * parameters(home)
+    assert with_kl.peak - without.peak == 4 * parameters(home)
+    for placed in ("placement.colocated=true", "placement.colocated=false"):
+        plain, kept = (plan(home, placed, f"grpo.loss.kl_coef={coef}", gpus=2).memory for coef in (0, 0.1))
+        assert plain and kept and (plain.trainer, plain.peak) == (kept.trainer, kept.peak)
+
+
+def test_the_output_takes_the_logits_of_a_chunk_and_the_gradient_of_its_weight(home: Path) -> None:
+    # 100 tokens, a vocabulary of 32 and 64 hidden numbers, as in folders.MODEL.
+    chunk = "trainer.logprob_chunk_tokens=100"
+    gpu, fused = plan(home, chunk, gpus=1).memory, plan(home, chunk, "trainer.compile=true", gpus=1).memory
+    assert gpu and gpu.trainer["logits"] == 16 * 100 * 32
+    assert fused and fused.trainer["logits"] == 8 * 100 * 32
+    # Float32 summed, and one product in bfloat16; on a CPU in float32 too.
+    assert gpu.trainer["output's gradient"] == (4 + 2) * 32 * 64
+    cpu, halves = plan(home, chunk).memory, plan(home, *MEGATRON, chunk, kind="sft", gpus=8).memory
+    assert cpu and cpu.trainer["output's gradient"] == (4 + 4) * 32 * 64
+    assert halves and halves.trainer["output's gradient"] == (4 + 2) * 32 * 64 // 2
+    assert halves.trainer["logits"] == 16 * 100 * 32 // 2
+
+
+def test_activations_of_one_layer_counted_by_hand() -> None:
+    # norms 4 x 8, queries and output 2 x 8, keys and values 2 x 4, MLP 4 x 16 = 120 numbers a token.
+    three = partial(activation_bytes, ONE_LAYER, tokens=3, size=2)
+    assert three(residual=2, checkpointing=False) == 3 * 120 * 2
+    assert three(residual=2, checkpointing=True) == 3 * (8 + 120) * 2
+    # Of these the residual is what two norms take in, and what checkpointing keeps of the layer.
+    assert three(residual=4, checkpointing=False) == 3 * (120 + 16) * 2
+    assert three(residual=4, checkpointing=True) == 3 * (8 + 120 + 24) * 2
+
+
+def test_a_float32_residual_takes_memory_where_compute_is_bfloat16(home: Path) -> None:
+    option = "trainer.megatron.fp32_residual_connection=true"
+    for dtype, more in (("bfloat16", True), ("float32", False)):
+        plain, wide = (
+            plan(home, *MEGATRON, f"trainer.dtype={dtype}", *extra, kind="sft", gpus=8).memory
+            for extra in ((), (option,))
+        )
+        assert plain and wide and (wide.trainer["activations"] > plain.trainer["activations"]) is more
+
+
+def test_the_cache_of_an_engine_in_sequences(home: Path) -> None:
+    memory = plan(home, "generation.kv_cache_mib=1").memory
+    assert memory
+    bytes_per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head_dim, float32
+    assert memory.kv_sequences == (1 << 20) // (bytes_per_token * 128)
+    share = plan(home, gpus=1, memory=GIB).memory
+    assert share and share.engine["key-value cache"] == int(0.6 * GIB) - 2 * parameters(home)
+
+
+def test_on_one_cpu_everything_adds_up_and_a_shared_gpu_takes_turns(home: Path) -> None:
+    cpu = plan(home, "trainer.num_ranks=2", "generation.num_engines=2").memory
+    assert cpu and cpu.peak == sum(cpu.trainer.values())
+    assert cpu.trainer["engines: key-value cache"] == 2 * (256 << 20)
+    gpu = plan(home, gpus=1, memory=GIB).memory
+    assert gpu
+    resident = gpu.trainer["weights, float32"] + gpu.trainer["AdamW moments"]
+    assert gpu.peak == resident + sum(gpu.engine.values())
+
+
+def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
+    state = 4 * parameters(home)
+    kept, plain = plan(home, gpus=1, memory=GIB).memory, {"parameters": state, "gradients": 0, "optimizer": 2 * state}
+    assert kept and list(kept.standing) == ["generate", "train", "refit", "checkpoint"]
+    on_device = {phase: {name: each.device for name, each in kept.standing[phase].items()} for phase in kept.standing}
+    assert on_device == dict.fromkeys(kept.standing, plain) | {"train": plain | {"gradients": state}}
+    assert kept.state_peak == 4 * state
+    moved = plan(
+        home, "trainer.offload_optimizer_for_generation=true", "grpo.loss.kl_coef=0.1", gpus=1, memory=GIB
+    ).memory
+    assert moved and moved.state_peak == kept.state_peak
+    away = {phase for phase, states in moved.standing.items() if states["optimizer"] == Standing("host", 0, 2 * state)}
+    assert away == {"generate", "log_probs", "refit", "checkpoint"}
+    assert moved.peak == max(sum(moved.trainer.values()), state + sum(moved.engine.values()))
+    assert kept.peak - moved.peak == 2 * state
+
+
+def test_on_a_cpu_all_state_stands_in_host_memory_and_a_note_says_so(home: Path) -> None:
+    found = plan(home, "trainer.offload_optimizer_for_generation=true")
+    assert found.memory and found.memory.state_peak == 0
+    assert found.memory.standing["train"]["optimizer"] == Standing("host", 0, 8 * parameters(home))
+    assert "nothing is offloaded on a CPU: optimizer state is in host memory at all times" in found.notes
+
+
+MEGATRON = ("trainer.backend=megatron", "trainer.num_ranks=8", "trainer.megatron.tensor_model_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_parameter"),
+    [
+        ((), (2 / 2, 4 / 2, 12 / 8, 0)),
+        (("trainer.dtype=float32",), (4 / 2, 4 / 2, 8 / 8, 0)),
+        (("trainer.megatron.pipeline_model_parallel_size=2",), (2 / 4, 4 / 4, 12 / 8, 0)),
+        (("trainer.megatron.optimizer_cpu_offload=true",), (2 / 2, 4 / 2, 0, 16 / 8)),
+        (("trainer.megatron.optimizer_cpu_offload=true", "trainer.megatron.optimizer_offload_fraction=0.5"),
+         (2 / 2, 4 / 2, 6 / 8, 8 / 8)),
+    ],
+)  # fmt: skip
+def test_bytes_of_megatron_core_a_parameter(
+    home: Path, overrides: tuple[str, ...], per_parameter: tuple[float, ...]
+) -> None:
+    memory = plan(home, *MEGATRON, *overrides, kind="sft", gpus=8).memory
+    assert memory
+    states = memory.standing["train"]
+    optimizer = states["optimizer"]
+    found = (states["parameters"].device, states["gradients"].device, optimizer.device, optimizer.host)
+    assert found == pytest.approx([count * parameters(home) for count in per_parameter], rel=1e-3)
+    assert optimizer.place == ("host" if optimizer.host else "device")
+    assert memory.standing["checkpoint"]["optimizer"] == optimizer
+
+
+def test_state_that_no_device_holds_is_refused_and_estimates_are_not(home: Path) -> None:
+    state = 16 * parameters(home)
+    assert plan(home, gpus=1, memory=state).too_large is None
+    assert "expect to run out of it" in plan(home, gpus=1, memory=state).notes[-1]
+    refused = plan(home, gpus=1, memory=state - 1).too_large
+    assert refused is not None and refused.endswith("it takes 2 ranks at least")
+    assert plan(home, "trainer.num_ranks=2", gpus=2, memory=state - 1).too_large is None
+    assert plan(home, gpus=0, memory=1 << 10).too_large is None
+    assert plan(home, gpus=1, memory=None).too_large is None
+
+
+def test_a_refit_moves_every_parameter_once_in_the_generators_dtype(home: Path) -> None:
+    assert plan(home).refit == 4 * parameters(home)
+    assert plan(home, gpus=1).refit == 2 * parameters(home)
+    assert plan(home, "generation.dtype=float32", gpus=1).refit == 4 * parameters(home)
+    assert plan(home, kind="sft").refit is None
+
+
+def test_too_few_devices_are_said_with_the_arithmetic(home: Path) -> None:
+    found = plan(home, "placement.colocated=false", "generation.num_engines=2", gpus=2)
+    assert found.placement is None
+    assert found.misplaced is not None and "3 GPUs needed" in found.misplaced
+
+
+def test_notes_say_what_will_disappoint(home: Path) -> None:
+    notes = plan(home, "trainer.optimizer.warmup_steps=200", "generation.kv_cache_mib=1", memory=1 << 20).notes
+    assert [note.split(":")[0] for note in notes] == [
+        "nothing is validated",
+        "validation/accuracy is never measured",
+        "warm-up takes 200 updates, the run only 100",
+        "the forecast is above the device's memory",
+    ]
+
+
+def test_a_model_that_is_not_here_has_a_plan_without_bytes(home: Path) -> None:
+    config = load("grpo", "grpo.recipe.yaml", ["model.path=acme/large"]).config
+    found = make_plan(config, None, 0, None)
+    assert (found.parameters, found.memory, found.refit) == (None, None, None)
+    assert found.batch.rollouts == 256

@@ -1,0 +1,268 @@
+"""Contracts 1 and 2 under whatever order groups finish, fail, are drawn anew or resumed in."""
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.rollout.staleness import Policy, Staleness
+
+POLICIES: tuple[Policy, ...] = ("windowed_fifo", "in_order", "ready_first")
+
+
+class Numbered(Staleness):
+    """Admits by number: 0, 1, 2 and so on."""
+
+    next = 0
+
+    def fill(self, version: int) -> list[int]:
+        ordinals = list(range(self.next, self.next + self.room()))
+        self.next += len(ordinals)
+        self.admit(ordinals, version)
+        return ordinals
+
+
+def finish(staleness: Staleness, *ordinals: int) -> None:
+    for ordinal in ordinals:
+        staleness.sampled(ordinal)
+        staleness.ready(ordinal)
+
+
+def step(staleness: Numbered, version: int, taken: list[int]) -> None:
+    """Trains `taken` at `version`, and refills for the next."""
+    staleness.take(taken, version)
+    staleness.release()
+    staleness.fill(version + 1)
+
+
+class Schedule:
+    """A run of the state machine in which everything random is drawn from one seed."""
+
+    def __init__(self, seed: int, prompts: int, max_age: int, policy: Policy, parts: bool) -> None:
+        self.parts = parts
+        self.random, self.shape = random.Random(seed), (prompts, max_age, policy, 0.3)
+        self.staleness = Numbered(*self.shape)
+        self.version, self.started_at = 0, dict[int, int]()
+        self.trained: list[int] = []
+        self.saved = self._save()
+        self.admit()
+
+    def admit(self) -> None:
+        for ordinal in self.staleness.fill(self.version):
+            self.started_at[ordinal] = self.version
+
+    def run(self, steps: int) -> None:
+        while self.version < steps:
+            self.until_a_step_is_there()
+            if self.random.random() < 0.1:
+                self.resume()
+                continue
+            self.train()
+
+    def until_a_step_is_there(self) -> None:
+        self.ahead: list[int] = []
+        while (chosen := self.staleness.select(self.version)) is None:
+            if self.parts and self.random.random() < 0.3:
+                part = self.staleness.select_part(self.version)
+                self.staleness.take(part, self.version)
+                self.ahead += part
+            running, sampled = self.staleness.with_status("running"), self.staleness.with_status("sampled")
+            assert running or sampled, "every group is complete and yet none can be trained: deadlock"
+            self.something_happens(running, sampled)
+        self.staleness.take(chosen, self.version)
+        self.chosen = sorted([*self.ahead, *chosen])
+
+    def something_happens(self, running: list[int], sampled: list[int]) -> None:
+        luck = self.random.random()
+        if running and luck < 0.1:
+            self.restart(self.random.choice(running), failed=True)
+        elif luck < 0.2 and (overdue := self.staleness.overdue(self.version)):
+            for ordinal in overdue:
+                self.staleness.redraw(ordinal, self.version)
+                self.started_at[ordinal] = self.version
+        elif sampled and (luck < 0.6 or not running):
+            self.staleness.ready(self.random.choice(sampled))
+        else:
+            # The long tail: the oldest finish last as often as not.
+            pool = running if luck < 0.8 else running[len(running) // 2 :]
+            self.staleness.sampled(self.random.choice(pool))
+
+    def restart(self, ordinal: int, failed: bool) -> None:
+        self.staleness.restart(ordinal, self.version, failed=failed)
+        self.started_at[ordinal] = self.version
+
+    def train(self) -> None:
+        prompts, max_age, *_ = self.shape
+        assert len(self.chosen) == prompts
+        assert all(self.version - self.started_at[ordinal] <= max_age for ordinal in self.chosen)
+        assert self.staleness.release() == self.chosen
+        self.trained += self.chosen
+        self.version += 1
+        if self.random.random() < 0.5:
+            self.saved = self._save()
+        self.admit()
+        active = sum(self.staleness.occupancy().values())
+        assert active == self.staleness.capacity == (max_age + 1) * prompts
+
+    def resume(self) -> None:
+        """kill -9: back to the newest checkpoint; what was sampling then is sampled anew."""
+        self.version, state, self.started_at, self.trained = self.saved
+        self.saved = (self.version, state, dict(self.started_at), list(self.trained))
+        number = len(self.trained) + len(state["slots"])
+        self.staleness = Numbered(*self.shape)
+        self.staleness.next = number
+        again, beyond = self.staleness.load_state_dict(state, self.version)
+        assert not beyond
+        for ordinal in again:
+            self.started_at[ordinal] = self.version
+        self.admit()
+
+    def _save(self) -> tuple[int, dict[str, Any], dict[int, int], list[int]]:
+        return self.version, self.staleness.state_dict(), dict(self.started_at), list(self.trained)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.integers(0, 4),
+    st.sampled_from(POLICIES),
+    st.integers(2, 25),
+    st.booleans(),
+)
+def test_no_group_is_trained_too_old_or_twice_or_never(
+    seed: int, prompts: int, max_age: int, policy: Policy, steps: int, parts: bool
+) -> None:
+    schedule = Schedule(seed, prompts, max_age, policy, parts)
+    schedule.run(steps)
+    assert len(schedule.trained) == len(set(schedule.trained)) == steps * prompts
+    active = set(schedule.staleness.with_status("running") + schedule.staleness.with_status("sampled"))
+    active |= set(schedule.staleness.with_status("ready"))
+    assert set(schedule.trained) | active == set(range(len(schedule.trained) + len(active)))
+    assert not active & set(schedule.trained)
+
+
+def test_age_zero_is_the_synchronous_loop() -> None:
+    staleness = Numbered(4, 0, "windowed_fifo", 0.3)
+    assert staleness.fill(0) == [0, 1, 2, 3]
+    finish(staleness, 3, 1, 0)
+    assert staleness.select(0) is None
+    finish(staleness, 2)
+    assert staleness.select(0) == [0, 1, 2, 3]
+
+
+def test_a_straggler_is_passed_but_never_left_behind() -> None:
+    staleness = Numbered(2, 2, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 1, 2, 3, 4, 5)
+    assert staleness.select(0) == [1, 2]
+    step(staleness, 0, [1, 2])
+    # Within two steps' worth and the window of 2 + 2 groups from 0 on; then the step waits for it.
+    finish(staleness, 6, 7)
+    assert staleness.select(1) is None
+    assert staleness.waits_for() == "oldest"
+    finish(staleness, 0)
+    assert staleness.select(1) == [0, 3]
+
+
+def test_a_step_taken_in_parts_leaves_room_for_those_that_are_due() -> None:
+    staleness = Numbered(3, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 4)
+    assert staleness.select(0) is None
+    assert staleness.select_part(0) == [4]
+    staleness.take([4], 0)
+    finish(staleness, 1, 2)
+    assert staleness.select(0) == [1, 2]
+    step(staleness, 0, [1, 2])
+    # 0, 3 and 5 are due now; those of version 1 have to wait whatever is there of them.
+    finish(staleness, 6, 7, 8, 3)
+    assert staleness.select_part(1) == [3]
+    staleness.take([3], 1)
+    assert staleness.select_part(1) == []
+    assert staleness.select(1) is None
+    assert staleness.waits_for() == "oldest"
+    finish(staleness, 0, 5)
+    assert staleness.select(1) == [0, 5]
+
+
+def test_in_order_waits_for_the_oldest() -> None:
+    staleness = Numbered(2, 1, "in_order", 0.3)
+    staleness.fill(0)
+    finish(staleness, 1, 2, 3)
+    assert staleness.select(0) is None
+    finish(staleness, 0)
+    assert staleness.select(0) == [0, 1]
+
+
+def test_ready_first_takes_whoever_finished_first_while_all_deadlines_can_be_kept() -> None:
+    staleness = Numbered(2, 2, "ready_first", 0.3)
+    staleness.fill(0)
+    finish(staleness, 5, 3)
+    assert staleness.select(0) == [3, 5]
+    step(staleness, 0, [3, 5])
+    # Four groups of version 0 are left for two steps: at most none of version 1 may pass them now.
+    finish(staleness, 6, 7)
+    assert staleness.select(1) is None
+    finish(staleness, 4, 0)
+    assert staleness.select(1) == [0, 4]
+
+
+def test_an_overdue_group_is_drawn_anew_once() -> None:
+    staleness = Numbered(2, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 1, 2)
+    step(staleness, 0, [1, 2])
+    finish(staleness, 3, 4, 5)
+    assert staleness.overdue(1) == [0]
+    staleness.redraw(0, 1)
+    assert staleness.select(1) == [3, 4]
+    step(staleness, 1, [3, 4])
+    finish(staleness, 6, 7)
+    assert staleness.select(2) is None
+    assert staleness.overdue(2) == []
+
+
+def test_a_group_older_than_the_bound_is_refused() -> None:
+    staleness = Numbered(1, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 0)
+    with pytest.raises(RuntimeError, match="older than 1 steps"):
+        staleness.take([0], 2)
+
+
+def test_more_than_the_capacity_is_refused() -> None:
+    staleness = Numbered(2, 1, "windowed_fifo", 0.3)
+    with pytest.raises(ValueError, match="5 groups do not fit beside 0 of at most 4"):
+        staleness.admit([0, 1, 2, 3, 4], 0)
+
+
+def test_a_resume_keeps_what_was_ready_and_samples_the_rest_anew() -> None:
+    staleness = Numbered(2, 1, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 2)
+    staleness.sampled(1)
+    state = staleness.state_dict()
+    again = Numbered(2, 1, "windowed_fifo", 0.3)
+    assert again.load_state_dict(state, 1) == ([0, 1, 3], [])
+    assert again.occupancy() == {0: 1, 1: 3}
+    assert again.with_status("ready") == [2]
+    assert again.room() == 0
+
+
+def test_failures_are_counted() -> None:
+    staleness = Numbered(1, 0, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    assert [staleness.restart(0, 0, failed=True) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_resume_under_a_smaller_bound_keeps_it_and_loses_nobody() -> None:
+    staleness = Numbered(2, 3, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, *range(8))
+    again = Numbered(2, 1, "windowed_fifo", 0.3)
+    anew, beyond = again.load_state_dict(staleness.state_dict(), 1)
+    assert (again.with_status("ready"), anew, beyond) == ([0, 1], [2, 3], [4, 5, 6, 7])
+    assert again.select(1) == [0, 1]

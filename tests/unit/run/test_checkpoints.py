@@ -1,0 +1,128 @@
+"""Checkpoints appear whole or not at all; the newest and the best stay."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlctl.run.checkpoints import CheckpointError, Checkpoints
+
+
+def write(folder: Path) -> None:
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "weights").write_text("w")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=1)
+    for step, score in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.6), (5, None)):
+        checkpoints.save(step, {"score": score}, write)
+    assert names(tmp_path) == ["step_2", "step_4", "step_5"]
+    latest = checkpoints.latest()
+    assert latest is not None and (latest.step, latest.state["score"]) == (5, None)
+    assert (latest.trainer / "weights").read_text() == "w"
+
+
+def test_of_equal_scores_the_earlier_is_the_best(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=1)
+    for step, score in ((1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1)):
+        checkpoints.save(step, {"score": score}, write)
+    assert names(tmp_path) == ["step_2", "step_4"]
+
+
+def test_a_checkpoint_has_no_name_before_it_is_whole(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
+
+    def look(folder: Path) -> None:
+        write(folder)
+        assert names(tmp_path) == ["tmp_step_1"]
+        assert checkpoints.latest() is None
+
+    assert checkpoints.save(1, {"cursor": {"row": 3}}, look).path == tmp_path / "step_1"
+    latest = checkpoints.latest()
+    assert latest is not None and latest.state["cursor"] == {"row": 3}
+    assert json.loads((latest.path / "state.json").read_text()) == {"step": 1, "cursor": {"row": 3}}
+
+
+def test_a_step_saved_again_replaces_the_older_one(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=0)
+    for text in ("old", "new"):
+        checkpoints.save(1, {}, lambda folder, text=text: _note(folder, text))
+    assert names(tmp_path) == ["step_1"]
+    assert (tmp_path / "step_1" / "note").read_text() == "new"
+
+
+def _note(folder: Path, text: str) -> None:
+    (folder / "note").write_text(text)
+
+
+def test_what_is_pruned_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=1, keep_best=0)
+    checkpoints.save(1, {}, write)
+    with monkeypatch.context() as killed:
+        killed.setattr(shutil, "rmtree", _killed_if_anything_is_there)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, {}, write)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [2]
+    checkpoints.save(3, {}, write)
+    assert names(tmp_path) == ["step_3"]
+
+
+def _killed_if_anything_is_there(path: Path, ignore_errors: bool) -> None:
+    if path.exists():
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_writing_leaves_nothing_and_stays_an_interrupt(tmp_path: Path) -> None:
+    def interrupted(folder: Path) -> None:
+        write(folder)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Checkpoints(tmp_path, keep_last=1, keep_best=0).save(1, {}, interrupted)
+    assert names(tmp_path) == []
+
+
+def test_a_state_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 1 .* not JSON serializable"):
+        Checkpoints(tmp_path, keep_last=1, keep_best=0).save(1, {"cursor": object()}, write)
+    assert names(tmp_path) == []
+
+
+def test_a_run_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "never", keep_last=1, keep_best=0).latest() is None
+
+
+def test_a_failing_write_leaves_nothing_and_says_which_step(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=0)
+    checkpoints.save(1, {}, write)
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise OSError("No space left on device")
+
+    with pytest.raises(CheckpointError, match=f"no checkpoint of step 2 in {tmp_path}: No space left on device"):
+        checkpoints.save(2, {}, fail)
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_what_a_kill_cut_off_is_never_read_and_goes_with_the_next_save(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=0)
+    checkpoints.save(1, {}, write)
+    (tmp_path / "tmp_step_2").mkdir()
+    (tmp_path / "step_3").mkdir()
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [1]
+    checkpoints.save(4, {}, write)
+    assert "tmp_step_2" not in names(tmp_path)
+
+
+def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep_last=9, keep_best=0)
+    for step in (9, 10, 100):
+        checkpoints.save(step, {}, write)
+    assert [checkpoint.step for checkpoint in checkpoints.all()] == [9, 10, 100]

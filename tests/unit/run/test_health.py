@@ -1,0 +1,116 @@
+"""Bounds on a run's health: when each warns, once, and what a resumed run remembers."""
+
+import json
+from collections.abc import Iterable
+
+import pytest
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.health import grpo_health
+from rlctl.preflight.load import load
+from rlctl.run.health import Ceiling, Check, Decline, Health, Jump
+
+
+def warned(check: Check, metric: str, values: Iterable[float]) -> list[int]:
+    """The steps at which a check warns."""
+    health = Health([check], stop=False)
+    return [step for step, value in enumerate(values, 1) if health.look(step, {metric: value})]
+
+
+def test_a_ceiling_warns_once_and_again_after_it_recovered() -> None:
+    check = Ceiling("mismatch", "m", 1.05, "{value}")
+    assert warned(check, "m", [1.05, 1.06, 2.8, 1.0, 1.1]) == [2, 5]
+
+
+def test_a_value_that_is_no_number_is_above_every_ceiling() -> None:
+    assert warned(Ceiling("mismatch", "m", 1.05, "{value}"), "m", [1.0, float("nan")]) == [2]
+
+
+def test_a_patient_ceiling_warns_when_the_bound_is_left_for_long() -> None:
+    check = Ceiling("failed", "f", 0.5, "{value} for {steps} steps", patience=3)
+    assert warned(check, "f", [0.6, 0.6, 0.1, 0.6, 0.6, 0.6, 0.6]) == [6]
+
+
+def test_a_step_without_the_metric_says_nothing_either_way() -> None:
+    health = Health([Ceiling("mismatch", "m", 1.05, "{value}")], stop=False)
+    assert [len(health.look(step, metrics)) for step, metrics in enumerate([{"m": 2.0}, {}, {"m": 2.0}])] == [1, 0, 0]
+
+
+def test_a_gradient_norm_far_above_its_neighbours_is_told() -> None:
+    health = Health([Jump("grad_norm", "g", 20, 4, "{value:g} is {ratio:.0f} times")], stop=False)
+    steps = [1.0, 1.2, 0.8, 19.0, 400.0]
+    found = [health.look(step, {"g": value}) for step, value in enumerate(steps, 1)]
+    assert [len(each) for each in found] == [0, 0, 0, 0, 1]
+    assert found[-1][0].what == "400 is 364 times"
+    assert found[-1][0].value == pytest.approx(400 / 1.1)
+
+
+def test_steps_that_teach_nothing_are_no_neighbours() -> None:
+    check = Jump("grad_norm", "g", 20, 4, "")
+    assert warned(check, "g", [0.5, 0.0, 0.0, 0.0, 0.6, 0.0, 0.0, 0.5, 30.0]) == [9]
+
+
+def test_a_new_level_is_usual_after_half_a_window() -> None:
+    check = Jump("grad_norm", "g", 20, 4, "")
+    assert warned(check, "g", [1, 1, 1, 1, 100, 100, 100, 100, 100, 1, 2500]) == [5, 11]
+
+
+def test_held_out_accuracy_may_not_fall_far_below_its_start() -> None:
+    check = Decline("accuracy", "a", 0.1, -1, "{value:.0%}, {lost:.0%} below {start:.0%}")
+    assert warned(check, "a", [0.5, 0.9, 0.4, 0.32, 0.31, 0.45, 0.2]) == [4, 7]
+
+
+def test_held_out_loss_may_not_rise_far_above_its_start() -> None:
+    assert warned(Decline("loss", "l", 0.1, 1, ""), "l", [2.0, 1.0, 2.05, 2.2]) == [4]
+
+
+def test_a_resume_goes_on_with_what_was_measured_and_said() -> None:
+    def checks() -> list[Check]:
+        return [Jump("grad_norm", "g", 20, 4, ""), Decline("accuracy", "a", 0.1, -1, ""), Ceiling("m", "m", 1, "")]
+
+    before = Health(checks(), stop=False)
+    for step in range(4):
+        before.look(step, {"g": 1.0, "a": 0.5, "m": 2.0})
+    after = Health(checks(), stop=False)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    found = after.look(5, {"g": 400.0, "a": 0.3, "m": 2.0})
+    assert [each.check for each in found] == ["grad_norm", "accuracy"]
+
+
+def test_the_bounds_are_the_configs() -> None:
+    for stop in (False, True):
+        config = load("grpo", None, [f"health.stop={str(stop).lower()}"]).config
+        assert isinstance(config, GrpoConfig)
+        health = grpo_health(config)
+        assert health.look(0, {"validation/accuracy": 0.927}) == []
+        found = health.look(1, {"mismatch/token_mult_prob_error": 2.8, "validation/accuracy": 0.747})
+        assert [(each.check, each.fatal) for each in found] == [("mismatch", stop), ("accuracy", stop)]
+        assert "held-out accuracy is 74.7%, 18.0% below its start of 92.7%, at most 10.0%" in found[1].what
+
+
+def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again() -> None:
+    config = load("grpo", None, ["health.max_failed_reward_share=0.25", "health.failed_reward_steps=3"]).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config, lambda: "score: raised ValueError at mine.py:3 (96 times)")
+    shares = [1.0, 1.0, 0.25, 1.0, 0.5, 0.3]
+    found = [health.look(step, {"reward/failed_share": share}) for step, share in enumerate(shares, 1)]
+    assert found[:5] == [[]] * 5
+    (warning,) = found[5]
+    assert warning.fatal
+    assert warning.what == (
+        "rewards failed for 30% of the rollouts, in 3 steps in a row for more than 25% (health.max_failed_reward_share)"
+        "; most of them score: raised ValueError at mine.py:3 (96 times)"
+    )
+    resumed = grpo_health(config)
+    resumed.load_state_dict(json.loads(json.dumps(health.state_dict())))
+    again = [resumed.look(step, {"reward/failed_share": 1.0}) for step in (7, 8, 9)]
+    assert [len(each) for each in again] == [0, 0, 1]
+
+
+def test_an_asynchronous_runs_own_tokens_are_old_and_not_judged() -> None:
+    config = load("grpo", None, ["async.enabled=true"]).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config)
+    assert health.look(1, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 1.0}) == []
+    (warning,) = health.look(2, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 2.8})
+    assert warning.what.startswith("mismatch/parity is 2.8, at most 1.05 (health.max_token_mult_prob_error)")

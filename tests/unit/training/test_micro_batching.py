@@ -1,0 +1,65 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.training.micro_batching import Packing, packing, plan_micro_batches
+
+lengths_and_limit = st.lists(st.integers(1, 50), max_size=60).flatmap(
+    lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 120))
+)
+
+
+@given(lengths_and_limit, st.integers(1, 8))
+def test_every_sequence_stands_exactly_once(case: tuple[list[int], int], ranks: int) -> None:
+    lengths, limit = case
+    plan = plan_micro_batches(lengths, ranks, limit)
+    assert sorted(i for rank in plan for batch in rank for i in batch) == list(range(len(lengths)))
+
+
+@given(lengths_and_limit, st.integers(1, 8))
+def test_no_micro_batch_is_above_the_limit_and_all_ranks_have_equally_many(
+    case: tuple[list[int], int], ranks: int
+) -> None:
+    lengths, limit = case
+    plan = plan_micro_batches(lengths, ranks, limit)
+    assert len(plan) == ranks and len({len(batches) for batches in plan}) == 1
+    assert all(sum(lengths[i] for i in batch) <= limit for batches in plan for batch in batches)
+
+
+@given(lengths_and_limit, st.integers(1, 8))
+def test_ranks_differ_by_at_most_the_longest_sequence(case: tuple[list[int], int], ranks: int) -> None:
+    lengths, limit = case
+    plan = plan_micro_batches(lengths, ranks, limit)
+    tokens = [sum(lengths[i] for batch in batches for i in batch) for batches in plan]
+    assert max(tokens) - min(tokens) <= max(lengths, default=0)
+
+
+@given(lengths_and_limit, st.integers(1, 8))
+def test_empty_micro_batches_are_only_padding_at_the_end(case: tuple[list[int], int], ranks: int) -> None:
+    lengths, limit = case
+    plan = plan_micro_batches(lengths, ranks, limit)
+    for batches in plan:
+        assert sorted(batches, key=lambda batch: not batch) == batches
+    assert not any(all(not rank[m] for rank in plan) for m in range(len(plan[0])))
+
+
+def test_short_sequences_fill_the_gaps_that_long_ones_leave() -> None:
+    assert plan_micro_batches([6, 4, 6, 4], 1, 10) == [[[0, 1], [2, 3]]]
+
+
+def test_a_sequence_above_the_limit_names_the_knob() -> None:
+    with pytest.raises(ValueError, match=r"sequence 1 has 11 tokens.*trainer\.micro_batch_tokens"):
+        plan_micro_batches([3, 11], 2, 10)
+
+
+def test_packing_counts_room_that_only_keeps_ranks_in_step() -> None:
+    # Rank 0 gets 60 and rank 1 40 and 10: one micro-batch each.
+    assert packing([[60, 40, 10]], 2, 100) == Packing(1, 1.0, 110 / 200, pytest.approx(60 / 55))
+    # One rank needs two micro-batches, so the other has a second one, empty.
+    whole = packing([[90, 80, 20], [50]], 2, 100)
+    assert whole == Packing(2, 1.0, 240 / 400, pytest.approx((100 + 50) * 2 / 240))
+    assert str(packing([[100, 100, 50]], 1, 100)) == "3 micro-batches a rank and step, 83% full"
+
+
+def test_what_packs_badly_says_so() -> None:
+    assert str(packing([[90, 60]], 2, 100)).endswith("75% full; the busiest rank has 1.20 times the mean")
