@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import Totals, lay
+from rlctl.refit.checksum import ChecksumTable, lay
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """int64 [n] of several tensors of one device, on it."""
-    totals = Totals(len(tensors), tensors[0].device if tensors else torch.device("cpu"))
+    totals = ChecksumTable(len(tensors), tensors[0].device if tensors else torch.device("cpu"))
     for tensor in tensors:
         totals.add(lay(tensor))
     return totals.all()

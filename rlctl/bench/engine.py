@@ -8,11 +8,11 @@ from torch import Tensor
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import RAW_BYTES, Scheme, receive
 from rlctl.bench.weights import make_tensor
-from rlctl.generation.param_layout import NotPlain, find_regions
+from rlctl.generation.param_layout import UnsupportedLayout, find_regions
 from rlctl.generation.vllm_worker import RefitWorker
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
-from rlctl.refit.sink import WholeSink
+from rlctl.refit.sink import WholeTensorSink
 
 
 class BenchWorker(RefitWorker):
@@ -22,7 +22,7 @@ class BenchWorker(RefitWorker):
 
     def bench_meet(self, port: int, parties: int) -> None:
         """Join the other processes of the bench."""
-        self._bench = BenchEnd(self.device, Meeting(port, parties, keeper=False))
+        self._bench = BenchEnd(self.device, Meeting(port, parties, recorder=False))
 
     def bench_clear(self) -> None:
         """Leave the last scheme."""
@@ -32,7 +32,7 @@ class BenchWorker(RefitWorker):
         self._bench_kept: dict[str, Tensor] = {}
         self._bench.clear()
 
-    def bench_refit_rounds(self, plan: Plan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
+    def bench_refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Receive and commit several times, by the transport that `rl_open` joined."""
 
         def work(number: int) -> Timing:
@@ -47,7 +47,7 @@ class BenchWorker(RefitWorker):
         """Join the group of the reference schemes."""
         self._bench.open_wire(spec, buffer_bytes, first_rank + self.rank)
 
-    def bench_scheme_rounds(self, scheme: Scheme, plan: Plan, rounds: int) -> Measured:
+    def bench_scheme_rounds(self, scheme: Scheme, plan: RefitPlan, rounds: int) -> Measured:
         """Receive by a reference scheme."""
         wire = self._bench.wire
         assert wire, "bench_open_scheme comes first"
@@ -61,7 +61,7 @@ class BenchWorker(RefitWorker):
         with torch.no_grad():
             return self._bench.measure(rounds, work)
 
-    def bench_differences(self, plan: Plan, version: int, master: str) -> list[str]:
+    def bench_differences(self, plan: RefitPlan, version: int, master: str) -> list[str]:
         """Return the names of the tensors that differ here from a version as it was sent."""
         held = self._bench_held(plan)
         wrong = []
@@ -88,15 +88,15 @@ class BenchWorker(RefitWorker):
         else:
             self.model_runner.get_model().load_weights(iter(tensors))
 
-    def _bench_held(self, plan: Plan) -> dict[str, list[tuple[Any, Tensor]]]:
+    def _bench_held(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
         """Return where each tensor is now: parts of the live parameters, or on CPU what was delivered to the loader."""
         if self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
         held: dict[str, list[tuple[Any, Tensor]]] = {}
-        if not isinstance(self._rl_regions, NotPlain):
+        if not isinstance(self._rl_regions, UnsupportedLayout):
             for region in self._rl_regions:
                 held.setdefault(region.box.name, []).append((region.box.slices(), region.view))
             return held
         sink = self._rl_intake.sink if self._rl_intake else None
-        delivered = dict(sink.tensors()) if isinstance(sink, WholeSink) else self._bench_kept
+        delivered = dict(sink.tensors()) if isinstance(sink, WholeTensorSink) else self._bench_kept
         return {name: [((), tensor)] for name, tensor in delivered.items()}

@@ -22,7 +22,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.preflight.load import load
 
 if TYPE_CHECKING:
-    from rlctl.training.worker import Share
+    from rlctl.training.worker import RankBatch
 
 _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
@@ -241,7 +241,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
     import torch
 
     from rlctl.bench.weights import parameters_of
-    from rlctl.training.offload import Mover
+    from rlctl.training.offload import OffloadedTensors
 
     device = torch.device(name)
     torch.cuda.set_device(device)
@@ -258,7 +258,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
     link = copy(here, there), copy(there, here)
     del there, here
     state = [torch.zeros(shape, device=device) for _, shape in parameters_of(model) for _ in range(2)]
-    mover = Mover(state)
+    mover = OffloadedTensors(state)
 
     def move(place: Any) -> None:
         mover.move(place)
@@ -314,19 +314,21 @@ def _section(section: TrainerSection, place: str) -> TrainerSection:
     )
 
 
-def _share(bench: OffloadBench, folder: Path) -> "Share":
+def _share(bench: OffloadBench, folder: Path) -> "RankBatch":
     """Return random tokens, of which all but each sequence's first are trained on."""
     import numpy as np
 
     from rlctl.training.micro_batching import plan_micro_batches
-    from rlctl.training.sample import Sequence
-    from rlctl.training.worker import Share
+    from rlctl.training.sample import TrainingSample
+    from rlctl.training.worker import RankBatch
 
     vocabulary = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
     rng, mask = np.random.default_rng(0), np.arange(bench.tokens) > 0
-    data = [Sequence(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)]
+    data = [
+        TrainingSample(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)
+    ]
     [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, bench.section.micro_batch_tokens)
-    return Share.of([[data[index] for index in batch] for batch in plan])
+    return RankBatch.of([[data[index] for index in batch] for batch in plan])
 
 
 def _seconds(work: Callable[[], object]) -> float:

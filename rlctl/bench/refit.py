@@ -20,12 +20,12 @@ from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
 from rlctl.config.schema import RefitSection
 from rlctl.generation.engine import MakeEngine
-from rlctl.generation.requests import SampleRequest
+from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.launch.assemble_grpo import shared_memory
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.worker_specs import trainer_environment, usual_transport
-from rlctl.preflight.placement import Placement, Pools, place, this_machine
+from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine
 from rlctl.refit.protocol import Checks, Kind, TransportSpec
 from rlctl.refit.refit import EngineEnd, Options, Refit
 from rlctl.utils.cores import usable_cores
@@ -101,7 +101,9 @@ class RefitBench(Bench):
     @cached_property
     def placement(self) -> Placement:
         """Devices of every process. Raises ValueError if there are too few."""
-        return place(this_machine(self.gpus), Pools(self.trainers, self.engines, self.tensor_parallel, self.colocated))
+        return place(
+            this_machine(self.gpus), ResourceRequest(self.trainers, self.engines, self.tensor_parallel, self.colocated)
+        )
 
     @property
     def kinds(self) -> Sequence[Kind]:
@@ -168,9 +170,9 @@ def _start_engine(bench: RefitBench, model: Path, index: int, logs: Path) -> Wor
         recompute_kv_cache=False,
         forced_lengths=None,
     )
-    seat = bench.placement.engines[index]
-    beside = bench.placement.beside(seat) if "ipc" in bench.kinds else ()
-    env = environment(bench.placement.device, bench.visible(seat.devices), bench.visible(beside))
+    slot = bench.placement.engines[index]
+    beside = bench.placement.beside(slot) if "ipc" in bench.kinds else ()
+    env = environment(bench.placement.device, bench.visible(slot.devices), bench.visible(beside))
     return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{logs}/engine-{index}.log", threads=4))
 
 
@@ -311,9 +313,9 @@ class _Stage:
         return [answer for part in pending for answer in part.wait(_DEADLINE_S)[0]]
 
 
-def _requests(number: int) -> list[SampleRequest]:
+def _requests(number: int) -> list[TurnRequest]:
     """Return what engines sample while weights change: prompts that differ, so that no prefix is cached."""
     return [
-        SampleRequest(f"b{number}-{i}", [7 + number * _REQUESTS + i] * _PROMPT_TOKENS, 1, _REQUEST_TOKENS, 1.0, i)
+        TurnRequest(f"b{number}-{i}", [7 + number * _REQUESTS + i] * _PROMPT_TOKENS, 1, _REQUEST_TOKENS, 1.0, i)
         for i in range(_REQUESTS)
     ]

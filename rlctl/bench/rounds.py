@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rlctl.bench.schemes import Wire
-from rlctl.refit.process_group import Group, meet
+from rlctl.refit.process_group import BroadcastGroup, rendezvous
 from rlctl.refit.protocol import TransportSpec
 from rlctl.utils.ports import LOOPBACK, open_store
 
@@ -21,9 +21,9 @@ Timing = tuple[dict[str, float], float]
 class Meeting:
     """A place where `parties` processes of one host wait for each other."""
 
-    def __init__(self, port: int, parties: int, keeper: bool) -> None:
+    def __init__(self, port: int, parties: int, recorder: bool) -> None:
         patience = timedelta(seconds=_PATIENCE_S)
-        self._store: Any = open_store(LOOPBACK, port, keeper=keeper, timeout=patience)
+        self._store: Any = open_store(LOOPBACK, port, recorder=recorder, timeout=patience)
         self._parties, self._count = parties, 0
 
     def wait(self) -> None:
@@ -71,7 +71,7 @@ class BenchEnd:
 
     def open_wire(self, spec: TransportSpec, buffer_bytes: int, rank: int | None) -> None:
         """Join the group of the reference schemes. rank: 0 sends; None takes part in gathering alone."""
-        group = None if rank is None else Group(meet(spec, rank == 0), spec, 0, rank, self.device)
+        group = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, 0, rank, self.device)
         self.wire = Wire(group, buffer_bytes, self.device)
 
     def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rlctl.refit.process_group import Group
-from rlctl.utils.device_stream import Lane, Span, elapsed
+from rlctl.refit.process_group import BroadcastGroup
+from rlctl.utils.device_stream import DeviceStream, Span, elapsed
 
 Scheme = Literal["raw", "each", "packed-1", "packed-2"]
 LABELS: dict[Scheme, str] = {
@@ -40,7 +40,7 @@ class Phases:
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
     @contextmanager
-    def of(self, name: str, lane: Lane) -> Iterator[None]:
+    def of(self, name: str, lane: DeviceStream) -> Iterator[None]:
         """Count what is queued on `lane` within to phase `name`."""
         begin = lane.mark()
         yield
@@ -50,7 +50,7 @@ class Phases:
         """Return seconds by phase; the device must be done."""
         return {name: elapsed(spans) for name, spans in self.spans.items()}
 
-    def counted(self, items: Named, name: str, lane: Lane) -> Named:
+    def counted(self, items: Named, name: str, lane: DeviceStream) -> Named:
         """Yield the items; count what making them queues on `lane` to phase `name`."""
         while True:
             with self.of(name, lane):
@@ -64,7 +64,7 @@ class Phases:
 class Wire:
     """One end's means: the group (None on trainer ranks that only take part in gathering), chunk size, device."""
 
-    group: Group | None
+    group: BroadcastGroup | None
     buffer_bytes: int
     device: torch.device
 
@@ -80,7 +80,7 @@ def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int, scratch: Tens
     if scheme == "raw":
         _raw(wire, payload, scratch, phases)
     elif scheme == "each":
-        with Lane(wire.device) as lane:
+        with DeviceStream(wire.device) as lane:
             for _, tensor in phases.counted(tensors, "gather", lane):
                 with phases.of("wire", lane):
                     wire.broadcast(tensor)
@@ -96,7 +96,7 @@ def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load, scratch: Ten
     if scheme == "raw":
         _raw(wire, sum(_nbytes(shape, dtype) for _, shape, dtype in layout), scratch, phases)
     elif scheme == "each":
-        with Lane(wire.device) as lane:
+        with DeviceStream(wire.device) as lane:
             for name, shape, dtype in layout:
                 tensor = torch.empty(shape, dtype=dtype, device=wire.device)
                 with phases.of("wire", lane):
@@ -111,14 +111,14 @@ def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load, scratch: Ten
 
 def _raw(wire: Wire, payload: int, scratch: Tensor | None, phases: Phases) -> None:
     assert scratch is not None
-    with Lane(wire.device) as lane, phases.of("wire", lane):
+    with DeviceStream(wire.device) as lane, phases.of("wire", lane):
         for begin in range(0, payload, scratch.numel()):
             wire.broadcast(scratch[: min(scratch.numel(), payload - begin)])
     lane.wait()
 
 
 def _send_packed(wire: Wire, tensors: Named, phases: Phases, buffers: int) -> None:
-    lanes = [Lane(wire.device) for _ in range(buffers)]
+    lanes = [DeviceStream(wire.device) for _ in range(buffers)]
     ended, turn = False, 0
     while not ended:
         lane = lanes[turn % buffers]
@@ -145,7 +145,7 @@ def _send_packed(wire: Wire, tensors: Named, phases: Phases, buffers: int) -> No
 
 
 def _receive_packed(wire: Wire, layout: Layout, load: Load, phases: Phases, buffers: int) -> None:
-    lanes = [Lane(wire.device) for _ in range(buffers)]
+    lanes = [DeviceStream(wire.device) for _ in range(buffers)]
     for turn, rows in enumerate(_chunks(layout, wire.buffer_bytes)):
         lane = lanes[turn % buffers]
         lane.wait()

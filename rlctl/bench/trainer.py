@@ -8,7 +8,7 @@ import torch
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import RAW_BYTES, Scheme, send
 from rlctl.bench.weights import RandomShards
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.distributed import met_at
@@ -49,11 +49,11 @@ class BenchTrainer(SendsWeights):
         """Return the name, shape and dtype of what is sent."""
         return self._weights.layout(dtype)
 
-    def meet(self, port: int, parties: int, alone: int) -> None:
+    def rendezvous(self, port: int, parties: int, alone: int) -> None:
         """Join the other processes of the bench; at the port `alone` the other trainer ranks, without engines."""
-        keeper = self._spec.rank == 0
-        self._end = BenchEnd(self._device, Meeting(port, parties, keeper))
-        self._alone = Meeting(alone, self._spec.world, keeper)
+        recorder = self._spec.rank == 0
+        self._end = BenchEnd(self._device, Meeting(port, parties, recorder))
+        self._alone = Meeting(alone, self._spec.world, recorder)
 
     def fill(self, version: int) -> None:
         """Make the weights those of a version."""
@@ -68,14 +68,14 @@ class BenchTrainer(SendsWeights):
             self._synchronize()
             return {}, 0.0
 
-        return self._end.measure(rounds, work, Meeting(free_port(), 1, keeper=True))
+        return self._end.measure(rounds, work, Meeting(free_port(), 1, recorder=True))
 
     def clear(self) -> None:
         """Leave the last scheme."""
         self._sending.close()
         self._end.clear()
 
-    def refit_rounds(self, plan: Plan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
+    def refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Send one version several times. in_turn: receivers begin when this is done."""
 
         def work(number: int) -> Timing:

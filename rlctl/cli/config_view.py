@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config import paths
 from rlctl.config.convert import schema_keys
-from rlctl.config.provenance import Node, dump, leaves, plain
+from rlctl.config.provenance import ConfigNode, dump, leaves, plain
 from rlctl.config.schema import KINDS
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _ABSENT = object()
 MOST_INDENT = 44  # columns before the comments
 
 
-def lines(root: Node) -> list[tuple[str, str, str]]:
+def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
     """(line of YAML, where its value was written, what its key means); the lines together are the config."""
     meanings = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
     return [
@@ -46,7 +46,7 @@ def print_lines(remarks: list[tuple[str, str]], out: "Console") -> None:
         out.print(Text.assemble(text.ljust(width) if remark else text, (f"  # {remark}" if remark else "", "dim")))
 
 
-def difference(name_a: str, a: Node, name_b: str, b: Node) -> "Table | None":
+def difference(name_a: str, a: ConfigNode, name_b: str, b: ConfigNode) -> "Table | None":
     """The leaves whose values differ, or None."""
     from rich.table import Table
 
@@ -63,10 +63,10 @@ def difference(name_a: str, a: Node, name_b: str, b: Node) -> "Table | None":
     return table
 
 
-def _render(node: Node, key: str, indent: str) -> list[tuple[str, Node | None, str]]:
+def _render(node: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
     """(line, node of a value that ends on it, dotted key) for the children of a mapping."""
     assert isinstance(node.value, dict)
-    rendered: list[tuple[str, Node | None, str]] = []
+    rendered: list[tuple[str, ConfigNode | None, str]] = []
     for name, child in node.value.items():
         full = f"{key}.{name}" if key else name
         if isinstance(child.value, dict) and child.value:
@@ -80,14 +80,14 @@ def _render(node: Node, key: str, indent: str) -> list[tuple[str, Node | None, s
     return rendered
 
 
-def _entry(entry: Node, key: str, indent: str) -> list[tuple[str, Node | None, str]]:
+def _entry(entry: ConfigNode, key: str, indent: str) -> list[tuple[str, ConfigNode | None, str]]:
     if not isinstance(entry.value, dict) or not entry.value:
         return [(f"{indent}- {_inline(entry)}", entry, key)]
     (first, node, name), *rest = _render(entry, key, indent + "  ")
     return [(f"{indent}- {first.lstrip()}", node, name), *rest]
 
 
-def _inline(node: Node) -> str:
+def _inline(node: ConfigNode) -> str:
     """A value on one line of YAML."""
     if isinstance(node.value, list):
         return f"[{', '.join(_inline(entry) for entry in node.value)}]"
@@ -98,7 +98,7 @@ def _yaml(value: object) -> str:
     return dump({"key": value}).removeprefix("key: ").rstrip("\n")
 
 
-def _values(root: Node) -> dict[str, object]:
+def _values(root: ConfigNode) -> dict[str, object]:
     """Dotted key -> value, with paths resolved as a run would, so that a run equals its recipe."""
     looked_up = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
     values: dict[str, object] = {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rlctl.data.load import RowReader, RunRows
     from rlctl.data.preview import Lengths, Piece
     from rlctl.data.tokenize import LengthReport
-    from rlctl.training.micro_batching import Packing
+    from rlctl.training.micro_batching import PackingStats
 
 app = typer.Typer(help="The data of a run: text, masks, lengths, packs.", no_args_is_help=True)
 
@@ -78,7 +78,7 @@ class _Seen:
     lengths: "Lengths"
     texts: list["Text"]
     trained: float | None = None
-    packs: "Packing | None" = None
+    packs: "PackingStats | None" = None
 
     def as_json(self) -> dict[str, Any]:
         ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
@@ -118,9 +118,9 @@ def _grpo(config: GrpoConfig, section: DatasetSection, count: int) -> _Seen:
 
 def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
     """What the run draws first."""
-    from rlctl.data.cursor import Cursor, Source
+    from rlctl.data.cursor import Cursor, RowSource
 
-    return Source(rows, Cursor(len(rows), config.run.seed, config.data.shuffle)).draw(min(count, len(rows)))
+    return RowSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle)).draw(min(count, len(rows)))
 
 
 def read_ahead(config: RunConfig) -> "tuple[RowReader, RunRows]":

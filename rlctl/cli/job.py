@@ -24,14 +24,14 @@ def main() -> int:
 
     from rlctl.launch.assemble_grpo import run_grpo
     from rlctl.launch.assemble_sft import run_sft
-    from rlctl.launch.cluster_runtime import StandingCluster
+    from rlctl.launch.cluster_runtime import ClusterRuntime
     from rlctl.preflight.load import load
 
     composed = load(None, str(run / CONFIG), [], resume=True)
-    config, ground = composed.config, StandingCluster("--wait" in flags)
+    config, runtime = composed.config, ClusterRuntime("--wait" in flags)
     if config.kind == "grpo":
-        return run_grpo(config, composed.to_yaml(), ground, run, probe_only="--probe" in flags)
-    return run_sft(config, composed.to_yaml(), ground, run)
+        return run_grpo(config, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
+    return run_sft(config, composed.to_yaml(), runtime, run)
 
 
 def _take_secrets(path: Path) -> None:

@@ -8,8 +8,8 @@ from rlctl.dashboard.formats import count
 from rlctl.preflight.memory import Memory
 from rlctl.preflight.offload_plan import STATES
 from rlctl.preflight.placement import Placement
-from rlctl.preflight.plan import Batch, Plan, Schedule
-from rlctl.preflight.state_memory import Standing
+from rlctl.preflight.plan import BatchSize, RunPlan, Schedule
+from rlctl.preflight.state_memory import PlacedState
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rlctl.data.load import RunRows
 
 
-def format_plan(plan: Plan) -> "Group":
+def format_plan(plan: RunPlan) -> "Group":
     """Placement, batch, memory, where state stands, schedule, one under the other."""
     from rich.console import Group
     from rich.padding import Padding
@@ -72,7 +72,7 @@ def _table(width: int) -> "Table":
     return table
 
 
-def _where(plan: Plan) -> list[tuple[str, str]]:
+def _where(plan: RunPlan) -> list[tuple[str, str]]:
     size = f", {plan.parameters:,} parameters" if plan.parameters else ", sizes unknown: not on this machine"
     rows = [("model", show_path(Path(plan.model)) + size)]
     if plan.layout:
@@ -85,10 +85,10 @@ def _where(plan: Plan) -> list[tuple[str, str]]:
         ranks, engines = len(plan.placement.trainers), len(plan.placement.engines)
         share = f"{count(ranks, 'trainer rank')}" + (f" and {count(engines, 'engine')} share the cores" * bool(engines))
         return [*rows, ("CPU", share)]
-    rows += [(f"rank {i}", f"GPU {seat.devices[0]}") for i, seat in enumerate(plan.placement.trainers)]
+    rows += [(f"rank {i}", f"GPU {slot.devices[0]}") for i, slot in enumerate(plan.placement.trainers)]
     shared = ", shared with the trainer" if plan.placement.shared else ""
-    for i, seat in enumerate(plan.placement.engines):
-        rows.append((f"engine {i}", f"GPU {', '.join(map(str, seat.devices))}{shared}"))
+    for i, slot in enumerate(plan.placement.engines):
+        rows.append((f"engine {i}", f"GPU {', '.join(map(str, slot.devices))}{shared}"))
     return rows
 
 
@@ -96,8 +96,8 @@ def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
     """A row a node in use: who stands there, and what is reserved for them."""
     rows = []
     for node in placement.used:
-        ranks = [str(i) for i, seat in enumerate(placement.trainers) if seat.node == node]
-        engines = [str(i) for i, seat in enumerate(placement.engines) if seat.node == node]
+        ranks = [str(i) for i, slot in enumerate(placement.trainers) if slot.node == node]
+        engines = [str(i) for i, slot in enumerate(placement.engines) if slot.node == node]
         who = [f"rank {', '.join(ranks)}"] * bool(ranks) + [f"engine {', '.join(engines)}"] * bool(engines)
         gpus = placement.gpus_on(node)
         amount = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{placement.cpus_on(node):g} CPUs"
@@ -105,7 +105,7 @@ def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
     return rows
 
 
-def _step(plan: Plan) -> list[tuple[str, str]]:
+def _step(plan: RunPlan) -> list[tuple[str, str]]:
     batch = plan.batch
     rows = [("batch", _arithmetic(plan.kind, batch, "shard" if plan.layout else "rank"))]
     if batch.longest and batch.tokens:
@@ -116,7 +116,7 @@ def _step(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def _arithmetic(kind: str, batch: Batch, unit: str) -> str:
+def _arithmetic(kind: str, batch: BatchSize, unit: str) -> str:
     if kind == "sft":
         return f"{batch.prompts} samples, {batch.per_rank} a {unit}"
     shared = f" = {batch.per_update} an update x {count(batch.updates, 'update')}, {batch.per_rank} a {unit}"
@@ -151,7 +151,7 @@ def _standing(memory: Memory) -> "Table":
     return table
 
 
-def _place(standing: Standing) -> str:
+def _place(standing: PlacedState) -> str:
     """`device 3.2 GiB`; what the host updates may stand in both places."""
     parts = {"host": standing.host, "device": standing.device}
     return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or standing.place

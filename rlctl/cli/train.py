@@ -18,9 +18,9 @@ from rlctl.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
     from rlctl.data.load import RowReader
-    from rlctl.launch.runtime import Ground
+    from rlctl.launch.runtime import Runtime
     from rlctl.preflight.load import Composed
-    from rlctl.preflight.plan import Plan
+    from rlctl.preflight.plan import RunPlan
 
 app = typer.Typer(help="Train a model: GRPO, SFT.", no_args_is_help=True)
 
@@ -71,10 +71,10 @@ def grpo(
 ) -> None:
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     where = Where(cluster, wait, detach, env or [], probe)
-    composed, ground, resume, reader = _started("grpo", arguments, resume, dry_run, where)
+    composed, runtime, resume, reader = _started("grpo", arguments, resume, dry_run, where)
     from rlctl.launch.assemble_grpo import run_grpo
 
-    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), ground, resume, probe, reader))
+    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), runtime, resume, probe, reader))
 
 
 @app.command(
@@ -99,15 +99,15 @@ def sft(
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
     where = Where(cluster, wait, detach, env or [])
-    composed, ground, resume, reader = _started("sft", arguments, resume, dry_run, where)
+    composed, runtime, resume, reader = _started("sft", arguments, resume, dry_run, where)
     from rlctl.launch.assemble_sft import run_sft
 
-    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), ground, resume, reader))
+    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), runtime, resume, reader))
 
 
 def _started(
     kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where
-) -> "tuple[Composed, Ground, Path | None, RowReader]":
+) -> "tuple[Composed, Runtime, Path | None, RowReader]":
     """The run that this process is to drive, what it stands on, the directory that it resumes, and its rows.
 
     Others, and dry runs, end the command here.
@@ -116,9 +116,9 @@ def _started(
     composed, resumed = load_run(kind, arguments, resume, away=target is not None and target.away)
     if target is not None:
         raise typer.Exit(train_there(where, target, composed, resumed, dry_run))
-    ground = where.ground()
+    runtime = where.runtime()
     reader = _check_here(composed, resumed, dry_run, elsewhere=where.cluster is not None)
-    return composed, ground, resumed.run if resumed else None, reader
+    return composed, runtime, resumed.run if resumed else None, reader
 
 
 def load_run(
@@ -157,7 +157,7 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     return read_ahead(composed.config)[0]
 
 
-def show_plan(composed: "Composed", plan: "Plan", resumed: "Resumed | None", where: str = "") -> None:
+def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
     """The end of a dry run. where: the options that say where it would run; empty here, where the data is too."""
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.cli.resume import plan_of_resume
@@ -188,7 +188,7 @@ def refuse(composed: "Composed", why: str | None) -> None:
         raise typer.Exit(BAD_INPUT)
 
 
-def _plan(composed: "Composed") -> "Plan":
+def _plan(composed: "Composed") -> "RunPlan":
     from rlctl.models.model_sizes import architecture_of
     from rlctl.preflight.machine import read_machine
     from rlctl.preflight.plan import make_plan

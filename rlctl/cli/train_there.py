@@ -15,7 +15,7 @@ from rlctl.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
     from rlctl.cluster.jobs.submit import Target
-    from rlctl.launch.runtime import Ground
+    from rlctl.launch.runtime import Runtime
     from rlctl.preflight.load import Composed
 
 # The cluster that this very process is a job of.
@@ -45,16 +45,16 @@ class Where:
         with explained():
             return find_target(self.cluster)
 
-    def ground(self) -> "Ground":
+    def runtime(self) -> "Runtime":
         """What a run stands on that this process drives."""
-        from rlctl.launch.cluster_runtime import StandingCluster
-        from rlctl.launch.runtime import ThisMachine
+        from rlctl.launch.cluster_runtime import ClusterRuntime
+        from rlctl.launch.runtime import LocalRuntime
 
         if self.cluster is None:
-            return ThisMachine()
+            return LocalRuntime()
         if "RAY_ADDRESS" not in os.environ:
             raise ConfigError([Problem("--cluster here", "", "this is no job of a cluster: RAY_ADDRESS is not set")])
-        return StandingCluster(self.wait)
+        return ClusterRuntime(self.wait)
 
 
 def train_there(where: Where, target: "Target", composed: "Composed", resumed: "Resumed | None", dry_run: bool) -> int:

@@ -14,7 +14,7 @@ from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.provenance import (
     MOST_DEPTH,
     MOST_VALUES,
-    Node,
+    ConfigNode,
     Origin,
     leaves,
     merge,
@@ -29,7 +29,7 @@ from rlctl.config.references import check_references
 _MOST_PARENTS = 32
 
 
-def compose(recipe: Path, overrides: list[str]) -> Node:
+def compose(recipe: Path, overrides: list[str]) -> ConfigNode:
     """The merged, interpolated tree of the file `recipe`.
 
     Raises ConfigError: a parent not found, unreadable YAML, a malformed override or interpolation, too many values.
@@ -53,14 +53,14 @@ def find_recipe(recipe: str) -> Path:
     return found
 
 
-def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, Node]) -> Node:
+def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode]) -> ConfigNode:
     """The file over its parents. known: what was read already, since many may inherit from one."""
     if path in known:
         return known[path]
     root = read_file(path)
     assert isinstance(root.value, dict)
-    own = Node({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
-    merged = Node({}, root.origin)
+    own = ConfigNode({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
+    merged = ConfigNode({}, root.origin)
     for name, origin in _parents(root.value.get("defaults")):
         # A recipe of one's own may be named sft.yaml and inherit the shipped one of that name.
         parent = find(name, path.parent, other_than=path) or find(name, path.parent)
@@ -77,7 +77,7 @@ def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, Node]) -> No
     return known[path]
 
 
-def _parents(node: Node | None) -> list[tuple[str, Origin]]:
+def _parents(node: ConfigNode | None) -> list[tuple[str, Origin]]:
     if node is None:
         return []
     entries = node.value if isinstance(node.value, list) else [node]
@@ -88,7 +88,7 @@ def _parents(node: Node | None) -> list[tuple[str, Origin]]:
     return [(str(entry.value), entry.origin) for entry in entries]
 
 
-def _apply(root: Node, overrides: list[str]) -> Node:
+def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     problems = []
     for number, text in enumerate(overrides, start=1):
         origin = Origin(override=number, text=text)
@@ -109,7 +109,7 @@ def _apply(root: Node, overrides: list[str]) -> Node:
     return root
 
 
-def _put(node: Node, names: list[str], value: Node, origin: Origin) -> Node:
+def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) -> ConfigNode:
     """A copy of `node` with `value` at the path `names`; sections merge, so `section={a: 1}` keeps the rest."""
     if not names:
         return merge(node, value) if isinstance(node.value, dict) else value
@@ -121,31 +121,31 @@ def _put(node: Node, names: list[str], value: Node, origin: Origin) -> Node:
             raise ConfigError([Problem(str(origin), "", f"no list entry {name}; there are {has}")])
         # An entry given whole replaces the old one: a list has no defaults to merge with.
         entry = _put(node.value[index], rest, value, origin) if rest else value
-        return Node([*node.value[:index], entry, *node.value[index + 1 :]], node.origin)
+        return ConfigNode([*node.value[:index], entry, *node.value[index + 1 :]], node.origin)
     children = node.value if isinstance(node.value, dict) else {}
-    child = children.get(name, Node(None, origin))
-    return Node({**children, name: _put(child, rest, value, origin)}, node.origin)
+    child = children.get(name, ConfigNode(None, origin))
+    return ConfigNode({**children, name: _put(child, rest, value, origin)}, node.origin)
 
 
-def _complete_rewards(root: Node) -> Node:
+def _complete_rewards(root: ConfigNode) -> ConfigNode:
     """Every entry of `rewards:` over configs/reward.yaml; an entry that is a bare name is `{name: ...}`."""
     rewards = root.value.get("rewards") if isinstance(root.value, dict) else None
     if rewards is None or not isinstance(rewards.value, list):
         return root
     defaults = _reward_defaults()
     entries = [
-        Node({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in rewards.value
+        ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in rewards.value
     ]
-    completed = Node([merge(defaults, entry) for entry in entries], rewards.origin)
-    return merge(root, Node({"rewards": completed}, root.origin))
+    completed = ConfigNode([merge(defaults, entry) for entry in entries], rewards.origin)
+    return merge(root, ConfigNode({"rewards": completed}, root.origin))
 
 
 @cache
-def _reward_defaults() -> Node:
+def _reward_defaults() -> ConfigNode:
     return read_file(CONFIGS / "reward.yaml")
 
 
-def _interpolate(root: Node) -> Node:
+def _interpolate(root: ConfigNode) -> ConfigNode:
     """`${a.b}` filled in, by OmegaConf. Raises ConfigError with every one that leads nowhere."""
     marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
     if not marked:
@@ -184,13 +184,13 @@ def _secrets(marked: dict[str, str]) -> set[str]:
         found |= through
 
 
-def _wrap(value: object, origin: Origin) -> Node:
+def _wrap(value: object, origin: Origin) -> ConfigNode:
     if isinstance(value, dict):
-        return Node({str(key): _wrap(child, origin) for key, child in value.items()}, origin)
+        return ConfigNode({str(key): _wrap(child, origin) for key, child in value.items()}, origin)
     if isinstance(value, list):
-        return Node([_wrap(child, origin) for child in value], origin)
+        return ConfigNode([_wrap(child, origin) for child in value], origin)
     assert value is None or isinstance(value, str | int | float | bool)
-    return Node(value, origin)
+    return ConfigNode(value, origin)
 
 
 def _first_line(error: Exception) -> str:

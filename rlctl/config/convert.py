@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from rlctl.config import paths
 from rlctl.config.errors import Problem, did_you_mean
 from rlctl.config.invalid import BROKEN
-from rlctl.config.provenance import MISSING, Node, leaves
+from rlctl.config.provenance import MISSING, ConfigNode, leaves
 from rlctl.config.schema import KINDS
 from rlctl.config.unknown_keys import KnownKeys
 
@@ -55,7 +55,7 @@ class Converter:
         self._known = KnownKeys({key: key in sections for key in keys}, peers=self.kinds == tuple(KINDS.values()))
         self._hints = 0
 
-    def section(self, kind: type[T], node: Node, key: str = "") -> T:
+    def section(self, kind: type[T], node: ConfigNode, key: str = "") -> T:
         """A dataclass from a mapping, in which what was wrong is BROKEN."""
         if not isinstance(node.value, dict):
             return cast(T, self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}"))
@@ -69,7 +69,7 @@ class Converter:
             values[each.name] = self._field(each, hints[name], node.value.get(name), _join(key, name))
         return kind(**values)
 
-    def _field(self, spec: "Field[Any]", hint: Any, node: Node | None, key: str) -> Any:
+    def _field(self, spec: "Field[Any]", hint: Any, node: ConfigNode | None, key: str) -> Any:
         if node is None:
             what = "section" if is_dataclass(hint) else "key"
             parents = " or ".join(f"`defaults: {name}`" for name in self.parents)
@@ -89,7 +89,7 @@ class Converter:
                 return self._wrong(node, key, str(error))
         return value
 
-    def _value(self, hint: Any, node: Node, key: str, limits: Any) -> Any:
+    def _value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
         if is_dataclass(hint):
             return self.section(cast(type[Any], hint), node, key)
         if node.value is None and NoneType in get_args(hint):
@@ -113,11 +113,11 @@ class Converter:
             return self._wrong(node, key, f"must be {_describe_limits(limits)}, not {node.value}")
         return value
 
-    def _wrong(self, node: Node, key: str, what: str) -> Any:
+    def _wrong(self, node: ConfigNode, key: str, what: str) -> Any:
         self.problems.append(Problem(str(node.origin), key, what))
         return BROKEN
 
-    def _unknown(self, node: Node, key: str, here: list[str]) -> None:
+    def _unknown(self, node: ConfigNode, key: str, here: list[str]) -> None:
         """Report a key that no section has; of a section that nobody knows, each key within that leads somewhere."""
         self._hints += 1
         if self._hints > _MOST_HINTS:
@@ -170,7 +170,7 @@ def _literals(hint: Any) -> list[str]:
     return [value for each in _alternatives(hint) if get_origin(each) is Literal for value in get_args(each)]
 
 
-def _scalar(node: Node, hint: Any) -> str | int | float | bool | None:
+def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
     """The value as one of the hint's types, or None where it is none of them."""
     value, allowed = node.value, _alternatives(hint)
     if isinstance(value, str) and (value in _literals(hint) or str in allowed):
@@ -203,7 +203,7 @@ def _describe_limits(limits: Any) -> str:
     return " and ".join(f"{words} {limits[name]}" for name, words in _LIMITS.items() if name in limits) or "finite"
 
 
-def _shown(node: Node) -> str:
+def _shown(node: ConfigNode) -> str:
     if isinstance(node.value, dict):
         return "a section"
     if isinstance(node.value, list):
@@ -213,5 +213,5 @@ def _shown(node: Node) -> str:
     return node.text or str(node.value)
 
 
-def _near_literal(hint: Any, node: Node) -> str:
+def _near_literal(hint: Any, node: ConfigNode) -> str:
     return did_you_mean(str(node.value), _literals(hint))

@@ -19,7 +19,7 @@ from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 from rlctl.config.invalid import BrokenValueError
-from rlctl.config.provenance import Node, leaves, show_path
+from rlctl.config.provenance import ConfigNode, leaves, show_path
 
 FOLDER = CONFIGS / "cluster"
 # Room for workers beside Ray's own ports: one for each, and a driver's.
@@ -75,7 +75,7 @@ def find_cluster(cluster: str) -> Path:
     raise ConfigError([Problem(cluster, "", f"no such cluster or file{hint}")])
 
 
-def _check(config: Any, root: Node, file: Path) -> Iterator[Problem]:
+def _check(config: Any, root: ConfigNode, file: Path) -> Iterator[Problem]:
     """What a type cannot say. A check that needs a value already found wrong is left out."""
     origins = {key: str(node.origin) for key, node in leaves(root)}
     for key, check in _CHECKS.items():

@@ -1,4 +1,4 @@
-"""Config values that remember where they come from: YAML files and overrides as trees of `Node`s.
+"""Config values that remember where they come from: YAML files and overrides as trees of `ConfigNode`s.
 
 Scalars follow YAML 1.2's core schema, not PyYAML's 1.1: `1e-6` is a number, and `on`, `off`, `yes` and `no` are
 text. Nothing but mappings, lists, text, numbers, booleans and null can be read, so no tag builds an object. Size and
@@ -102,13 +102,13 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Node:
+class ConfigNode:
     """A value and its origin. text: how a scalar was written, so that `name: 007` can stay text.
 
     secret: the interpolation that gave the value, if it reads the environment.
     """
 
-    value: "dict[str, Node] | list[Node] | str | int | float | bool | None"
+    value: "dict[str, ConfigNode] | list[ConfigNode] | str | int | float | bool | None"
     origin: Origin
     text: str | None = None
     secret: str | None = None
@@ -125,7 +125,7 @@ def show_path(path: Path) -> str:
     return str(path.relative_to(CONFIGS.parent)) if is_shipped(path) else str(path)
 
 
-def read_file(path: Path) -> Node:
+def read_file(path: Path) -> ConfigNode:
     """The mapping in a YAML file.
 
     Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
@@ -138,26 +138,26 @@ def read_file(path: Path) -> Node:
     except yaml.YAMLError as error:
         raise ConfigError([Problem(f"{show_path(path)}:{_line(error)}", "", _reason(error))]) from error
     if root is None:
-        return Node({}, Origin(path, 1))
+        return ConfigNode({}, Origin(path, 1))
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError([Problem(f"{show_path(path)}:1", "", "a config is a mapping of `key: value` lines")])
     return _Reader(path).node(root, Origin(path, 1))
 
 
-def read_value(text: str, origin: Origin) -> Node:
+def read_value(text: str, origin: Origin) -> ConfigNode:
     """The YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except _LimitError as error:
         raise ConfigError([Problem(str(origin), "", _reason(error))]) from error
     except yaml.YAMLError:
-        return Node(text, origin, text)
+        return ConfigNode(text, origin, text)
     if root is None:
-        return Node(None, origin, text)
+        return ConfigNode(None, origin, text)
     try:
-        return Node(_Reader(None).node(root, origin).value, origin, text)
+        return ConfigNode(_Reader(None).node(root, origin).value, origin, text)
     except _TagError:
-        return Node(text, origin, text)
+        return ConfigNode(text, origin, text)
 
 
 def _read_text(path: Path) -> str:
@@ -172,17 +172,17 @@ def _read_text(path: Path) -> str:
     return data.decode("utf-8-sig")
 
 
-def merge(base: Node, over: Node) -> Node:
+def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
     """`over` wins: mappings are merged key by key, everything else is replaced whole."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged = dict(base.value)
     for key, node in over.value.items():
         merged[key] = merge(merged[key], node) if key in merged else node
-    return Node(merged, over.origin, over.text)
+    return ConfigNode(merged, over.origin, over.text)
 
 
-def plain(node: Node) -> Any:
+def plain(node: ConfigNode) -> Any:
     """The value alone: dicts, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
@@ -191,9 +191,9 @@ def plain(node: Node) -> Any:
     return node.value
 
 
-def leaves(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
+def leaves(node: ConfigNode, key: str = "") -> Iterator[tuple[str, ConfigNode]]:
     """(dotted key, node) of every scalar, and of every empty mapping or list, in order."""
-    children: list[tuple[str, Node]] = []
+    children: list[tuple[str, ConfigNode]] = []
     if isinstance(node.value, dict):
         children = list(node.value.items())
     elif isinstance(node.value, list):
@@ -230,7 +230,7 @@ class _Reader:
         self._file = file
         self._values = 0
 
-    def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> Node:
+    def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> ConfigNode:
         """The value that begins at `origin`, within those of `above`. Raises ConfigError."""
         self._values += 1
         if any(root is each for each in above):
@@ -239,15 +239,15 @@ class _Reader:
             what = _TOO_DEEP if len(above) > MOST_DEPTH else _TOO_MANY
             raise ConfigError([Problem(str(origin), "", f"{what}, once its aliases (*) are followed{_PLAIN}")])
         if isinstance(root, yaml.ScalarNode):
-            return Node(_scalar(root, self._at(root, origin)), origin, root.value)
+            return ConfigNode(_scalar(root, self._at(root, origin)), origin, root.value)
         if root.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
             raise _TagError([Problem(str(self._at(root, origin)), "", _not_allowed(root))])
         if isinstance(root, yaml.MappingNode):
-            return Node(self._mapping(root, origin, (*above, root)), origin)
-        return Node([self.node(child, self._at(child, origin), (*above, root)) for child in root.value], origin)
+            return ConfigNode(self._mapping(root, origin, (*above, root)), origin)
+        return ConfigNode([self.node(child, self._at(child, origin), (*above, root)) for child in root.value], origin)
 
-    def _mapping(self, root: yaml.MappingNode, origin: Origin, above: tuple[yaml.Node, ...]) -> dict[str, Node]:
-        children: dict[str, Node] = {}
+    def _mapping(self, root: yaml.MappingNode, origin: Origin, above: tuple[yaml.Node, ...]) -> dict[str, ConfigNode]:
+        children: dict[str, ConfigNode] = {}
         for name, child in root.value:
             here = self._at(name, origin)
             if not isinstance(name, yaml.ScalarNode):

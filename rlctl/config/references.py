@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from rlctl.config.errors import Problem
-from rlctl.config.provenance import MOST_BYTES, Node
+from rlctl.config.provenance import MOST_BYTES, ConfigNode
 
 _MOST_REFERENCES = 100
 # What a value costs besides its letters.
@@ -19,7 +19,7 @@ _RESOLVER = re.compile(r"\$\{([^${}:]*):")
 _FILLED = "\ue000"
 
 
-def check_references(root: Node, marked: list[tuple[str, Node]]) -> Iterator[Problem]:
+def check_references(root: ConfigNode, marked: list[tuple[str, ConfigNode]]) -> Iterator[Problem]:
     """Problems of the values of `marked`: (dotted key, node) of text with `${`.
 
     A reference that leads nowhere is OmegaConf's to report.
@@ -65,11 +65,11 @@ def _unknown(text: str) -> str | None:
 class _Sizes:
     """Letters of values with all references in them filled in."""
 
-    def __init__(self, root: Node) -> None:
+    def __init__(self, root: ConfigNode) -> None:
         self._root = root
         self._known: dict[int, int] = {}
 
-    def of(self, node: Node) -> int:
+    def of(self, node: ConfigNode) -> int:
         """A cycle counts as nothing: OmegaConf names it."""
         if id(node) in self._known:
             return self._known[id(node)]
@@ -85,7 +85,7 @@ class _Sizes:
         return size
 
     def _referred(self, reference: str) -> int:
-        node: Node | None = self._root
+        node: ConfigNode | None = self._root
         # OmegaConf takes `a[0]` and `a.0` alike.
         for name in re.sub(r"\[(\w+)\]", r".\1", reference).strip().split("."):
             children = node.value if node else None

@@ -107,22 +107,22 @@ class LossSection:
     kl_estimator: Literal["k1", "k2", "k3"] = spec("estimator of the KL")
     entropy_coef: float = spec("weight of the entropy bonus", ge=0)
     reduction: Literal["token", "sequence"] = spec("mean over all tokens of the update, or over sequences' own means")
-    proximal: Literal["auto", "behaviour", "recompute"] = spec(
+    proximal: Literal["auto", "rollout", "recompute"] = spec(
         "old policy of the ratio: the generator's own log-probs, or the trainer's before the update (the decoupled "
-        "objective); auto: behaviour in a synchronous run, recompute in an asynchronous one"
+        "objective); auto: rollout in a synchronous run, recompute in an asynchronous one"
     )
     force_on_policy_ratio: bool | None = spec(
         "recompute: take the policy being updated for the one before the update, which saves a pass over all tokens; "
         "null: where a step makes one update, so that they are the same"
     )
     importance_cap: float | None = spec(
-        "recompute: weight tokens by min(proximal / behaviour, this) (TIS); null: no correction by weight", gt=0
+        "recompute: weight tokens by min(proximal / rollout, this) (TIS); null: no correction by weight", gt=0
     )
     importance_mask: list[float] | None = spec(
-        "recompute: leave out tokens whose proximal / behaviour is outside [low, high] (IcePop); null: off", ge=0
+        "recompute: leave out tokens whose proximal / rollout is outside [low, high] (IcePop); null: off", ge=0
     )
     sequence_mask: list[float] | None = spec(
-        "recompute: leave out rollouts whose geometric mean of proximal / behaviour is outside [low, high]; null: off",
+        "recompute: leave out rollouts whose geometric mean of proximal / rollout is outside [low, high]; null: off",
         ge=0,
     )
     age_decay: float = spec(
@@ -154,7 +154,7 @@ class AsyncSection:
     policy: Literal["windowed_fifo", "in_order", "ready_first"] = spec(
         "which complete groups train next: those within a window from the oldest on; strictly the oldest; any"
     )
-    lookahead: Literal["auto", "full"] = spec(
+    prefetch: Literal["auto", "full"] = spec(
         "groups on their way: as many as keep the trainer busy, or always as many as the bound allows"
     )
     streamed_training: bool = spec(

@@ -17,7 +17,7 @@ STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_bl
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunEntry:
     """One run. accuracy: held-out, else of the last step; None where not measured. age_s: since it started."""
 
     name: str
@@ -34,7 +34,7 @@ class Entry:
         return asdict(self)
 
 
-def catalogue(root: Path) -> list[Entry]:
+def catalogue(root: Path) -> list[RunEntry]:
     """Newest first; folders that hold no events are no runs."""
     folders = [path.parent for path in root.glob("*/events.jsonl")]
     return sorted((entry(folder, read_state(folder)) for folder in folders), key=lambda entry: entry.age_s)
@@ -45,7 +45,7 @@ def newest(root: Path) -> Path | None:
     return Path(entries[0].path) if entries else None
 
 
-def table(entries: list[Entry]) -> Table:
+def table(entries: list[RunEntry]) -> Table:
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     grid.add_column("name", overflow="fold")
     for title in ("kind", "status"):
@@ -96,12 +96,12 @@ def metrics_table(state: RunState) -> Table:
     return grid
 
 
-def entry(folder: Path, state: RunState) -> Entry:
+def entry(folder: Path, state: RunState) -> RunEntry:
     """A run in this folder, as its `read_state` has it."""
     accuracy = state.latest("validation/accuracy")
     rate = state.mean("throughput/effective")
     started = float(state.start.get("time", folder.stat().st_mtime))
-    return Entry(
+    return RunEntry(
         name=state.name,
         path=str(folder),
         kind=str(state.start.get("algorithm", "")),

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.data.datasets import DataError
-from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.prompts import Prompt, SupervisedSample
 
-Drawn = TypeVar("Drawn", Prompt, Sample)
+Drawn = TypeVar("Drawn", Prompt, SupervisedSample)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Cursor:
         return np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
 
 
-class Source(Generic[Drawn]):
+class RowSource(Generic[Drawn]):
     """Rows in the cursor's order. Row `r17` drawn in epoch 2 is named `e2-r17`."""
 
     def __init__(self, rows: Sequence[Drawn], cursor: Cursor) -> None:
@@ -107,5 +107,5 @@ class Source(Generic[Drawn]):
         return replace(row, id=f"e{draw.epoch}-{row.id}")
 
 
-PromptSource = Source[Prompt]
-SampleSource = Source[Sample]
+PromptSource = RowSource[Prompt]
+SampleSource = RowSource[SupervisedSample]

@@ -12,7 +12,7 @@ from pathlib import Path
 from rlctl.config.schema import DataSection, DatasetSection, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows
-from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.data.rows import Messages, conversation, is_plain, question
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
 from rlctl.preflight.derived import needs_answers
@@ -84,7 +84,7 @@ def load_prompts(
 
 def load_samples(
     config: SftConfig, section: DatasetSection, chat: Chat, rows: list[Row], max_length: int
-) -> tuple[list[Sample], LengthReport]:
+) -> tuple[list[SupervisedSample], LengthReport]:
     """Return the samples of `section` from its rows, cut behind `max_length` tokens. Raises DataError."""
     return tokenize_samples(rows, section, chat, config.sft.mask, config.data.max_prompt_length, max_length)
 

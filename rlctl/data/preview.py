@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import Cursor
-from rlctl.data.prompts import Sample
+from rlctl.data.prompts import SupervisedSample
 
 # Steps of a run that say how well its samples pack.
 _STEPS = 200
@@ -33,7 +33,7 @@ class Lengths:
         return cls(sum(lengths), float(np.mean(lengths)), float(median), float(p90), max(lengths))
 
 
-def step_lengths(samples: list[Sample], config: SftConfig) -> Iterator[list[int]]:
+def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator[list[int]]:
     """Of the sequences of each of the run's first steps."""
     lengths, cursor = (
         [len(sample.tokens) for sample in samples],
@@ -52,7 +52,7 @@ class Piece:
     truncated: bool = False
 
 
-def pieces(sample: Sample, tokenizer: Any, most: int) -> list[Piece]:
+def pieces(sample: SupervisedSample, tokenizer: Any, most: int) -> list[Piece]:
     """The text of a sample's first `most` tokens, cut where the mask changes."""
     mask: NDArray[np.bool_] = sample.mask[:most]
     cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]

@@ -1,4 +1,4 @@
-"""What is drawn from a data set: a `Prompt` to answer (GRPO) or a `Sample` to imitate (SFT)."""
+"""What is drawn from a data set: a `Prompt` to answer (GRPO) or a `SupervisedSample` to imitate (SFT)."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Sample:
+class SupervisedSample:
     """One draw of one row to imitate: `tokens` int32 [T], `mask` bool [T], true where a token is trained on."""
 
     id: str

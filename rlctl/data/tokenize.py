@@ -1,4 +1,4 @@
-"""From rows to what is drawn: `Prompt`s (GRPO) and `Sample`s (SFT), and a report of what their lengths cost.
+"""From rows to what is drawn: `Prompt`s (GRPO) and `SupervisedSample`s (SFT), and a report of what their lengths cost.
 
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
@@ -11,7 +11,7 @@ import numpy as np
 from rlctl.config.schema import DatasetSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import DataError, Row
-from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.data.rows import conversation, question
 
 
@@ -72,14 +72,14 @@ def tokenize_samples(
     train: Literal["all", "last"],
     max_prompt_length: int | None,
     max_length: int,
-) -> tuple[list[Sample], LengthReport]:
+) -> tuple[list[SupervisedSample], LengthReport]:
     """Samples named `r{row}`, cut behind `max_length` tokens; what is trained on follows `train` (sft.mask).
 
     A sample whose first trained token stands behind `max_prompt_length` or `max_length` is left out and counted.
     Raises DataError at the first bad row, or if no sample is left.
     """
     report, stops = LengthReport(len(rows)), chat.ends.stops
-    samples: list[Sample] = []
+    samples: list[SupervisedSample] = []
     for row in rows:
         messages = conversation(row, section)
         with _At(row):
@@ -91,7 +91,7 @@ def tokenize_samples(
             continue
         report.truncated += len(tokens) > max_length
         report.unended += tokens[-1] not in stops
-        samples.append(Sample(f"r{row.number}", np.array(tokens[:max_length], np.int32), mask[:max_length]))
+        samples.append(SupervisedSample(f"r{row.number}", np.array(tokens[:max_length], np.int32), mask[:max_length]))
     if not samples:
         raise DataError(f"{section.path}: no sample is left: every prompt is longer than the limit")
     return samples, report

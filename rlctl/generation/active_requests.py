@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.generation.requests import FINISHES, Columns, SampleRequest
+from rlctl.generation.requests import FINISHES, PackedRollouts, TurnRequest
 
 
 class Cancelled(RuntimeError):
@@ -18,7 +18,7 @@ class Cancelled(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Counters:
+class EngineStats:
     """Since the engine's start. busy: seconds spent in steps. paused: seconds in which weights changed and nothing
     could be sampled. tokens: sampled, one a step for each sequence in it. steps: taken. at: when this was read, seconds
     of the engine's own clock.
@@ -30,17 +30,17 @@ class Counters:
     steps: int = 0
     at: float = field(default=0.0, compare=False)
 
-    def worked(self, seconds: float, sequences: int) -> "Counters":
+    def worked(self, seconds: float, sequences: int) -> "EngineStats":
         """After a step."""
         return replace(self, busy=self.busy + seconds, tokens=self.tokens + sequences, steps=self.steps + 1)
 
-    def stood(self, seconds: float) -> "Counters":
+    def stood(self, seconds: float) -> "EngineStats":
         """After a change of weights."""
         return replace(self, paused=self.paused + seconds)
 
 
 @dataclass(frozen=True)
-class Sample:
+class SampledTokens:
     """What vLLM gave for one rollout, and the version of each of its tokens, int32 [n]."""
 
     output: Any
@@ -48,35 +48,35 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Delivery:
+class FinishedGroups:
     """What an engine hands out at a time. ids, columns: groups that ended, and their rollouts. ended: of each group
     that still runs, how many of its rollouts do not any more.
     """
 
     ids: list[str]
-    columns: Columns
-    counters: Counters
+    columns: PackedRollouts
+    counters: EngineStats
     ended: dict[str, int]
 
 
 @dataclass
-class RunningGroup:
+class ActiveGroup:
     """A request under way. done: resolves to its samples, in order."""
 
-    request: SampleRequest
-    done: "Future[list[Sample]]" = field(default_factory=Future)
-    samples: dict[int, Sample] = field(default_factory=dict)
+    request: TurnRequest
+    done: "Future[list[SampledTokens]]" = field(default_factory=Future)
+    samples: dict[int, SampledTokens] = field(default_factory=dict)
 
     def rollouts(self) -> list[str]:
         """Names of its rollouts."""
         return [f"{self.request.id}#{index}" for index in range(self.request.num_samples)]
 
 
-class Running:
+class ActiveRequests:
     """All groups of an engine."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, RunningGroup] = {}
+        self._groups: dict[str, ActiveGroup] = {}
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -84,14 +84,14 @@ class Running:
     def __iter__(self) -> Any:
         return iter(self._groups.values())
 
-    def add(self, request: SampleRequest) -> RunningGroup:
+    def add(self, request: TurnRequest) -> ActiveGroup:
         """A new group. Raises ValueError if one of that id is being sampled."""
         if request.id in self._groups:
             raise ValueError(f"request {request.id} is being sampled already")
-        self._groups[request.id] = RunningGroup(request)
+        self._groups[request.id] = ActiveGroup(request)
         return self._groups[request.id]
 
-    def finish(self, rollout: str, sample: Sample) -> int:
+    def finish(self, rollout: str, sample: SampledTokens) -> int:
         """One rollout ended; with the last of its group the group is done. Returns the size of the group."""
         name, _, index = rollout.rpartition("#")
         group = self._groups[name]
@@ -117,16 +117,18 @@ class Running:
         return list(self._groups)
 
 
-def columns(groups: list[list[Sample]]) -> Columns:
+def columns(groups: list[list[SampledTokens]]) -> PackedRollouts:
     """The answers of several groups, as they travel."""
     samples = [sample for group in groups for sample in group]
     if not samples:
         nothing = np.zeros(0, np.int32)
-        return Columns(nothing, nothing, np.zeros(0, np.float32), nothing, np.zeros(0, np.int8))
+        return PackedRollouts(nothing, nothing, np.zeros(0, np.float32), nothing, np.zeros(0, np.int8))
     outputs = [sample.output for sample in samples]
     lengths = np.array([len(output.token_ids) for output in outputs], np.int32)
     tokens = [np.asarray(output.token_ids, np.int32) for output in outputs]
     log_probs = [np.asarray(output.logprobs.logprobs, np.float32) for output in outputs]
     finishes = [FINISHES.index(output.finish_reason) for output in outputs]
     versions = np.concatenate([sample.versions for sample in samples])
-    return Columns(lengths, np.concatenate(tokens), np.concatenate(log_probs), versions, np.array(finishes, np.int8))
+    return PackedRollouts(
+        lengths, np.concatenate(tokens), np.concatenate(log_probs), versions, np.array(finishes, np.int8)
+    )

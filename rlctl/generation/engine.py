@@ -13,14 +13,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from rlctl.generation.active_requests import Cancelled, Counters, Delivery, Running, Sample, columns
-from rlctl.generation.requests import Columns, SampleRequest
+from rlctl.generation.active_requests import (
+    ActiveRequests,
+    Cancelled,
+    EngineStats,
+    FinishedGroups,
+    SampledTokens,
+    columns,
+)
+from rlctl.generation.requests import PackedRollouts, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.stall import stall
-from rlctl.generation.token_versions import Boundaries
+from rlctl.generation.token_versions import TokenVersions
 from rlctl.generation.vllm_build import begun, build_llm, sampling_params
-from rlctl.generation.weight_loader import Choice, Mode
-from rlctl.refit.plan import Plan
+from rlctl.generation.weight_loader import LoadMode, Mode
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, TransportSpec, Untouched
 from rlctl.refit.transport import Report
 
@@ -45,13 +52,13 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._running = Running()
-        self._finished: queue.SimpleQueue[tuple[str, Future[list[Sample]]] | None] = queue.SimpleQueue()
-        self._counters = Counters()
+        self._running = ActiveRequests()
+        self._finished: queue.SimpleQueue[tuple[str, Future[list[SampledTokens]]] | None] = queue.SimpleQueue()
+        self._counters = EngineStats()
         self._ended: dict[str, int] = {}
         self._places = 0
         self._version = -1
-        self._boundaries = Boundaries()
+        self._boundaries = TokenVersions()
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._mode = "direct"
         self._poisoned = ""
@@ -60,22 +67,22 @@ class Engine:
         self._thread.start()
         self._on_thread(lambda: None)
 
-    def generate(self, requests: list[SampleRequest]) -> Columns:
+    def generate(self, requests: list[TurnRequest]) -> PackedRollouts:
         """Sample every request; returns when all are done, in the requests' order."""
         return columns([future.result() for future in self._on_thread(lambda: self._add(requests))])
 
-    def submit(self, requests: list[SampleRequest]) -> None:
+    def submit(self, requests: list[TurnRequest]) -> None:
         """Begin to sample; `collect` hands out each group when it is done. Returns at once."""
         for request, future in zip(requests, self._on_thread(lambda: self._add(requests))):
             future.add_done_callback(partial(self._keep, request.id))
 
-    def collect(self, patience_s: float) -> Delivery:
+    def collect(self, patience_s: float) -> FinishedGroups:
         """The submitted groups that ended since the last call; waits at most that long for one, or for as many
         rollouts of several groups as make room for another group.
 
         Raises what ended them otherwise than by `abort`.
         """
-        news: list[tuple[str, Future[list[Sample]]] | None] = []
+        news: list[tuple[str, Future[list[SampledTokens]]] | None] = []
         while True:
             try:
                 news.append(self._finished.get(timeout=0.0 if news else patience_s))
@@ -84,25 +91,27 @@ class Engine:
         ended = [group for group in news if group]
         kept = [(name, future) for name, future in ended if not isinstance(future.exception(), Cancelled)]
         found = columns([future.result() for _, future in kept])
-        return Delivery([name for name, _ in kept], found, self._read(), self._ended)
+        return FinishedGroups([name for name, _ in kept], found, self._read(), self._ended)
 
     def steps(self) -> int:
         """Made so far; answers while requests run."""
         return self._counters.steps
 
-    def _read(self) -> Counters:
+    def _read(self) -> EngineStats:
         return replace(self._counters, at=time.monotonic())
 
     def abort(self, ids: list[str]) -> None:
         """End these groups, as far as they run."""
         self._on_thread(lambda: self._drop(ids, Cancelled(f"requests {ids} were aborted")))
 
-    def refit_open(self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool) -> Choice:
+    def refit_open(
+        self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
+    ) -> LoadMode:
         """Join the refit transport. in_flight: requests go on during a refit. See `intake.choose_loading`."""
         # Together: were one worker to stage and another not, one would sample while its weights change.
         room = min(self._on_thread(lambda: self._workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
-        choice: Choice = self._on_thread(lambda: self._workers("rl_open", *arguments))[0]
+        choice: LoadMode = self._on_thread(lambda: self._workers("rl_open", *arguments))[0]
         self._mode = choice.mode
         return choice
 
@@ -151,7 +160,7 @@ class Engine:
         answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
 
-    def _keep(self, name: str, future: "Future[list[Sample]]") -> None:
+    def _keep(self, name: str, future: "Future[list[SampledTokens]]") -> None:
         self._finished.put((name, future))
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
@@ -201,7 +210,7 @@ class Engine:
         for output in outputs:
             sample = output.outputs[0]
             versions = self._boundaries.end(output.request_id, len(sample.token_ids))
-            size = self._running.finish(output.request_id, Sample(sample, versions))
+            size = self._running.finish(output.request_id, SampledTokens(sample, versions))
         self._ended = self._running.ended()
         self._places += len(outputs)
         if self._places >= size:
@@ -212,7 +221,7 @@ class Engine:
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
-    def _add(self, requests: list[SampleRequest]) -> list["Future[list[Sample]]"]:
+    def _add(self, requests: list[TurnRequest]) -> list["Future[list[SampledTokens]]"]:
         if self._poisoned:
             raise RuntimeError(f"this engine must not be used: {self._poisoned}")
         groups = [self._running.add(request) for request in requests]
@@ -221,7 +230,7 @@ class Engine:
                 self._enter(group.request, index, rollout)
         return [group.done for group in groups]
 
-    def _enter(self, request: SampleRequest, index: int, rollout: str) -> None:
+    def _enter(self, request: TurnRequest, index: int, rollout: str) -> None:
         # The salt keeps prefixes that older weights computed out of the cache's reach.
         prompt = {"prompt_token_ids": request.prompt_tokens, "cache_salt": f"v{self._version}"}
         self._llm.add_request(rollout, prompt, sampling_params(self._spec, request, index))

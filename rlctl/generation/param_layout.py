@@ -14,28 +14,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlctl.models.hf_folder import WeightFiles
-from rlctl.refit.param_slices import Region
-from rlctl.refit.plan import Box, Plan
+from rlctl.refit.param_slices import ParamSlice
+from rlctl.refit.plan import RefitPlan, TensorSlice
 
 
-class NotPlain(RuntimeError):
+class UnsupportedLayout(RuntimeError):
     """The engine's loader does more than copy: weights must go through it."""
 
 
-def find_regions(runner: Any, plan: Plan, device: torch.device) -> list[Region] | NotPlain:
+def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[ParamSlice] | UnsupportedLayout:
     """The regions of every tensor of the plan, or why there are none. runner: vLLM's, as it was after start-up."""
     if device.type == "cpu":
-        return NotPlain("on CPU vLLM repacks its weights")
+        return UnsupportedLayout("on CPU vLLM repacks its weights")
     try:
         regions = record_regions(runner.get_model(), plan)
         if runner.load_config.load_format != "dummy":
             prove(regions, WeightFiles(Path(runner.model_config.model)))
-    except NotPlain as reason:
+    except UnsupportedLayout as reason:
         return reason
     return regions
 
 
-def record_regions(model: Any, plan: Plan) -> list[Region]:
+def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
     """The regions of every tensor of the plan in `model` (a module with vLLM's `load_weights`). Nothing is loaded.
 
     Raises NotPlain if a loader transforms a tensor.
@@ -47,14 +47,14 @@ def record_regions(model: Any, plan: Plan) -> list[Region]:
     try:
         with torch.no_grad(), recorder:
             model.load_weights(iter(hollow.items()))
-    except NotPlain:
+    except UnsupportedLayout:
         raise
     except Exception as error:
-        raise NotPlain(f"{type(error).__name__}: {error}") from error
+        raise UnsupportedLayout(f"{type(error).__name__}: {error}") from error
     return recorder.regions
 
 
-def prove(regions: list[Region], files: WeightFiles) -> None:
+def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
     """Compare what an engine has loaded with the files it was loaded from, one tensor of each kind, bit by bit.
 
     A model may rearrange weights after its loaders are through, which copies of theirs cannot show. Raises NotPlain.
@@ -63,7 +63,7 @@ def prove(regions: list[Region], files: WeightFiles) -> None:
     for region in kinds.values():
         stored = files.tensor(region.box.name)[region.box.slices()]
         if not torch.equal(region.view, stored.to(region.view.device, region.view.dtype)):
-            raise NotPlain(f"vLLM rearranges {region.box.name} after loading it")
+            raise UnsupportedLayout(f"vLLM rearranges {region.box.name} after loading it")
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, hollow: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.regions: list[Region] = []
+        self.regions: list[ParamSlice] = []
         # Views share their tensor's storage object, hollow ones too: it tells which tensor a view is of.
         self._names = {tensor.untyped_storage()._cdata: (name, tensor) for name, tensor in hollow.items()}
 
@@ -86,15 +86,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, target: Tensor, source: Tensor) -> None:
         found = self._names.get(source.untyped_storage()._cdata)
         if found is None:
-            raise NotPlain("a tensor is computed with before it is copied")
+            raise UnsupportedLayout("a tensor is computed with before it is copied")
         name, whole = found
         if target.shape != source.shape or _steps(source) != _steps(whole, source.shape):
-            raise NotPlain(f"{name} is rearranged: {tuple(whole.shape)} into {tuple(target.shape)}")
+            raise UnsupportedLayout(f"{name} is rearranged: {tuple(whole.shape)} into {tuple(target.shape)}")
         rest, start = source.storage_offset(), []
         for stride in whole.stride():
             start.append(rest // stride if stride else 0)
             rest %= stride or 1
-        self.regions.append(Region(Box(name, tuple(start), tuple(source.shape)), target.detach()))
+        self.regions.append(ParamSlice(TensorSlice(name, tuple(start), tuple(source.shape)), target.detach()))
 
 
 def _steps(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:

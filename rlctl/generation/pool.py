@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlctl.generation.engine import MakeEngine
-from rlctl.generation.requests import Columns, Completion, SampleRequest
+from rlctl.generation.requests import PackedRollouts, Rollout, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.refit.protocol import Checks
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
-from rlctl.workers.nodes import Node
+from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
 
 Emit = Callable[..., None]
@@ -30,14 +30,14 @@ _SLICE_S = 5.0
 
 
 @dataclass(frozen=True)
-class EngineSeat:
+class EngineSlot:
     """Where an engine stands: the environment of its process, and its node (None: there is but one).
 
     waits: see `WorkerSpec`.
     """
 
     environment: dict[str, str]
-    node: Node | None = None
+    node: NodeLease | None = None
     waits: Waits | None = None
 
 
@@ -45,15 +45,15 @@ class GeneratorPool:
     """All engines of a run, at one weight version."""
 
     def __init__(
-        self, spec: EngineSpec, seats: list[EngineSeat], logs: str, deadline_s: float, max_restarts: int, emit: Emit
+        self, spec: EngineSpec, slots: list[EngineSlot], logs: str, deadline_s: float, max_restarts: int, emit: Emit
     ) -> None:
-        self._spec, self._seats, self._logs = spec, seats, logs
+        self._spec, self._slots, self._logs = spec, slots, logs
         self._deadline_s, self._max_restarts, self._emit = deadline_s, max_restarts, emit
         self._restarts_left = max_restarts
         self.version = -1
         self.asleep = False
         # By seat; None where an engine is gone with its node.
-        self.slots: list[Worker | None] = [self._start(index) for index in range(len(seats))]
+        self.slots: list[Worker | None] = [self._start(index) for index in range(len(slots))]
 
     @property
     def engines(self) -> list[Worker]:
@@ -123,9 +123,9 @@ class GeneratorPool:
         self.call("sleep")
         self.asleep = True
 
-    def generate(self, requests: list[SampleRequest], refit: Refit) -> list[list[Completion]]:
+    def generate(self, requests: list[TurnRequest], refit: Refit) -> list[list[Rollout]]:
         """Completions of every request, in order; engines that die meanwhile are replaced through `refit`."""
-        answers: dict[str, list[Completion]] = {}
+        answers: dict[str, list[Rollout]] = {}
         while len(answers) < len(requests):
             missing = [request for request in requests if request.id not in answers]
             standing = self._standing
@@ -156,7 +156,7 @@ class GeneratorPool:
     def forget_gone(self) -> None:
         """Number the engines that there are anew, without those that are gone."""
         standing = self._standing
-        self._seats = [self._seats[index] for index in standing]
+        self._slots = [self._slots[index] for index in standing]
         self.slots = [self.slots[index] for index in standing]
 
     def kill(self) -> None:
@@ -170,20 +170,20 @@ class GeneratorPool:
         return [index for index, worker in enumerate(self.slots) if worker]
 
     def _start(self, index: int) -> Worker:
-        seat, log = self._seats[index], f"{self._logs}/engine-{index}.log"
+        slot, log = self._slots[index], f"{self._logs}/engine-{index}.log"
         make = MakeEngine(self._spec)
         return Worker(
             WorkerSpec(
-                f"engine-{index}", make, seat.environment, log, threads=_THREADS, node=seat.node, waits=seat.waits
+                f"engine-{index}", make, slot.environment, log, threads=_THREADS, node=slot.node, waits=slot.waits
             )
         )
 
-    def _gather(self, index: int, part: Pending) -> Columns | None:
+    def _gather(self, index: int, part: Pending) -> PackedRollouts | None:
         """What an engine sampled; None if it was lost. However long it takes, as long as the engine makes steps."""
         steps = -1
         while True:
             try:
-                columns: Columns = part.wait(self._deadline_s if steps < 0 else _SLICE_S)[0]
+                columns: PackedRollouts = part.wait(self._deadline_s if steps < 0 else _SLICE_S)[0]
                 return columns
             except WorkerTimeout as error:
                 before, steps = steps, self._steps(part.workers[0])
@@ -262,7 +262,7 @@ class GeneratorPool:
                     raise
 
 
-def share_out(requests: list[SampleRequest], engines: int) -> list[list[SampleRequest]]:
+def share_out(requests: list[TurnRequest], engines: int) -> list[list[TurnRequest]]:
     """Requests of each engine: the costliest first, each to the engine with the fewest outstanding tokens.
 
     Deterministic; within an engine requests keep their order.

@@ -1,7 +1,7 @@
 """What goes into an engine and what comes out: tokens both ways, never text.
 
 A request is one prompt and the number of rollouts wanted of it (its group), so that a group shares its prompt's
-prefix. Answers travel between processes as columns (`Columns`), not as thousands of small arrays.
+prefix. Answers travel between processes as columns (`PackedRollouts`), not as thousands of small arrays.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True)
-class SampleRequest:
+class TurnRequest:
     """A group to sample. Temperature 0 is greedy; rollout i is drawn with `seed + i`, whatever runs beside it."""
 
     id: str
@@ -32,7 +32,7 @@ class SampleRequest:
 
 
 @dataclass(frozen=True)
-class Completion:
+class Rollout:
     """One sampled rollout.
 
     tokens: int32 [n], the stop token included. log_probs: float32 [n], of the distribution that was sampled
@@ -47,7 +47,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Columns:
+class PackedRollouts:
     """The rollouts of several requests, one column a kind of value.
 
     lengths: int32 [n] tokens a rollout, in the order of the requests and of the samples within each. tokens,
@@ -60,7 +60,7 @@ class Columns:
     versions: NDArray[np.int32]
     finishes: NDArray[np.int8]
 
-    def split(self, requests: list[SampleRequest]) -> list[list[Completion]]:
+    def split(self, requests: list[TurnRequest]) -> list[list[Rollout]]:
         """The completions of each request."""
         ends = np.cumsum(self.lengths)
         groups, row = [], 0
@@ -69,9 +69,7 @@ class Columns:
             for _ in range(request.num_samples):
                 part = slice(ends[row] - self.lengths[row], ends[row])
                 finish = FINISHES[self.finishes[row]]
-                group.append(
-                    Completion(request.id, self.tokens[part], self.log_probs[part], self.versions[part], finish)
-                )
+                group.append(Rollout(request.id, self.tokens[part], self.log_probs[part], self.versions[part], finish))
                 row += 1
             groups.append(group)
         return groups

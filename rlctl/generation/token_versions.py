@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass
-class Boundaries:
+class TokenVersions:
     """Of all running rollouts, by name."""
 
     _of: dict[str, list[tuple[int, int]]] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 import gc
 from typing import Any
 
-from rlctl.generation.requests import SampleRequest
+from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec
 
 _CPU_BATCH_TOKENS = 8192
@@ -78,7 +78,7 @@ def begun(request: Any) -> bool:
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
 
-def sampling_params(spec: EngineSpec, request: SampleRequest, index: int) -> Any:
+def sampling_params(spec: EngineSpec, request: TurnRequest, index: int) -> Any:
     """Of one rollout of a group."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -11,10 +11,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from rlctl.generation.param_layout import NotPlain, find_regions
-from rlctl.generation.weight_loader import Choice, Intake, Mode, choose_loading
-from rlctl.refit.param_slices import Region
-from rlctl.refit.plan import Plan
+from rlctl.generation.param_layout import UnsupportedLayout, find_regions
+from rlctl.generation.weight_loader import LoadMode, Mode, WeightReceiver, choose_loading
+from rlctl.refit.param_slices import ParamSlice
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, TransportSpec
 from rlctl.refit.transport import Report, open_receiver, receiver_bytes
 from rlctl.utils.ports import open_store
@@ -26,7 +26,7 @@ def listen_on_the_address_alone() -> None:
     """Have torch's tcp:// rendezvous, by which the workers of an engine meet, use `open_store`."""
 
     def create(host: str, port: int, rank: int, world: int, timeout: timedelta, use_libuv: bool = True) -> Any:
-        return open_store(host, port, keeper=rank == 0, timeout=timeout, world=world)
+        return open_store(host, port, recorder=rank == 0, timeout=timeout, world=world)
 
     # torch.distributed has a function of the module's name.
     import_module("torch.distributed.rendezvous").__dict__["_create_c10d_store"] = create
@@ -55,8 +55,8 @@ class RefitWorker:
     model_runner: Any
     rank: int
     device: torch.device
-    _rl_intake: Intake | None = None
-    _rl_regions: list[Region] | NotPlain | None = None
+    _rl_intake: WeightReceiver | None = None
+    _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
 
     @answered
     def rl_room(self) -> int:
@@ -72,8 +72,8 @@ class RefitWorker:
 
     @answered
     def rl_open(
-        self, spec: TransportSpec, plan: Plan, first_rank: int, mode: Mode, in_flight: bool, room: int
-    ) -> Choice:
+        self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool, room: int
+    ) -> LoadMode:
         """Join the transport; `first_rank` is the rank of this engine's first worker in it. See `choose_loading`."""
         if self._rl_regions is None:
             # Once, while the engine still has the weights that it loaded itself.
@@ -81,7 +81,7 @@ class RefitWorker:
         room -= receiver_bytes(spec, plan)
         loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
-        self._rl_intake = Intake(receiver, loading, self.device)
+        self._rl_intake = WeightReceiver(receiver, loading, self.device)
         return loading.choice
 
     @answered
@@ -114,7 +114,7 @@ class RefitWorker:
         }
 
     @property
-    def _rl(self) -> Intake:
+    def _rl(self) -> WeightReceiver:
         if self._rl_intake is None:
             raise RuntimeError("rl_open comes first")
         return self._rl_intake

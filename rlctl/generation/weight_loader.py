@@ -13,11 +13,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from rlctl.generation.param_layout import NotPlain
-from rlctl.refit.param_slices import Region, RegionSink, Twins, verify_complete
-from rlctl.refit.plan import Plan
+from rlctl.generation.param_layout import UnsupportedLayout
+from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, RefitError
-from rlctl.refit.sink import Sink, WholeSink
+from rlctl.refit.sink import WeightSink, WholeTensorSink
 from rlctl.refit.transport import Receiver, Report
 
 Mode = Literal["auto", "staged", "direct"]
@@ -26,7 +26,7 @@ _SPARE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
-class Choice:
+class LoadMode:
     """How an engine worker takes weights in, and why; extra_bytes: device memory it holds for that."""
 
     mode: Literal["staged", "direct"]
@@ -34,31 +34,31 @@ class Choice:
     extra_bytes: int
 
 
-class Loading(Protocol):
+class WeightLoader(Protocol):
     """Where a version is received, and the step that makes it live."""
 
-    sink: Sink
-    choice: Choice
+    sink: WeightSink
+    choice: LoadMode
 
     def commit(self) -> None:
         """Make what the sink received the live weights; queued on the current stream or done."""
 
 
-class Intake:
+class WeightReceiver:
     """One vLLM worker's end of a refit."""
 
-    def __init__(self, receiver: Receiver, loading: Loading, device: torch.device) -> None:
+    def __init__(self, receiver: Receiver, loading: WeightLoader, device: torch.device) -> None:
         self._receiver, self._loading, self._device = receiver, loading, device
         self._staging: threading.Thread | None = None
         self._staged: Report | Exception | None = None
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> LoadMode:
         """The mode in use."""
         return self._loading.choice
 
     @property
-    def sink(self) -> Sink:
+    def sink(self) -> WeightSink:
         """Where versions are received."""
         return self._loading.sink
 
@@ -101,42 +101,42 @@ class Intake:
             self._staged = error
 
 
-class _InPlace:
+class DirectLoader:
     """Straight into the live parameters."""
 
-    def __init__(self, plan: Plan, regions: list[Region], why: str) -> None:
-        self.sink: Sink = RegionSink(plan, regions)
-        self.choice = Choice("direct", why, 0)
+    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str) -> None:
+        self.sink: WeightSink = ParamSliceSink(plan, regions)
+        self.choice = LoadMode("direct", why, 0)
 
     def commit(self) -> None:
         """Nothing is left to do."""
 
 
-class _Twinned:
+class ShadowLoader:
     """Into a second copy of every parameter."""
 
-    def __init__(self, plan: Plan, regions: list[Region], parameters: dict[str, Tensor], why: str) -> None:
-        self._twins = Twins(parameters, regions)
+    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], parameters: dict[str, Tensor], why: str) -> None:
+        self._shadow = ShadowParams(parameters, regions)
         # Made on this thread's stream; what is received comes on others.
         torch.cuda.synchronize()
-        self.sink: Sink = RegionSink(plan, self._twins.regions, beside_requests=True)
-        self.choice = Choice("staged", why, self._twins.nbytes)
+        self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
+        self.choice = LoadMode("staged", why, self._shadow.nbytes)
 
     def commit(self) -> None:
-        """See `Loading.commit`."""
-        self._twins.commit()
+        """See `WeightLoader.commit`."""
+        self._shadow.commit()
 
 
-class _Reloaded:
+class ReloadLoader:
     """Whole tensors, which the engine's own loader fuses and repacks as at its start."""
 
-    def __init__(self, plan: Plan, runner: Any, device: torch.device, why: str) -> None:
-        self._whole, self._runner, self._device = WholeSink(plan, device), runner, device
-        self.sink: Sink = self._whole
-        self.choice = Choice("staged", why, 0 if device.type == "cpu" else plan.nbytes)
+    def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, why: str) -> None:
+        self._whole, self._runner, self._device = WholeTensorSink(plan, device), runner, device
+        self.sink: WeightSink = self._whole
+        self.choice = LoadMode("staged", why, 0 if device.type == "cpu" else plan.nbytes)
 
     def commit(self) -> None:
-        """See `Loading.commit`. Keeps the parameters' storage, so that CUDA graphs stay valid."""
+        """See `WeightLoader.commit`. Keeps the parameters' storage, so that CUDA graphs stay valid."""
         self._runner.reload_weights(weights_iterator=self._whole.tensors())
         if self._device.type == "cpu":
             _repack_for_cpu(self._runner.get_model())
@@ -144,23 +144,23 @@ class _Reloaded:
 
 def choose_loading(
     runner: Any,
-    plan: Plan,
+    plan: RefitPlan,
     device: torch.device,
-    regions: list[Region] | NotPlain,
+    regions: list[ParamSlice] | UnsupportedLayout,
     mode: Mode,
     in_flight: bool,
     room: int,
-) -> Loading:
+) -> WeightLoader:
     """runner: vLLM's model runner. regions: of `find_regions`. in_flight: sampling goes on during a refit. room: bytes
     that are free on the device of every worker of the engine, beside the transport's buffers.
 
     Raises RefitError for `direct` where the engine rearranges its weights, `staged` without the memory for it,
     or parameters that the plan does not fill.
     """
-    if isinstance(regions, NotPlain):
+    if isinstance(regions, UnsupportedLayout):
         if mode == "direct":
             raise RefitError(f"refit.mode=direct needs an engine that keeps weights as they are sent: {regions}")
-        return _Reloaded(plan, runner, device, str(regions))
+        return ReloadLoader(plan, runner, device, str(regions))
     model = runner.get_model()
     parameters = dict(model.named_parameters())
     verify_complete(regions, parameters, _padded(model))
@@ -170,10 +170,10 @@ def choose_loading(
     if mode == "staged" and not fits:
         raise RefitError(f"refit.mode=staged: {sizes}: lower generation.gpu_memory_utilization or use direct")
     if mode == "staged":
-        return _Twinned(plan, regions, parameters, "as configured")
+        return ShadowLoader(plan, regions, parameters, "as configured")
     if mode == "direct" or not in_flight:
-        return _InPlace(plan, regions, "as configured" if mode == "direct" else "nothing samples during a refit")
-    return _Twinned(plan, regions, parameters, sizes) if fits else _InPlace(plan, regions, sizes)
+        return DirectLoader(plan, regions, "as configured" if mode == "direct" else "nothing samples during a refit")
+    return ShadowLoader(plan, regions, parameters, sizes) if fits else DirectLoader(plan, regions, sizes)
 
 
 def _padded(model: torch.nn.Module) -> set[str]:

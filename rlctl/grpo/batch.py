@@ -12,32 +12,32 @@ from numpy.typing import NDArray
 
 from rlctl.config.schema import GrpoSection
 from rlctl.data.prompts import Prompt
-from rlctl.generation.requests import Completion
+from rlctl.generation.requests import Rollout
 from rlctl.grpo.advantages import advantages
 from rlctl.rewards.scorer import Score
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
 
 
 @dataclass(frozen=True)
-class Group:
+class RolloutGroup:
     """A prompt's rollouts and their scores, side by side."""
 
     prompt: Prompt
-    completions: list[Completion]
+    completions: list[Rollout]
     scores: list[Score]
 
 
 @dataclass
-class Fates:
+class TaskOutcomes:
     """Ids of the prompts by the state they ended in; reason -> ids for those that were not trained."""
 
     trained: list[str] = field(default_factory=list)
     filtered: dict[str, list[str]] = field(default_factory=dict)
     dropped: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, more: "Fates") -> None:
+    def add(self, more: "TaskOutcomes") -> None:
         """Those of another batch too."""
         self.trained += more.trained
         for mine, theirs in ((self.filtered, more.filtered), (self.dropped, more.dropped)):
@@ -65,50 +65,50 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """Sequences to train on, the group each belongs to (index into `groups`), and what became of the prompts.
 
     places: of each sequence, the prompt's id and the rollout's index in its group. left_out: rollouts that are not
     among the sequences, see `LeftOut`.
     """
 
-    sequences: list[Sequence]
+    sequences: list[TrainingSample]
     owners: NDArray[np.int64]
-    fates: Fates
+    outcomes: TaskOutcomes
     places: list[tuple[str, int]]
     left_out: list[LeftOut]
 
     @classmethod
-    def joined(cls, parts: "Rows[Batch]", groups: Rows[int]) -> "Batch":
+    def joined(cls, parts: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
         """Several batches as one. groups: how many each was made of."""
-        fates = Fates()
+        outcomes = TaskOutcomes()
         for part in parts:
-            fates.add(part.fates)
+            outcomes.add(part.outcomes)
         starts = np.cumsum([0, *groups[:-1]])
         owners = np.concatenate([part.owners + start for part, start in zip(parts, starts)])
         sequences = [sequence for part in parts for sequence in part.sequences]
         places = [place for part in parts for place in part.places]
         left_out = [each for part in parts for each in part.left_out]
-        return cls(sequences, owners, fates, places, left_out)
+        return cls(sequences, owners, outcomes, places, left_out)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
         """One field of every sequence."""
         return [sequence.fields[name] for sequence in self.sequences]
 
-    def shares(self, count: int) -> list[list[Sequence]]:
+    def shares(self, count: int) -> list[list[TrainingSample]]:
         """The sequences of `count` updates: whole groups, as even in number as can be, in drawing order."""
         groups = np.unique(self.owners)
         parts = [part for part in np.array_split(groups, count) if len(part)]
         return [[self.sequences[row] for row in np.flatnonzero(np.isin(self.owners, part))] for part in parts]
 
 
-def make_batch(groups: Rows[Group], config: GrpoSection, version: int | None = None) -> Batch:
+def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | None = None) -> TrainingBatch:
     """Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline; a group
     left with none is dropped, a uniform one may be filtered.
 
     version: of the weights that are trained; then sequences tell how many steps old each token is.
     """
-    fates, left_out = Fates(), list[LeftOut]()
+    outcomes, left_out = TaskOutcomes(), list[LeftOut]()
     rewards, owners, completions, places = [], [], [], []
     for index, group in enumerate(groups):
         bad = _not_finite(group)
@@ -121,12 +121,12 @@ def make_batch(groups: Rows[Group], config: GrpoSection, version: int | None = N
         values = [value for _, _, value in scored]
         if not scored:
             reason = NOT_FINITE if bad else "no rollout could be scored"
-            fates.dropped.setdefault(reason, []).append(group.prompt.id)
+            outcomes.dropped.setdefault(reason, []).append(group.prompt.id)
             continue
         if config.skip_uniform_groups and max(values) == min(values):
-            fates.filtered.setdefault("all rewards equal", []).append(group.prompt.id)
+            outcomes.filtered.setdefault("all rewards equal", []).append(group.prompt.id)
             continue
-        fates.trained.append(group.prompt.id)
+        outcomes.trained.append(group.prompt.id)
         rewards += values
         owners += [index] * len(scored)
         completions += [completion for _, completion, _ in scored]
@@ -135,10 +135,10 @@ def make_batch(groups: Rows[Group], config: GrpoSection, version: int | None = N
     worth = advantages(np.array(rewards, np.float64), owner_array, config.advantage) if owners else np.zeros(0)
     rows = zip(owners, completions, worth)
     sequences = [to_sequence(groups[owner].prompt, one, float(value), version) for owner, one, value in rows]
-    return Batch(sequences, owner_array, fates, places, left_out)
+    return TrainingBatch(sequences, owner_array, outcomes, places, left_out)
 
 
-def _not_finite(group: Group) -> dict[int, LeftOut]:
+def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
     """Of the rollouts that the generator gave a log-prob that is not finite, by their index."""
     found = {}
     for place, completion in enumerate(group.completions):
@@ -149,7 +149,9 @@ def _not_finite(group: Group) -> dict[int, LeftOut]:
     return found
 
 
-def add_log_probs(batch: Batch, columns: Rows[NDArray[np.float32]], source: Literal["trainer", "reference"]) -> Batch:
+def add_log_probs(
+    batch: TrainingBatch, columns: Rows[NDArray[np.float32]], source: Literal["trainer", "reference"]
+) -> TrainingBatch:
     """The batch with a field "proximal_log_prob" or "reference_log_prob", without rollouts whose values are not finite.
 
     Such a rollout's reward counts in its group's baseline all the same: what was sampled and scored is sound.
@@ -165,34 +167,36 @@ def add_log_probs(batch: Batch, columns: Rows[NDArray[np.float32]], source: Lite
             kept.append(row)
     sequences = with_field([batch.sequences[row] for row in kept], name, [columns[row] for row in kept])
     places = [batch.places[row] for row in kept]
-    return Batch(sequences, batch.owners[kept], _without(batch.fates, {name for name, _ in places}), places, left_out)
+    return TrainingBatch(
+        sequences, batch.owners[kept], _without(batch.outcomes, {name for name, _ in places}), places, left_out
+    )
 
 
-def _without(fates: Fates, left: set[str]) -> Fates:
+def _without(outcomes: TaskOutcomes, left: set[str]) -> TaskOutcomes:
     """The fates where of the trained prompts those that are not `left` are dropped."""
-    lost = [name for name in fates.trained if name not in left]
-    now = Fates([name for name in fates.trained if name in left], fates.filtered, fates.dropped)
+    lost = [name for name in outcomes.trained if name not in left]
+    now = TaskOutcomes([name for name in outcomes.trained if name in left], outcomes.filtered, outcomes.dropped)
     if lost:
-        now.add(Fates(dropped={NOT_FINITE: lost}))
+        now.add(TaskOutcomes(dropped={NOT_FINITE: lost}))
     return now
 
 
-def with_field(sequences: Rows[Sequence], name: str, columns: Rows[NDArray[np.float32]]) -> list[Sequence]:
+def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray[np.float32]]) -> list[TrainingSample]:
     """The sequences with one more field."""
-    return [Sequence(s.tokens, s.mask, {**s.fields, name: column}) for s, column in zip(sequences, columns)]
+    return [TrainingSample(s.tokens, s.mask, {**s.fields, name: column}) for s, column in zip(sequences, columns)]
 
 
-def to_sequence(prompt: Prompt, completion: Completion, advantage: float, version: int | None = None) -> Sequence:
-    """A rollout to train on, with fields "advantage" and "behaviour_log_prob", and with a version "age"."""
+def to_sequence(prompt: Prompt, completion: Rollout, advantage: float, version: int | None = None) -> TrainingSample:
+    """A rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age"."""
     start, length = len(prompt.tokens), len(prompt.tokens) + len(completion.tokens)
     tokens = np.empty(length, np.int32)
     tokens[:start], tokens[start:] = prompt.tokens, completion.tokens
     mask = np.arange(length) >= start
-    behaviour = np.zeros(length, np.float32)
-    behaviour[start:] = completion.log_probs
+    rollout = np.zeros(length, np.float32)
+    rollout[start:] = completion.log_probs
     worth = np.where(mask, np.float32(advantage), np.float32(0))
-    fields = {"advantage": worth, "behaviour_log_prob": behaviour}
+    fields = {"advantage": worth, "rollout_log_prob": rollout}
     if version is not None:
         fields["age"] = np.zeros(length, np.float32)
         fields["age"][start:] = version - completion.versions
-    return Sequence(tokens, mask, fields)
+    return TrainingSample(tokens, mask, fields)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.run.health import Ceiling, Check, Decline, Finding, Health, Metrics, gradient_jump
+from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, gradient_jump
 
 # Of tokens that were sampled and compared under equal weights; in an asynchronous run the step's own
 # `mismatch/token_mult_prob_error` holds the tokens' age too.
@@ -27,7 +27,7 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
     """Return the checks of a run. cause: returns what most rewards that failed failed of."""
     bounds = config.health
     mismatch = PARITY if config.async_.enabled else MISMATCH
-    checks: list[Check] = [
+    checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
         Ceiling(
             "mismatch",

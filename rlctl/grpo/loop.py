@@ -1,6 +1,6 @@
 """The GRPO loop: groups that were sampled and scored, compared, trained on, the generator brought up to date.
 
-Synchronous and asynchronous are one: `Feed` bounds the age of what is trained, by 0 in a synchronous run.
+Synchronous and asynchronous are one: `RolloutBuffer` bounds the age of what is trained, by 0 in a synchronous run.
 
 Each line of `step` is a phase with typed input and output; whatever feeds two phases is an argument, not state.
 What comes between the steps, and what a resume needs, is in run/loop.py.
@@ -17,15 +17,15 @@ import numpy as np
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
-from rlctl.generation.active_requests import Counters
+from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import SampleRequest
-from rlctl.grpo.batch import Batch, Group, add_log_probs, make_batch
+from rlctl.generation.requests import TurnRequest
+from rlctl.grpo.batch import RolloutGroup, TrainingBatch, add_log_probs, make_batch
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.loss import GrpoLoss
 from rlctl.grpo.metrics import (
-    Lane,
+    EngineInterval,
     age_metrics,
     generator_metrics,
     length_metrics,
@@ -40,19 +40,19 @@ from rlctl.grpo.parity_check import parity
 from rlctl.preflight.derived import max_age, needs_log_probs, streams_training
 from rlctl.refit.refit import Refit
 from rlctl.refit.transport import Report
-from rlctl.rollout.buffer import Feed, Span
-from rlctl.rollout.dispatcher import Deliver, RolloutStream
+from rlctl.rollout.buffer import RolloutBuffer, Span
+from rlctl.rollout.dispatcher import Deliver, RolloutDispatcher
 from rlctl.rollout.scoring import GroupScorer
 from rlctl.rollout.seeds import VALIDATION, rollout_seeds
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
-from rlctl.run.recorder import Keeper
+from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.recorder import StepRecorder
-from rlctl.telemetry.resource_monitor import Vitals
+from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.interface import Totals
-from rlctl.training.trainer_group import TrainerClient
+from rlctl.training.trainer_group import TrainerGroup
 
 
 @dataclass(frozen=True)
@@ -70,79 +70,81 @@ class Devices:
 
 
 @dataclass(frozen=True)
-class Parts:
+class GrpoComponents:
     """What a run is assembled from."""
 
-    trainer: TrainerClient
+    trainer: TrainerGroup
     pool: GeneratorPool
     refit: Refit
     source: PromptSource
     validation: list[Prompt]
     score: GroupScorer
-    keeper: Keeper
+    recorder: RunRecorder
     devices: Devices
-    vitals: Vitals
+    monitor: ResourceMonitor
 
 
 @dataclass
 class Ahead:
     """What of a step came before its last groups. totals, parts: of what was trained on, in how many calls."""
 
-    groups: list[list[Group]] = field(default_factory=list)
-    batches: list[Batch] = field(default_factory=list)
+    groups: list[list[RolloutGroup]] = field(default_factory=list)
+    batches: list[TrainingBatch] = field(default_factory=list)
     totals: Totals | None = None
     parts: int = 0
 
-    def with_last(self, groups: list[Group], batch: Batch) -> tuple[list[Group], Batch]:
+    def with_last(self, groups: list[RolloutGroup], batch: TrainingBatch) -> tuple[list[RolloutGroup], TrainingBatch]:
         """The whole step's."""
         parts = [*self.groups, groups]
-        joined = Batch.joined([*self.batches, batch], [len(part) for part in parts])
+        joined = TrainingBatch.joined([*self.batches, batch], [len(part) for part in parts])
         return [group for part in parts for group in part], joined
 
 
 class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
-    def __init__(self, config: GrpoConfig, parts: Parts, stop: Callable[[], bool]) -> None:
+    def __init__(self, config: GrpoConfig, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
         write, health = parts.trainer.save, grpo_health(config, parts.score.scorer.failures.most_common)
-        super().__init__(config.grpo.num_steps, parts.keeper, parts.source.cursor, write, stop, health)
+        super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, write, stop, health)
         self._config, self._parts, self._async = config, parts, config.async_.enabled
         self._loss, self._needs_log_probs = GrpoLoss.from_config(config), needs_log_probs(config)
         self._streams = streams_training(config)
 
-        def stream(deliver: Deliver) -> RolloutStream:
-            return RolloutStream(parts.pool, deliver, config.run.deadline_s)
+        def dispatcher(deliver: Deliver) -> RolloutDispatcher:
+            return RolloutDispatcher(parts.pool, deliver, config.run.deadline_s)
 
-        self._counters: list[Counters] = []
-        self._feed = Feed(config, parts.source, stream, parts.refit, parts.score, parts.keeper.events.emit)
+        self._counters: list[EngineStats] = []
+        self._buffer = RolloutBuffer(
+            config, parts.source, dispatcher, parts.refit, parts.score, parts.recorder.events.emit
+        )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up the groups that waited for their step, or were being sampled, at a checkpoint."""
         super().resume(checkpoint)
         if "groups" in checkpoint.state:
-            self._feed.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
+            self._buffer.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
 
     def save(self) -> None:
         """See `Loop.save`; with the groups between admission and training."""
-        state, write = self._feed.snapshot()
+        state, write = self._buffer.snapshot()
         self.save_with({"groups": state}, write)
 
     def close(self) -> None:
         """Sample no more."""
-        self._feed.close()
+        self._buffer.close()
 
     def step(self) -> None:
         """One step: N groups, `updates_per_step` updates, the generator brought up to date."""
         number = self.done + 1
-        record = StepRecorder(self._parts.keeper.events, number)
+        record = StepRecorder(self._parts.recorder.events, number)
         # Not those of the last step's end: what a validation samples belongs to no step.
-        self._counters = self._feed.stream.counters()
+        self._counters = self._buffer.dispatcher.counters()
         span = partial(_waiting, record, self._async)
         with record.phase("data"):
-            self._feed.fill(self.done)
+            self._buffer.fill(self.done)
         ahead = self._train_ahead(record, span)
-        self._feed.wait(self.done, span)
-        groups = self._feed.take(self.done, span)
+        self._buffer.wait(self.done, span)
+        groups = self._buffer.take(self.done, span)
         with record.phase("advantage"):
             batch = self._batch(groups, ahead)
         if self._parts.pool.sleeps:
@@ -163,10 +165,10 @@ class GrpoLoop(Loop):
             metrics["train/parts"] = float(ahead.parts + 1)
         if self._async:
             bound = max_age(self._config)
-            metrics |= age_metrics(groups, number - 1, self._feed.occupancy(), bound)
-            metrics["buffer/target"] = float(self._feed.target)
+            metrics |= age_metrics(groups, number - 1, self._buffer.occupancy(), bound)
+            metrics["buffer/target"] = float(self._buffer.target)
         # Taken in any case: they would pile up.
-        lengths = self._feed.sampled_lengths()
+        lengths = self._buffer.sampled_lengths()
         if self._async:
             metrics |= length_metrics(lengths)
         self._record(record, groups, batch, metrics)
@@ -176,7 +178,7 @@ class GrpoLoop(Loop):
         worth a call."""
         ahead = Ahead()
         trainer = self._parts.trainer
-        while self._streams and (groups := self._feed.take_part(self.done, trainer.worthwhile, span)):
+        while self._streams and (groups := self._buffer.take_part(self.done, trainer.worthwhile, span)):
             with record.phase("advantage"):
                 batch = self._batch(groups, ahead)
             with record.phase("train"):
@@ -187,12 +189,12 @@ class GrpoLoop(Loop):
             ahead.batches.append(batch)
         return ahead
 
-    def _batch(self, groups: list[Group], ahead: "Ahead") -> Batch:
+    def _batch(self, groups: list[RolloutGroup], ahead: "Ahead") -> TrainingBatch:
         batch = make_batch(groups, self._config.grpo, self.done if self._async else None)
         self._refuse_many(batch, ahead)
         return batch
 
-    def _refuse_many(self, batch: Batch, ahead: "Ahead") -> None:
+    def _refuse_many(self, batch: TrainingBatch, ahead: "Ahead") -> None:
         """Raise FloatingPointError if more rollouts of the step are left out than the config allows."""
         left_out = [each for part in (*ahead.batches, batch) for each in part.left_out]
         config, share = self._config.grpo, self._config.health.max_non_finite_rollouts
@@ -205,7 +207,7 @@ class GrpoLoop(Loop):
                 f"(health.max_non_finite_rollouts): first {left_out[0]}"
             )
 
-    def _update(self, batch: Batch, ahead: "Ahead") -> list[dict[str, float]]:
+    def _update(self, batch: TrainingBatch, ahead: "Ahead") -> list[dict[str, float]]:
         trainer = self._parts.trainer
         if ahead.totals:
             return [trainer.train(batch.sequences, self._loss, ahead.totals)]
@@ -217,7 +219,10 @@ class GrpoLoop(Loop):
                 if not updates:
                     raise
                 # The weights are between two steps: no checkpoint is made of them.
-                which, newest = f"step {self.done + 1}, update {len(updates) + 1} of {count}", self._parts.keeper.newest
+                which, newest = (
+                    f"step {self.done + 1}, update {len(updates) + 1} of {count}",
+                    self._parts.recorder.newest,
+                )
                 raise HealthStop(f"{which}: {error}, as the updates before made them; {newest}") from error
         return updates
 
@@ -234,15 +239,15 @@ class GrpoLoop(Loop):
     def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
         """The generator comes to `version`; what was trained makes room, which async fills at once."""
         if self._async and not self._config.async_.in_flight_weight_updates:
-            self._feed.drain(span)
+            self._buffer.drain(span)
         with record.phase("refit"):
             if self._parts.pool.asleep:
                 self._parts.trainer.group.call("rest")
             moved = self._parts.pool.refit(self._parts.refit, version)
-            self._feed.release()
-            self._feed.stream.go_on()
+            self._buffer.release()
+            self._buffer.dispatcher.go_on()
             if self._async:
-                self._feed.fill(version)
+                self._buffer.fill(version)
         return moved
 
     def validate(self) -> None:
@@ -250,23 +255,23 @@ class GrpoLoop(Loop):
         config, prompts = self._config.validation, self._parts.validation
         if not prompts:
             return
-        with self._parts.keeper.validation(self.done) as metrics:
+        with self._parts.recorder.validation(self.done) as metrics:
             seeds = rollout_seeds(self._config.run.seed, VALIDATION, self.done, len(prompts))
             longest = self._config.generation.max_new_tokens
             requests = [
-                SampleRequest(prompt.id, prompt.tokens, config.num_generations, longest, config.temperature, seed)
+                TurnRequest(prompt.id, prompt.tokens, config.num_generations, longest, config.temperature, seed)
                 for prompt, seed in zip(prompts, seeds)
             ]
             groups = self._parts.pool.generate(requests, self._parts.refit)
             lengths = [len(completion.tokens) for group in groups for completion in group]
             metrics |= validation_metrics(self._parts.score(prompts, groups), lengths)
 
-    def _add_log_probs(self, batch: Batch, ahead: "Ahead") -> tuple[Batch, dict[str, float]]:
+    def _add_log_probs(self, batch: TrainingBatch, ahead: "Ahead") -> tuple[TrainingBatch, dict[str, float]]:
         trainer, measured = self._parts.trainer, dict[str, float]()
         if self._loss.proximal == "recompute":
             batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer")
             if batch.sequences:
-                ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "behaviour_log_prob"))
+                ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "rollout_log_prob"))
                 gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
                 measured = {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
         if self._loss.kl_coef > 0 and batch.sequences:
@@ -274,24 +279,26 @@ class GrpoLoop(Loop):
         self._refuse_many(batch, ahead)
         return batch, measured
 
-    def _record(self, record: StepRecorder, groups: list[Group], batch: Batch, metrics: dict[str, float]) -> None:
-        keeper, devices = self._parts.keeper, self._parts.devices
-        fates = asdict(batch.fates) | (
+    def _record(
+        self, record: StepRecorder, groups: list[RolloutGroup], batch: TrainingBatch, metrics: dict[str, float]
+    ) -> None:
+        recorder, devices = self._parts.recorder, self._parts.devices
+        outcomes = asdict(batch.outcomes) | (
             {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
         )
-        keeper.rollouts(self.done, fates, lambda: _shown(groups, self._parts.score.decode))
-        vitals = self._parts.vitals.read()
+        recorder.rollouts(self.done, outcomes, lambda: _shown(groups, self._parts.score.decode))
+        monitor = self._parts.monitor.read()
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)
         if self._async:
-            lane = Lane(self._counters, self._feed.stream.counters(), devices.generator)
+            lane = EngineInterval(self._counters, self._buffer.dispatcher.counters(), devices.generator)
             speed |= generator_metrics(lane)
         else:
             speed |= turn_metrics(metrics, times, devices.generator)
         flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
         share = mfu(speed["throughput/training"], flops, devices.name)
         measured = speed | ({} if share is None else {"throughput/mfu": share})
-        keeper.step(self.done, {"version": self.done, **metrics, **measured, **vitals, **times})
+        recorder.step(self.done, {"version": self.done, **metrics, **measured, **monitor, **times})
 
 
 def _waiting(record: StepRecorder, asynchronous: bool, why: str) -> AbstractContextManager[None]:
@@ -301,7 +308,7 @@ def _waiting(record: StepRecorder, asynchronous: bool, why: str) -> AbstractCont
     return record.phase("reward" if why == "scores" else "generation")
 
 
-def _shown(groups: list[Group], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
+def _shown(groups: list[RolloutGroup], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
     firsts = [(group.prompt, group.completions[0], group.scores[0]) for group in groups if group.completions]
     texts = decode([completion.tokens.tolist() for _, completion, _ in firsts])
     return [

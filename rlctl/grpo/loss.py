@@ -21,14 +21,14 @@ _MAX_LOG = 20.0
 class GrpoLoss:
     """loss = policy + kl_coef * kl - entropy_coef * entropy, each the mean, under `reduction`, of a token's term.
 
-    Symbols of a token: pi the policy, mu the generator ("behaviour_log_prob"), q the old policy, being mu when
-    `proximal` is behaviour, "proximal_log_prob" when recompute and pi's own value, a constant, when current (the same
+    Symbols of a token: pi the policy, mu the generator ("rollout_log_prob"), q the old policy, being mu when
+    `proximal` is rollout, "proximal_log_prob" when recompute and pi's own value, a constant, when current (the same
     where the policy has not been updated since, without a pass to compute it), A "advantage", ref "reference_log_prob"
     (read when kl_coef > 0). Ratio r = pi / q. Exponents are held within +-20; a NaN is not hidden.
 
     - policy: -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (PPO, arXiv 1707.06347; two bounds: DAPO, arXiv
       2503.14476); with dual_clip c and A < 0 the minimum is at least c A (arXiv 1912.09729).
-    - w, a constant: 1 for behaviour; else, with rho = q / mu, min(rho, importance_cap), or 1 where that is null. The
+    - w, a constant: 1 for rollout; else, with rho = q / mu, min(rho, importance_cap), or 1 where that is null. The
       decoupled objective (AReaL, arXiv 2505.24298) with truncated importance sampling (TIS: Yao et al. 2025,
       "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). Tokens with rho outside
       `importance_mask` have w = 0 (IcePop: Ling Team, "Every Step Evolves", arXiv 2510.18855), so have all tokens of a
@@ -55,7 +55,7 @@ class GrpoLoss:
     kl_estimator: Literal["k1", "k2", "k3"]
     entropy_coef: float
     reduction: Literal["token", "sequence"]
-    proximal: Literal["behaviour", "recompute", "current"]
+    proximal: Literal["rollout", "recompute", "current"]
     importance_cap: float | None
     importance_mask: tuple[float, float] | None
     sequence_mask: tuple[float, float] | None
@@ -87,7 +87,7 @@ class GrpoLoss:
 
         Sums, under `reduction`: loss/policy, loss/kl (when kl_coef > 0), loss/entropy. Sums, means over tokens:
         ratio/mean; ratio/clipped_low and ratio/clipped_high, shares of tokens whose gradient the lower or upper
-        bound cuts off (dual_clip is an upper one); for behaviour and current mismatch/token_mult_prob_error and
+        bound cuts off (dual_clip is an upper one); for rollout and current mismatch/token_mult_prob_error and
         mismatch/kl, as in mismatch.py; for recompute and current importance/mean, of q / mu before truncation (1 in
         expectation), importance/truncated, the share above the cap, importance/masked, the share left out by either
         mask; with max_age, for every age k, age/share_k and age/error_k, its share of the tokens and their sum of
@@ -115,11 +115,11 @@ class GrpoLoss:
     def _per_token(self, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Terms of the loss, with gradient, and metrics; each [T] and finite at unmasked tokens."""
         log_prob, advantage = batch.log_probs.where(batch.mask, 0), _field(batch, "advantage")
-        behaviour = _field(batch, "behaviour_log_prob")
+        rollout = _field(batch, "rollout_log_prob")
         age = _field(batch, "age") if self.max_age else None
         shrink = 1.0 if age is None or self.age_decay == 1 else self.age_decay**age
-        old = self._old(batch, log_prob, behaviour)
-        weight, importance = self._importance(batch, old - behaviour, shrink)
+        old = self._old(batch, log_prob, rollout)
+        weight, importance = self._importance(batch, old - rollout, shrink)
         ratio = _exp(log_prob - old)
         bounded = self._bounded(ratio, advantage, shrink)
         entropy = batch.entropy if self.entropy_coef else batch.entropy.detach()
@@ -131,16 +131,16 @@ class GrpoLoss:
             low, high = (ratio < bounded) & moves, (ratio > bounded) & moves
         metrics = {"ratio/mean": ratio.detach(), "ratio/clipped_low": low, "ratio/clipped_high": high}
         if self.proximal != "recompute":
-            metrics |= _mismatch(log_prob.detach() - behaviour, batch.mask)
+            metrics |= _mismatch(log_prob.detach() - rollout, batch.mask)
         if age is not None:
-            gap = (log_prob.detach() if self.proximal == "behaviour" else old) - behaviour
+            gap = (log_prob.detach() if self.proximal == "rollout" else old) - rollout
             metrics |= self._by_age(gap.where(batch.mask, 0), age)
         return terms, metrics | importance
 
-    def _old(self, batch: TokenBatch, log_prob: Tensor, behaviour: Tensor) -> Tensor:
+    def _old(self, batch: TokenBatch, log_prob: Tensor, rollout: Tensor) -> Tensor:
         """log q."""
-        if self.proximal == "behaviour":
-            return behaviour
+        if self.proximal == "rollout":
+            return rollout
         return log_prob.detach() if self.proximal == "current" else _field(batch, "proximal_log_prob")
 
     def _by_age(self, gap: Tensor, age: Tensor) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class GrpoLoss:
         self, batch: TokenBatch, log_rho: Tensor, shrink: Tensor | float
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
         """The constant w, and its metrics."""
-        if self.proximal == "behaviour":
+        if self.proximal == "rollout":
             return 1.0, {}
         rho = _exp(log_rho)
         metrics = {"importance/mean": rho}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlctl.generation.active_requests import Counters
-from rlctl.grpo.batch import Batch, Group
+from rlctl.generation.active_requests import EngineStats
+from rlctl.grpo.batch import RolloutGroup, TrainingBatch
 from rlctl.rewards.scorer import Score
 from rlctl.telemetry import throughput
 
@@ -15,7 +15,7 @@ GENERATOR_PHASES = ("generation", "refit")
 TRAINER_PHASES = ("train", "log_probs", "refit")
 
 
-def rollout_metrics(groups: Rows[Group], batch: Batch) -> dict[str, float]:
+def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[str, float]:
     """Rewards, lengths and token counts of a step's rollouts."""
     completions = [completion for group in groups for completion in group.completions]
     scores = [score for group in groups for score in group.scores]
@@ -92,15 +92,15 @@ def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], genera
 
 
 @dataclass(frozen=True)
-class Lane:
+class EngineInterval:
     """What the generator did from one step's end to the next. before, after: the counters of each engine."""
 
-    before: list[Counters]
-    after: list[Counters]
+    before: list[EngineStats]
+    after: list[EngineStats]
     devices: int
 
 
-def generator_metrics(lane: Lane) -> dict[str, float]:
+def generator_metrics(lane: EngineInterval) -> dict[str, float]:
     """How fast the generator was while it sampled, and the shares of the time in which it stood still, and why.
 
     Engines that were replaced meanwhile, and count anew, are left out; nothing where no engine said anything new.
@@ -121,7 +121,7 @@ def generator_metrics(lane: Lane) -> dict[str, float]:
     }
 
 
-def age_metrics(groups: Rows[Group], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
+def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
     """Ages in steps: of the trained groups, and of those on their way (`buffer/age_k`, at the end of the step)."""
     oldest = [min(int(c.versions.min()) for c in group.completions) for group in groups if group.completions]
     ages = [version - one for one in oldest]
@@ -176,6 +176,6 @@ def refit_metrics(report: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def _uniform(group: Group) -> bool:
+def _uniform(group: RolloutGroup) -> bool:
     # As in make_batch: failed rollouts are left out before.
     return len({score.value for score in group.scores if score.value is not None}) == 1

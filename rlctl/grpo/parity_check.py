@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.prompts import Prompt
-from rlctl.generation.requests import SampleRequest
+from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.batch import to_sequence
 from rlctl.grpo.logprob_mismatch import Mismatch, mismatch
 from rlctl.rollout.seeds import PROBE, rollout_seeds
 
 if TYPE_CHECKING:
-    from rlctl.grpo.loop import Parts
+    from rlctl.grpo.loop import GrpoComponents
 
 # At least so many prompts in all, and of each engine.
 PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
@@ -26,7 +26,7 @@ class ProbeError(RuntimeError):
     """Trainer and generator disagree: training on such samples would be silently wrong."""
 
 
-def probe(config: GrpoConfig, parts: "Parts", prompts: list[Prompt], version: int, dtype: str) -> Mismatch:
+def probe(config: GrpoConfig, parts: "GrpoComponents", prompts: list[Prompt], version: int, dtype: str) -> Mismatch:
     """Refit with checksums, sample a few tokens, compare log-probs.
 
     Raises RefitError naming the first tensor that arrived changed, or ProbeError if log-probs differ by more
@@ -43,7 +43,7 @@ def probe(config: GrpoConfig, parts: "Parts", prompts: list[Prompt], version: in
     return gap
 
 
-def parity(config: GrpoConfig, parts: "Parts", prompts: list[Prompt], version: int) -> Mismatch:
+def parity(config: GrpoConfig, parts: "GrpoComponents", prompts: list[Prompt], version: int) -> Mismatch:
     """Sample a few tokens while trainer and generator both have `version`, and compare their log-probs.
 
     What else the engines sample goes on meanwhile.
@@ -52,10 +52,10 @@ def parity(config: GrpoConfig, parts: "Parts", prompts: list[Prompt], version: i
     seeds = rollout_seeds(config.run.seed, PROBE, version, len(prompts))
     length = min(TOKENS, config.generation.max_new_tokens)
     requests = [
-        SampleRequest(f"probe-{prompt.id}", prompt.tokens, 1, length, config.generation.temperature, seed)
+        TurnRequest(f"probe-{prompt.id}", prompt.tokens, 1, length, config.generation.temperature, seed)
         for prompt, seed in zip(prompts, seeds)
     ]
     groups = parts.pool.generate(requests, parts.refit)
     sequences = [to_sequence(prompt, group[0], 0.0) for prompt, group in zip(prompts, groups)]
-    theirs = [sequence.fields["behaviour_log_prob"] for sequence in sequences]
+    theirs = [sequence.fields["rollout_log_prob"] for sequence in sequences]
     return mismatch(theirs, parts.trainer.log_probs(sequences), [sequence.mask for sequence in sequences])

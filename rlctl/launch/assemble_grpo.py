@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.load import RowReader
 from rlctl.launch.loading import PromptLoading
-from rlctl.launch.runtime import Ground, Site
+from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.placement import Placement, pools
+from rlctl.preflight.placement import Placement, resources
 from rlctl.run.fingerprint import made_with
 from rlctl.utils.process import identity
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
-    from rlctl.grpo.loop import Devices, Parts
+    from rlctl.grpo.loop import Devices, GrpoComponents
     from rlctl.rewards.scorer import Scorer
     from rlctl.workers.group import WorkerGroup
 
@@ -30,14 +30,14 @@ _BESIDE_BYTES = 16 << 20
 def run_grpo(
     config: RunConfig,
     resolved: str,
-    ground: Ground,
+    runtime: Runtime,
     resume: Path | None = None,
     probe_only: bool = False,
     reader: RowReader | None = None,
 ) -> int:
     """`rlctl train grpo`: returns the exit code. reader: holds the rows if they were read already."""
     reader = reader or RowReader(config)
-    return run_session(config, resolved, resume, lambda session: _grpo(session, reader, probe_only), ground)
+    return run_session(config, resolved, resume, lambda session: _grpo(session, reader, probe_only), runtime)
 
 
 def _grpo(session: Session, reader: RowReader, probe_only: bool) -> None:
@@ -56,16 +56,16 @@ def _grpo(session: Session, reader: RowReader, probe_only: bool) -> None:
             announce(session, config, config.grpo.num_steps, placement)
             loading.append(PromptLoading.begin(threads, session, config, files, reader.take(), scorer))
 
-        site = stack.enter_context(session.ground.site(session, pools(config), begin))
+        allocation = stack.enter_context(session.runtime.allocation(session, resources(config), begin))
         if loading[0].prompts.done():
             # What is wrong with data or rewards is known by now, as a rule.
             loading[0].prompts.result()
-        _assembled(stack, site, session, config, files, loading[0], scorer, probe_only)
+        _assembled(stack, allocation, session, config, files, loading[0], scorer, probe_only)
 
 
 def _assembled(
     stack: ExitStack,
-    site: Site,
+    allocation: Allocation,
     session: Session,
     config: GrpoConfig,
     files: ModelFiles,
@@ -75,23 +75,23 @@ def _assembled(
 ) -> None:
     from rlctl.data.cursor import Cursor, PromptSource
     from rlctl.generation.pool import GeneratorPool
-    from rlctl.grpo.loop import Parts
+    from rlctl.grpo.loop import GrpoComponents
     from rlctl.grpo.parity_check import probe
-    from rlctl.launch.worker_specs import engine_seats, engine_spec, refit_options, start_trainers
+    from rlctl.launch.worker_specs import engine_slots, engine_spec, refit_options, start_trainers
     from rlctl.refit.refit import Refit
     from rlctl.rollout.scoring import GroupScorer
-    from rlctl.telemetry.resource_monitor import Vitals
-    from rlctl.training.trainer_group import TrainerClient
+    from rlctl.telemetry.resource_monitor import ResourceMonitor
+    from rlctl.training.trainer_group import TrainerGroup
 
-    events, generation, placement = session.events, config.generation, site.placement
+    events, generation, placement = session.events, config.generation, allocation.placement
     updates = config.grpo.num_steps * config.grpo.updates_per_step
-    group = start_trainers(session, config, files, site, updates, generation.temperature)
+    group = start_trainers(session, config, files, allocation, updates, generation.temperature)
     stack.callback(group.kill)
     chat, ends = loading.chat.result()
     spec = engine_spec(config, files, ends.stops, placement)
     pool = GeneratorPool(
         spec,
-        engine_seats(config, site, session.waits),
+        engine_slots(config, allocation, session.waits),
         str(session.logs),
         config.run.deadline_s,
         generation.max_restarts,
@@ -109,17 +109,17 @@ def _assembled(
     if session.checkpoint:
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
-    trainer = TrainerClient(group, config.trainer)
+    trainer = TrainerGroup(group, config.trainer)
     with session.starting("refit"):
-        folder = _transit(session, site, trainer.info(), spec.dtype) if len(placement.used) == 1 else ""
+        folder = _transit(session, allocation, trainer.info(), spec.dtype) if len(placement.used) == 1 else ""
         refit = Refit(group, refit_options(config, placement, spec.dtype, folder))
         pool.open_refit(refit)
     stack.push(closing(group))
     score = GroupScorer(scorer, _decoder(chat.tokenizer))
     devices = _devices(placement, trainer.info(), files)
     memories = {"trainer": lambda: group.call("memory"), "engine": lambda: pool.call("memory")}
-    vitals = Vitals(placement.device, memories)
-    parts = Parts(trainer, pool, refit, source, prompts.validation, score, session.keeper, devices, vitals)
+    monitor = ResourceMonitor(placement.device, memories)
+    parts = GrpoComponents(trainer, pool, refit, source, prompts.validation, score, session.recorder, devices, monitor)
     if config.run.probe or probe_only:
         with session.starting("probe"):
             gap = probe(config, parts, prompts.validation or prompts.train, session.start, spec.dtype)
@@ -141,7 +141,7 @@ def closing(group: "WorkerGroup") -> Callable[[Any, Any, Any], None]:
 
 
 def _devices(placement: Placement, facts: dict[str, Any], files: ModelFiles) -> "Devices":
-    """facts: of `TrainerClient.info`."""
+    """facts: of `TrainerGroup.info`."""
     from rlctl.grpo.loop import Devices
 
     devices = (placement.trainer_devices, placement.generator_devices, placement.all_devices)
@@ -149,13 +149,13 @@ def _devices(placement: Placement, facts: dict[str, Any], files: ModelFiles) -> 
 
 
 def training_cost(facts: dict[str, Any], files: ModelFiles) -> tuple[str, Callable[[float], float]]:
-    """Name of the trainer's device, and FLOPs a token by sequence length. facts: of `TrainerClient.info`."""
+    """Name of the trainer's device, and FLOPs a token by sequence length. facts: of `TrainerGroup.info`."""
     from rlctl.telemetry.throughput import flops_per_token
 
     return facts["device_name"], partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden)
 
 
-def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "Parts") -> None:
+def _train(stack: ExitStack, session: Session, config: GrpoConfig, parts: "GrpoComponents") -> None:
     """The steps that are left, from the checkpoint on if there is one."""
     from rlctl.grpo.loop import GrpoLoop
 
@@ -173,15 +173,15 @@ def shared_memory(nbytes: int = 0) -> str | None:
     return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
 
 
-def _transit(session: Session, site: Site, facts: dict[str, Any], dtype: str) -> str:
-    """Return a new folder for weights in transit, which stand there twice. facts: of `TrainerClient.info`."""
+def _transit(session: Session, allocation: Allocation, facts: dict[str, Any], dtype: str) -> str:
+    """Return a new folder for weights in transit, which stand there twice. facts: of `TrainerGroup.info`."""
     nbytes = 2 * int(facts["parameters"]) * (4 if dtype == "float32" else 2)
-    root = shared_memory(nbytes + _BESIDE_BYTES) if site.placement.device == "cpu" else shared_memory()
+    root = shared_memory(nbytes + _BESIDE_BYTES) if allocation.placement.device == "cpu" else shared_memory()
     if root is None:
         has, needs = f"{free_bytes(SHARED_MEMORY) >> 20} MiB free", f"2 x {nbytes >> 21} MiB"
         what = f"{SHARED_MEMORY} has {has}, weights in transit take {needs}: they go through the disk, which is slower"
         session.events.emit("warning", what=f"{what}; in a container: docker run --shm-size=2g")
-    return site.folder(f"rlctl-{session.run_dir.name}-", root)
+    return allocation.folder(f"rlctl-{session.run_dir.name}-", root)
 
 
 def announce(session: Session, config: RunConfig, num_steps: int, placement: Placement) -> None:

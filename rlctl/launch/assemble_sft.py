@@ -8,19 +8,19 @@ from rlctl.config.schema import RunConfig, SftConfig
 from rlctl.data.load import RowReader
 from rlctl.launch.assemble_grpo import announce, training_cost
 from rlctl.launch.loading import Samples, load_run_samples
-from rlctl.launch.runtime import Ground, Site
+from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.placement import Placement, pools
+from rlctl.preflight.placement import Placement, resources
 from rlctl.run.fingerprint import made_with
 
 
 def run_sft(
-    config: RunConfig, resolved: str, ground: Ground, resume: Path | None = None, reader: RowReader | None = None
+    config: RunConfig, resolved: str, runtime: Runtime, resume: Path | None = None, reader: RowReader | None = None
 ) -> int:
     """`rlctl train sft`: returns the exit code. reader: holds the rows if they were read already."""
     reader = reader or RowReader(config)
-    return run_session(config, resolved, resume, lambda session: _sft(session, reader), ground)
+    return run_session(config, resolved, resume, lambda session: _sft(session, reader), runtime)
 
 
 def _sft(session: Session, reader: RowReader) -> None:
@@ -36,8 +36,8 @@ def _sft(session: Session, reader: RowReader) -> None:
             announce(session, config, config.sft.num_steps, placement)
             loading.append(threads.submit(load_run_samples, session, config, files, reader.take()))
 
-        site = stack.enter_context(session.ground.site(session, pools(config), begin))
-        _assembled(stack, session, config, files, site, loading[0])
+        allocation = stack.enter_context(session.runtime.allocation(session, resources(config), begin))
+        _assembled(stack, session, config, files, allocation, loading[0])
 
 
 def _assembled(
@@ -45,17 +45,17 @@ def _assembled(
     session: Session,
     config: SftConfig,
     files: ModelFiles,
-    site: Site,
+    allocation: Allocation,
     loading: "Future[Samples]",
 ) -> None:
     from rlctl.data.cursor import Cursor, SampleSource
     from rlctl.launch.compiled_graph import compile_group
     from rlctl.launch.worker_specs import start_trainers
-    from rlctl.sft.loop import SftLoop, SftParts
+    from rlctl.sft.loop import SftComponents, SftLoop
     from rlctl.sft.loss import NllLoss
-    from rlctl.training.trainer_group import TrainerClient
+    from rlctl.training.trainer_group import TrainerGroup
 
-    group = start_trainers(session, config, files, site, config.sft.num_steps, temperature=1.0)
+    group = start_trainers(session, config, files, allocation, config.sft.num_steps, temperature=1.0)
     stack.callback(group.kill)
     samples = loading.result()
     train, validation = samples.train, samples.validation
@@ -66,7 +66,7 @@ def _assembled(
     if session.checkpoint:
         group.call("load", str(session.checkpoint.trainer))
         source.cursor.load_state_dict(session.checkpoint.state["cursor"])
-    trainer = TrainerClient(group, config.trainer)
+    trainer = TrainerGroup(group, config.trainer)
     graph = config.ray_compiled_graph
     if graph.enabled:
         compile_group(graph, group, session)
@@ -77,7 +77,7 @@ def _assembled(
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
     cost = training_cost(trainer.info(), files)
-    parts = SftParts(trainer, source, validation, session.keeper, site.placement.trainer_devices, *cost)
+    parts = SftComponents(trainer, source, validation, session.recorder, allocation.placement.trainer_devices, *cost)
     loop = SftLoop(config, parts, session.stops)
     session.waits.where = lambda: f"trainer at version {loop.done}"
     if session.checkpoint:

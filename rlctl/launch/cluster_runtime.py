@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.launch.ray_session import ray_session
-from rlctl.launch.runtime import Announce, Site, must_share
-from rlctl.preflight.placement import Placement, PlacementError, Pools, Room, place
+from rlctl.launch.runtime import Allocation, Announce, must_share
+from rlctl.preflight.placement import NodeResources, Placement, PlacementError, ResourceRequest, place
 from rlctl.run.run_dir import RunDir
 
 if TYPE_CHECKING:
     from rlctl.launch.session import Session
-    from rlctl.workers.nodes import NodeRoom, Reservation
+    from rlctl.workers.nodes import LiveNode, Reservation
 
 _RESERVE_S = 120.0
 _POLL_S = 3.0
 
 
-class StandingCluster:
+class ClusterRuntime:
     """The cluster that this process's RAY_ADDRESS names. wait: for room, from the start."""
 
     def __init__(self, wait: bool) -> None:
@@ -29,12 +29,12 @@ class StandingCluster:
         """See `Ground.refuse`: who submitted the job has looked."""
 
     @contextmanager
-    def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
+    def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
         """See `Ground.site`. Raises PlacementError with the arithmetic when there is too little room, and it does not
         wait; TimeoutError when it has waited in vain."""
         with ExitStack() as stack:
             stack.enter_context(ray_session(session.logs, address="auto"))
-            placement, reservation = self._reserved(session, pools)
+            placement, reservation = self._reserved(session, resources)
             stack.callback(reservation.release)
             announce(placement)
             nodes = dict(zip(placement.used, reservation.nodes))
@@ -43,18 +43,18 @@ class StandingCluster:
             must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
             # Weights in transit stand where the processes are, which need not be where the driver is.
             folder = reservation.nodes[0].folder
-            yield Site(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
+            yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
 
-    def _reserved(self, session: "Session", pools: Pools) -> tuple[Placement, "Reservation"]:
-        from rlctl.workers.nodes import NoRoom, Reservation, Share, rooms
+    def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
+        from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, rooms
 
         patient = self._wait or session.attempts > 1
         end, told = time.monotonic() + session.config.placement.wait_s, ""
         while True:
             found = rooms()
             try:
-                placement = _placed(found, pools)
-                shares = [Share(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
+                placement = _placed(found, resources)
+                shares = [NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
                 return placement, Reservation(shares, _RESERVE_S)
             except (PlacementError, NoRoom) as error:
                 why = str(error)
@@ -70,7 +70,7 @@ class StandingCluster:
             time.sleep(_POLL_S)
 
 
-def _placed(found: "list[NodeRoom]", pools: Pools) -> Placement:
+def _placed(found: "list[LiveNode]", resources: ResourceRequest) -> Placement:
     """Seats on what is free; a cluster with GPUs is not trained on by its CPUs."""
     device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
-    return place([Room.of(each.name, each.free) for each in found], pools, device)
+    return place([NodeResources.of(each.name, each.free) for each in found], resources, device)

@@ -10,7 +10,7 @@ from rlctl.data.datasets import DataError
 from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_chat, load_prompts, load_samples
 from rlctl.data.preview import step_lengths
-from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.parallel_layout import layout
@@ -32,8 +32,8 @@ class Prompts:
 class Samples:
     """What SFT draws from."""
 
-    train: list[Sample]
-    validation: list[Sample]
+    train: list[SupervisedSample]
+    validation: list[SupervisedSample]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def load_run_samples(session: Session, config: SftConfig, files: ModelFiles, row
 
     chat, _ = _chat(session, config, files)
     length = config.model.max_length or files.max_length
-    found: dict[str, list[Sample]] = {"validation": []}
+    found: dict[str, list[SupervisedSample]] = {"validation": []}
     with session.starting("data"):
         for name, section, listed in rows.parts(config.data):
             found[name], report = load_samples(config, section, chat, listed, length)

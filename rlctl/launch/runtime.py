@@ -1,6 +1,6 @@
 """Where the processes of a run live: on this machine with a Ray of its own, or on a cluster that stands.
 
-Both end in a `Site`: seats that are this run's alone, and what a process needs to be started on one.
+Both end in a `Allocation`: seats that are this run's alone, and what a process needs to be started on one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
 from rlctl.dashboard.state import read_state
-from rlctl.preflight.placement import Placement, PlacementError, Pools, Seat, place, this_machine
+from rlctl.preflight.placement import Placement, PlacementError, PlacementSlot, ResourceRequest, place, this_machine
 from rlctl.run.job_record import JobRecord
 from rlctl.run.run_dir import RunDir, RunDirError
 from rlctl.utils.cores import usable_cores
@@ -20,54 +20,56 @@ from rlctl.workers.reaper import Reaper, leftovers, sweep
 
 if TYPE_CHECKING:
     from rlctl.launch.session import Session
-    from rlctl.workers.nodes import Node
+    from rlctl.workers.nodes import NodeLease
 
 Announce = Callable[[Placement], None]
 
 
-class Ground(Protocol):
+class Runtime(Protocol):
     """Where a run is to live."""
 
     def refuse(self, run: RunDir) -> None:
         """Raises RunDirError for a run that must not be gone on with from here."""
         ...
 
-    def site(self, session: "Session", pools: Pools, announce: Announce) -> AbstractContextManager["Site"]:
+    def allocation(
+        self, session: "Session", resources: ResourceRequest, announce: Announce
+    ) -> AbstractContextManager["Allocation"]:
         """Seats for the time of the block; `announce` is told them before anything slow begins."""
         ...
 
 
 @dataclass(frozen=True)
-class Site:
+class Allocation:
     """What a run stands on. nodes: of the placement, by index; None where there is but this machine.
 
     folder: makes a new one, by prefix and root, on the first node in use, gone when the site is.
     """
 
     placement: Placement
-    nodes: "list[Node | None]"
+    nodes: "list[NodeLease | None]"
     folder: Callable[[str, str | None], str]
 
-    def node(self, seat: Seat) -> "Node | None":
+    def node(self, slot: PlacementSlot) -> "NodeLease | None":
         """The node of a seat."""
-        return self.nodes[seat.node]
+        return self.nodes[slot.node]
 
-    def devices(self, seat: Seat) -> list[str]:
+    def devices(self, slot: PlacementSlot) -> list[str]:
         """Its GPUs, as CUDA_VISIBLE_DEVICES wants them."""
-        return self._named(seat, seat.devices)
+        return self._named(slot, slot.devices)
 
-    def beside(self, seat: Seat) -> list[str]:
+    def beside(self, slot: PlacementSlot) -> list[str]:
         """The GPUs that `Placement.beside` says, likewise."""
-        return self._named(seat, self.placement.beside(seat))
+        return self._named(slot, self.placement.beside(slot))
 
-    def environment(self, seat: Seat) -> dict[str, str]:
+    def environment(self, slot: PlacementSlot) -> dict[str, str]:
         """What a process there needs to be met from elsewhere."""
-        node = self.node(seat)
+        node = self.node(slot)
         return node.environment if node else {}
 
-    def cores(self, seat: Seat) -> int:
+    def cores(self, slot: PlacementSlot) -> int:
         """CPUs of its machine that may be used."""
-        node = self.node(seat)
+        node = self.node(slot)
         return node.cores if node else usable_cores()
 
     def meeting_point(self) -> str:
@@ -80,17 +82,17 @@ class Site:
         host = f"[{node.address}]" if ":" in node.address else node.address
         return f"{host}:{node.free_port()}"
 
-    def _named(self, seat: Seat, devices: tuple[int, ...]) -> list[str]:
-        node = self.node(seat)
+    def _named(self, slot: PlacementSlot, devices: tuple[int, ...]) -> list[str]:
+        node = self.node(slot)
         gpus = node.gpus if node else visible_gpus()
         return [gpus[index] for index in devices]
 
 
-class ThisMachine:
+class LocalRuntime:
     """A private Ray, which is gone when the driver is."""
 
     def refuse(self, run: RunDir) -> None:
-        """See `Ground.refuse`: one of a cluster may have a driver there, which is not seen from here."""
+        """See `Runtime.refuse`: one of a cluster may have a driver there, which is not seen from here."""
         record = JobRecord.read(run.path)
         if record is None:
             return
@@ -101,17 +103,17 @@ class ThisMachine:
             raise RunDirError(f"{run.path} is driven by job {record.job}: stop it with `rlctl runs stop`, or {there}")
 
     @contextmanager
-    def site(self, session: "Session", pools: Pools, announce: Announce) -> Iterator[Site]:
-        """See `Ground.site`. Raises PlacementError with the arithmetic when there are too few devices."""
+    def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
+        """See `Runtime.site`. Raises PlacementError with the arithmetic when there are too few devices."""
         from rlctl.launch.local_ray import local_ray
 
-        placement = place(this_machine(count_gpus()), pools)
+        placement = place(this_machine(count_gpus()), resources)
         announce(placement)
         with ExitStack() as stack:
             _clear_leftovers(session)
             with session.starting("ray"):
                 reaper = stack.enter_context(local_ray(session.logs, session.lose))
-            yield Site(placement, [None], _folders_of(stack, reaper))
+            yield Allocation(placement, [None], _folders_of(stack, reaper))
 
 
 def _clear_leftovers(session: "Session") -> None:
@@ -125,7 +127,7 @@ def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None],
     return lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
 
 
-def must_share(nodes: "Sequence[Node]", run: Path, model: Path | None) -> None:
+def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> None:
     """Raises PlacementError unless every node sees the run directory and the model's folder (None: a hub's) as this
     process does: checkpoints and logs are written by the ranks themselves."""
     probe, text = run / f".shared-{token_hex(4)}", token_hex(16)

@@ -23,7 +23,7 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.datasets import DataError
-from rlctl.launch.runtime import Ground
+from rlctl.launch.runtime import Runtime
 from rlctl.preflight.placement import PlacementError
 from rlctl.refit.protocol import RefitError
 from rlctl.rewards.base import RewardError
@@ -31,7 +31,7 @@ from rlctl.run.checkpoints import Checkpoint, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
 from rlctl.run.interrupts import Interrupts
 from rlctl.run.job_record import JobRecord
-from rlctl.run.recorder import Keeper
+from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
@@ -66,9 +66,9 @@ class Session:
     resolved: str
     run_dir: RunDir
     events: EventLog
-    keeper: Keeper
+    recorder: RunRecorder
     interrupts: Interrupts
-    ground: Ground
+    runtime: Runtime
     reserve: Reserve
     resumed: bool
     waits: Waits
@@ -92,7 +92,7 @@ class Session:
         """Set `checkpoint` to the newest whole one, and say which newer ones are damaged. Raises NoWholeCheckpoint."""
         with self.starting("checkpoint"):
             try:
-                found = self.keeper.checkpoints.newest_whole()
+                found = self.recorder.checkpoints.newest_whole()
             except NoWholeCheckpoint as error:
                 anew = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
                 self.anew = shlex.join(anew)
@@ -105,7 +105,7 @@ class Session:
 
     def depend_on(self, made_with: dict[str, Any]) -> None:
         """Keep what checkpoints depend on with them; RunDirError if the one to go on from depends on something else."""
-        self.keeper.made_with = made_with
+        self.recorder.made_with = made_with
         if self.checkpoint:
             wrong = contradictions(self.checkpoint.state["made_with"], made_with, self.start)
             if wrong:
@@ -113,7 +113,7 @@ class Session:
 
     def depend_on_rows(self, digest: str) -> None:
         """Do the same for the rows that are trained on, see `digest_rows`."""
-        self.keeper.made_with["rows"] = digest
+        self.recorder.made_with["rows"] = digest
         if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
             what = f"its rows are not those among which the cursor of the checkpoint of step {self.start} stands"
             raise DataError(f"data.train.path: {self.config.data.train.path}: {what}")
@@ -125,7 +125,7 @@ class Session:
             self.run_dir.truncate_metrics(self.start)
             write_whole(self.run_dir.config, self.resolved)
             for path in self.damaged:
-                self.keeper.checkpoints.set_aside(path)
+                self.recorder.checkpoints.set_aside(path)
 
     def stops(self) -> bool:
         """Return True if the run is to end after its step."""
@@ -138,7 +138,7 @@ class Session:
 
     def begin_again(self) -> None:
         """Start the next attempt of the same process, which goes on as a resume would."""
-        self.keeper = _keeper(self.config, self.run_dir, self.events, self.keeper.metrics)
+        self.recorder = _recorder(self.config, self.run_dir, self.events, self.recorder.metrics)
         _start_attempt(self.run_dir, self.resolved)
         self.resumed = True
         self.attempts += 1
@@ -158,16 +158,16 @@ class Session:
 
 
 def run_session(
-    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], ground: Ground
+    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], runtime: Runtime
 ) -> int:
     """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
-        run_dir, claim = _open(config, resolved, resume, ground)
+        run_dir, claim = _open(config, resolved, resume, runtime)
     except (RunDirError, OSError) as error:
         print(f"error: {neutral(str(error))}", file=sys.stderr)
         return 2
     try:
-        return _driven(config, resolved, run_dir, resume is not None, body, ground)
+        return _driven(config, resolved, run_dir, resume is not None, body, runtime)
     finally:
         os.close(claim)
 
@@ -178,14 +178,14 @@ def _driven(
     run_dir: RunDir,
     resumed: bool,
     body: Callable[[Session], None],
-    ground: Ground,
+    runtime: Runtime,
 ) -> int:
     events = EventLog(run_dir.events)
     shown = config.telemetry
     # As it stands on disk: trackers show it, and what came from the environment may be secret.
     trackers = open_trackers(run_dir, events, yaml.safe_load(resolved), shown.tensorboard, shown.wandb_project)
     metrics = MetricsLog(run_dir.metrics, events, trackers)
-    keeper = _keeper(config, run_dir, events, metrics)
+    recorder = _recorder(config, run_dir, events, metrics)
 
     def notify() -> None:
         events.emit("warning", what=f"{interrupts.by}: finishing this step and saving; again: stop now")
@@ -193,7 +193,7 @@ def _driven(
     reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
     with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
-        session = Session(config, resolved, run_dir, events, keeper, interrupts, ground, reserve, resumed, waits)
+        session = Session(config, resolved, run_dir, events, recorder, interrupts, runtime, reserve, resumed, waits)
         code, status, reason = _run(session, body)
         waits.close()
         metrics.close()
@@ -208,11 +208,11 @@ def _driven(
     return code
 
 
-def _keeper(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: MetricsLog) -> Keeper:
-    return Keeper(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
+def _recorder(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: MetricsLog) -> RunRecorder:
+    return RunRecorder(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
 
 
-def _open(config: RunConfig, resolved: str, resume: Path | None, ground: Ground) -> tuple[RunDir, int]:
+def _open(config: RunConfig, resolved: str, resume: Path | None, runtime: Runtime) -> tuple[RunDir, int]:
     """The run's directory, made ready for an attempt, and the lock that makes it this process's."""
     if resume is None:
         root = Path(config.run.dir)
@@ -221,7 +221,7 @@ def _open(config: RunConfig, resolved: str, resume: Path | None, ground: Ground)
         write_whole(run_dir.config, resolved)
     else:
         run_dir = RunDir.open(resume)
-        ground.refuse(run_dir)
+        runtime.refuse(run_dir)
         _refuse_if_alive(run_dir)
         claim = run_dir.claim(_HANDED_OVER_S)
     _start_attempt(run_dir, resolved)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
-from rlctl.generation.pool import EngineSeat
+from rlctl.generation.pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
-from rlctl.launch.runtime import Site
+from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.derived import shares_devices, trainer_threads
@@ -43,21 +43,21 @@ def start_trainers(
     session: Session,
     config: RunConfig,
     files: ModelFiles,
-    site: Site,
+    allocation: Allocation,
     total_updates: int,
     temperature: float,
 ) -> WorkerGroup:
     """The trainer ranks, starting."""
-    placement, ranks = site.placement, config.trainer.num_ranks
+    placement, ranks = allocation.placement, config.trainer.num_ranks
     # Without engines to make room for, nothing moves for them.
     for_engines = config.trainer.offload_optimizer_for_generation and shares_devices(config)
-    init_method = f"tcp://{site.meeting_point()}"
+    init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
-    for rank, seat in enumerate(placement.trainers):
-        ranks_there, engines_there = placement.standing_on(seat.node)
-        threads = trainer_threads(config, site.cores(seat), ranks_there, engines_there)
+    for rank, slot in enumerate(placement.trainers):
+        ranks_there, engines_there = placement.standing_on(slot.node)
+        threads = trainer_threads(config, allocation.cores(slot), ranks_there, engines_there)
         spec = TrainerSpec(
             config=replace(config.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
             model_path=files.folder,
@@ -71,23 +71,23 @@ def start_trainers(
             seed=config.run.seed,
             profile=profile,
         )
-        env = trainer_environment(site.devices(seat), threads) | site.environment(seat)
+        env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"
         specs.append(
-            WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=site.node(seat), waits=session.waits)
+            WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=allocation.node(slot), waits=session.waits)
         )
     return WorkerGroup(specs, config.run.deadline_s)
 
 
-def engine_seats(config: GrpoConfig, site: Site, waits: Waits) -> list[EngineSeat]:
+def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Where each engine of the run is to stand. waits: explains calls that it does not answer."""
-    reads = _transport(config, site.placement) == "ipc"
-    seats = []
-    for seat in site.placement.engines:
-        beside = site.beside(seat) if reads else []
-        env = environment(site.placement.device, site.devices(seat), beside) | site.environment(seat)
-        seats.append(EngineSeat(env, site.node(seat), waits))
-    return seats
+    reads = _transport(config, allocation.placement) == "ipc"
+    slots = []
+    for slot in allocation.placement.engines:
+        beside = allocation.beside(slot) if reads else []
+        env = environment(allocation.placement.device, allocation.devices(slot), beside) | allocation.environment(slot)
+        slots.append(EngineSlot(env, allocation.node(slot), waits))
+    return slots
 
 
 def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:

@@ -25,9 +25,9 @@ def check_async(config: GrpoConfig) -> Found:
         )
         yield "async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",)
     loss, key = config.grpo.loss, "grpo.loss.proximal"
-    if derived.proximal(config) == "behaviour" and rules.max_trajectory_age_steps > 1:
+    if derived.proximal(config) == "rollout" and rules.max_trajectory_age_steps > 1:
         what = (
-            f"behaviour clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
+            f"rollout clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
             "collapse (AReaL, arXiv 2505.24298, table 3); leave it auto, or set async.max_trajectory_age_steps=1"
         )
         yield key, what, ("async.max_trajectory_age_steps", "async.enabled")
@@ -46,10 +46,10 @@ def check_corrections(config: GrpoConfig) -> Found:
             continue
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
             yield key, f"must be [low, high] with low below high, not {bounds}", ()
-        if derived.proximal(config) == "behaviour":
+        if derived.proximal(config) == "rollout":
             yield (
                 key,
-                "needs grpo.loss.proximal=recompute: with behaviour there is no such ratio",
+                "needs grpo.loss.proximal=recompute: with rollout there is no such ratio",
                 ("grpo.loss.proximal",),
             )
     updates = config.grpo.updates_per_step

@@ -4,9 +4,9 @@ Every check is a generator of problems over a `View`. A value that was already f
 check that needs it ends there without a word, so that one mistake is reported once and all others still are.
 
 Why `importance_cap` without `proximal: recompute` is a note and no error: the cap stands in configs/grpo.yaml, so
-that switching to `recompute` corrects by itself; under `behaviour` the ratio is already taken against the policy
-that sampled, and there is nothing left to correct. `updates_per_step` above 1 is fine with `behaviour` for the
-same reason. `top_p` or `top_k` with `behaviour` is an error: the generator then returns log-probs of the cut
+that switching to `recompute` corrects by itself; under `rollout` the ratio is already taken against the policy
+that sampled, and there is nothing left to correct. `updates_per_step` above 1 is fine with `rollout` for the
+same reason. `top_p` or `top_k` with `rollout` is an error: the generator then returns log-probs of the cut
 distribution, which are larger than the trainer's, so every ratio is below 1 before the policy has changed.
 """
 
@@ -123,11 +123,11 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
 def _idle(config: GrpoConfig) -> dict[str, str | bool | None]:
     """Key -> why it has no effect, where it has none."""
     loss, schedule = config.grpo.loss, config.trainer.optimizer.schedule
-    behaviour = derived.proximal(config) == "behaviour" and "grpo.loss.proximal is behaviour"
+    rollout = derived.proximal(config) == "rollout" and "grpo.loss.proximal is rollout"
     return {
         "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
-        "grpo.loss.force_on_policy_ratio": behaviour,
-        "grpo.loss.importance_cap": behaviour,
+        "grpo.loss.force_on_policy_ratio": rollout,
+        "grpo.loss.importance_cap": rollout,
         "async.streamed_training": not derived.streams_training(config) and _not_streamed(config),
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
@@ -297,8 +297,8 @@ def _graph(view: View, config: SftConfig) -> Problems:
 
 
 def _sampling(view: View, config: GrpoConfig) -> Problems:
-    if derived.proximal(config) == "behaviour":
-        why = "with grpo.loss.proximal=behaviour the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
+    if derived.proximal(config) == "rollout":
+        why = "with grpo.loss.proximal=rollout the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
             yield view.problem("generation.top_p", why.format("1"), "grpo.loss.proximal")
         if config.generation.top_k > 0:

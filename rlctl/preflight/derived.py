@@ -39,11 +39,11 @@ def streams_training(config: GrpoConfig) -> bool:
     return config.async_.enabled and config.async_.streamed_training and once
 
 
-def proximal(config: GrpoConfig) -> Literal["behaviour", "recompute"]:
+def proximal(config: GrpoConfig) -> Literal["rollout", "recompute"]:
     """The old policy of the loss's ratio."""
     own = config.grpo.loss.proximal
     if own == "auto":
-        return "recompute" if config.async_.enabled else "behaviour"
+        return "recompute" if config.async_.enabled else "rollout"
     return own
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from rlctl.config.compose import compose, find_recipe
 from rlctl.config.convert import Converter, key_of
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.provenance import Interpolation, Node, Origin, dump, leaves, show_path
+from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.preflight.checks import check, notes
 
@@ -77,7 +77,7 @@ def load(
     return replace(composed, secrets=unchanged)
 
 
-def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[Node, list[Problem]]:
+def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:
     """The composed tree, to be shown, and what is wrong with it. Raises ConfigError if it cannot be composed."""
     root, _, problems = _checked(kind, find_recipe(recipe), overrides, resume=True)
     return root, problems
@@ -85,7 +85,7 @@ def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[Node, li
 
 def _checked(
     kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False
-) -> tuple[Node, RunConfig, list[Problem]]:
+) -> tuple[ConfigNode, RunConfig, list[Problem]]:
     root = compose(file, overrides)
     config, problems = _typed(root, kind, file, away)
     origins = {key: node.origin for key, node in leaves(root)}
@@ -103,7 +103,7 @@ def _set(values: dict[str, Any], names: list[str], value: Any) -> None:
     parent[int(names[-1]) if isinstance(parent, list) else names[-1]] = value
 
 
-def _typed(root: Node, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:
+def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:
     """The typed config, what is wrong in it BROKEN, and the problems."""
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")

@@ -12,7 +12,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight import derived
 from rlctl.preflight.offload_plan import Phase, State
-from rlctl.preflight.state_memory import FLOAT32, Standing, parts, standing, states
+from rlctl.preflight.state_memory import FLOAT32, PlacedState, parts, standing, states
 
 # Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
@@ -31,7 +31,7 @@ class Memory:
     capacity: int | None
     shared: bool
     kv_sequences: int | None
-    standing: dict[Phase, dict[State, Standing]]
+    standing: dict[Phase, dict[State, PlacedState]]
 
     @property
     def state_peak(self) -> int:

@@ -21,7 +21,7 @@ class PlacementError(ValueError):
 
 
 @dataclass(frozen=True)
-class Room:
+class NodeResources:
     """What a node has free. name: empty for this machine alone. cpus: None where nobody counts them."""
 
     name: str
@@ -29,13 +29,13 @@ class Room:
     cpus: float | None = None
 
     @classmethod
-    def of(cls, name: str, free: Mapping[str, float]) -> "Room":
+    def of(cls, name: str, free: Mapping[str, float]) -> "NodeResources":
         """A node's, from what Ray says it has free."""
         return cls(name, int(free.get("GPU", 0)), free.get("CPU", 0.0))
 
 
 @dataclass(frozen=True)
-class Pools:
+class ResourceRequest:
     """What is to be placed. colocated: engines share the trainer's devices. cpus_per_process: where there is no GPU."""
 
     ranks: int
@@ -48,7 +48,7 @@ class Pools:
 
 
 @dataclass(frozen=True)
-class Seat:
+class PlacementSlot:
     """Where a process stands. node: index of its room. devices: empty on a CPU."""
 
     node: int = 0
@@ -63,8 +63,8 @@ class Placement:
     """
 
     device: str
-    trainers: list[Seat]
-    engines: list[Seat]
+    trainers: list[PlacementSlot]
+    engines: list[PlacementSlot]
     shared: bool
     nodes: tuple[str, ...] = ("",)
     cpus_per_process: float = 1.0
@@ -87,74 +87,77 @@ class Placement:
     @property
     def used(self) -> list[int]:
         """Indices of the nodes that processes stand on."""
-        return sorted({seat.node for seat in (*self.trainers, *self.engines)})
+        return sorted({slot.node for slot in (*self.trainers, *self.engines)})
 
     def standing_on(self, node: int) -> tuple[int, int]:
         """How many ranks and how many engines stand there."""
-        return sum(seat.node == node for seat in self.trainers), sum(seat.node == node for seat in self.engines)
+        return sum(slot.node == node for slot in self.trainers), sum(slot.node == node for slot in self.engines)
 
-    def beside(self, seat: Seat) -> tuple[int, ...]:
+    def beside(self, slot: PlacementSlot) -> tuple[int, ...]:
         """Devices of its node that trainer ranks stand on, and it does not."""
-        there = {index for other in self.trainers if other.node == seat.node for index in other.devices}
-        return tuple(sorted(there - set(seat.devices)))
+        there = {index for other in self.trainers if other.node == slot.node for index in other.devices}
+        return tuple(sorted(there - set(slot.devices)))
 
     def gpus_on(self, node: int) -> int:
         """GPUs that are to be reserved there."""
-        seats = (*self.trainers, *self.engines)
-        return len({index for seat in seats if seat.node == node for index in seat.devices})
+        slots = (*self.trainers, *self.engines)
+        return len({index for slot in slots if slot.node == node for index in slot.devices})
 
     def cpus_on(self, node: int) -> float:
         """CPUs that are to be reserved there; none where GPUs are."""
         return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.standing_on(node))
 
 
-def place(rooms: Sequence[Room], pools: Pools, device: str = "") -> Placement:
+def place(rooms: Sequence[NodeResources], resources: ResourceRequest, device: str = "") -> Placement:
     """Seats for every process. device: "cpu" or "cuda"; empty: cuda where there are GPUs.
 
     Raises PlacementError with the arithmetic when there is too little room.
     """
     device = device or ("cuda" if any(room.gpus for room in rooms) else "cpu")
-    free = [list(range(_slots(room, pools, device))) for room in rooms]
-    shared = pools.colocated and device == "cuda"
-    if shared and pools.engines:
-        free = _one_node(free, pools, rooms)
+    free = [list(range(_slots(room, resources, device))) for room in rooms]
+    shared = resources.colocated and device == "cuda"
+    if shared and resources.engines:
+        free = _one_node(free, resources, rooms)
     others = [list(slots) for slots in free] if shared else free
-    trainers = _take(free, pools.ranks, 1, pools.trainer)
-    size = pools.tensor_parallel_size if device == "cuda" else 1
-    engines = _take(others, pools.engines, size, pools.generator) if trainers is not None else None
+    trainers = _take(free, resources.ranks, 1, resources.trainer)
+    size = resources.tensor_parallel_size if device == "cuda" else 1
+    engines = _take(others, resources.engines, size, resources.generator) if trainers is not None else None
     if trainers is None or engines is None:
-        raise PlacementError(_too_little(rooms, pools, device))
+        raise PlacementError(_too_little(rooms, resources, device))
     if device == "cpu":
-        trainers, engines = [Seat(seat.node) for seat in trainers], [Seat(seat.node) for seat in engines]
+        trainers, engines = (
+            [PlacementSlot(slot.node) for slot in trainers],
+            [PlacementSlot(slot.node) for slot in engines],
+        )
     names = tuple(room.name for room in rooms)
-    return Placement(device, trainers, engines, shared or device == "cpu", names, pools.cpus_per_process)
+    return Placement(device, trainers, engines, shared or device == "cpu", names, resources.cpus_per_process)
 
 
-def pools(config: RunConfig) -> Pools:
+def resources(config: RunConfig) -> ResourceRequest:
     """What a run wants placed."""
     trainer, each = config.placement.trainer, config.placement.cpus_per_process
     if not isinstance(config, GrpoConfig):
-        return Pools(config.trainer.num_ranks, trainer=trainer, cpus_per_process=each)
+        return ResourceRequest(config.trainer.num_ranks, trainer=trainer, cpus_per_process=each)
     generation = config.generation
     sizes = (config.trainer.num_ranks, generation.num_engines, generation.tensor_parallel_size)
-    return Pools(*sizes, colocated(config), trainer, config.placement.generator, each)
+    return ResourceRequest(*sizes, colocated(config), trainer, config.placement.generator, each)
 
 
-def this_machine(gpus: int) -> list[Room]:
+def this_machine(gpus: int) -> list[NodeResources]:
     """The one room of a run without a cluster."""
-    return [Room("", gpus)]
+    return [NodeResources("", gpus)]
 
 
-def _slots(room: Room, pools: Pools, device: str) -> int:
+def _slots(room: NodeResources, resources: ResourceRequest, device: str) -> int:
     if device == "cuda":
         return room.gpus
-    return _MOST_ON_CPU if room.cpus is None else int(room.cpus / pools.cpus_per_process + 1e-6)
+    return _MOST_ON_CPU if room.cpus is None else int(room.cpus / resources.cpus_per_process + 1e-6)
 
 
-def _one_node(free: list[list[int]], pools: Pools, rooms: Sequence[Room]) -> list[list[int]]:
+def _one_node(free: list[list[int]], resources: ResourceRequest, rooms: Sequence[NodeResources]) -> list[list[int]]:
     """What is free on the first node that holds trainer and engines, and nothing elsewhere: what brings weights from a
     GPU to an engine on the same one does not leave the node. Raises PlacementError if there is none."""
-    needed = max(pools.ranks, pools.engines * pools.tensor_parallel_size)
+    needed = max(resources.ranks, resources.engines * resources.tensor_parallel_size)
     fits = next((node for node, slots in enumerate(free) if len(slots) >= needed), None)
     if fits is not None:
         return [slots if node == fits else [] for node, slots in enumerate(free)]
@@ -164,9 +167,9 @@ def _one_node(free: list[list[int]], pools: Pools, rooms: Sequence[Room]) -> lis
     raise PlacementError(f"{what}; {_free(rooms, [room.gpus for room in rooms], 'GPU')}")
 
 
-def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[Seat] | None:
+def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
     """`count` seats of `size` slots, which are free no more; None if there are too few."""
-    seats: list[Seat] = []
+    slots: list[PlacementSlot] = []
     taken = [0] * len(free)
     # A node that holds them all keeps a pool together.
     whole = [node for node, slots in enumerate(free) if len(slots) // size >= count]
@@ -179,34 +182,34 @@ def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> l
             return None
         node = open_nodes[0]
         taken[node] += 1
-        seats.append(Seat(node, tuple(free[node][:size])))
+        slots.append(PlacementSlot(node, tuple(free[node][:size])))
         del free[node][:size]
-    return seats
+    return slots
 
 
-def _devices(seats: Sequence[Seat]) -> int:
-    found = {(seat.node, index) for seat in seats for index in seat.devices}
-    return max(1, len(found) or len({seat.node for seat in seats}))
+def _devices(slots: Sequence[PlacementSlot]) -> int:
+    found = {(slot.node, index) for slot in slots for index in slot.devices}
+    return max(1, len(found) or len({slot.node for slot in slots}))
 
 
-def _too_little(rooms: Sequence[Room], pools: Pools, device: str) -> str:
-    ranks = f"{pools.ranks} trainer rank{'s' * (pools.ranks != 1)}"
+def _too_little(rooms: Sequence[NodeResources], resources: ResourceRequest, device: str) -> str:
+    ranks = f"{resources.ranks} trainer rank{'s' * (resources.ranks != 1)}"
     if device == "cpu":
-        needed, each = pools.ranks + pools.engines, pools.cpus_per_process
-        engines = f" and {pools.engines} engine{'s' * (pools.engines != 1)}" * bool(pools.engines)
+        needed, each = resources.ranks + resources.engines, resources.cpus_per_process
+        engines = f" and {resources.engines} engine{'s' * (resources.engines != 1)}" * bool(resources.engines)
         if any(room.cpus is None for room in rooms):
             return f"{ranks}{engines}: at most {_MOST_ON_CPU} processes share a machine without GPUs"
         what = f"{needed * each:g} CPUs needed for {ranks}{engines} (placement.cpus_per_process={each:g})"
         return f"{what}; {_free(rooms, [room.cpus or 0 for room in rooms], 'CPU')}"
-    wanted = pools.engines * pools.tensor_parallel_size
-    needed = max(pools.ranks, wanted) if pools.colocated else pools.ranks + wanted
-    how = "shared by" if pools.colocated else "apart for"
-    what = f"{needed} GPUs needed, {how} {ranks} and {pools.engines} engines x {pools.tensor_parallel_size}"
+    wanted = resources.engines * resources.tensor_parallel_size
+    needed = max(resources.ranks, wanted) if resources.colocated else resources.ranks + wanted
+    how = "shared by" if resources.colocated else "apart for"
+    what = f"{needed} GPUs needed, {how} {ranks} and {resources.engines} engines x {resources.tensor_parallel_size}"
     what = f"{what} (tensor_parallel_size); {_free(rooms, [room.gpus for room in rooms], 'GPU')}"
     return f"{what}; an engine's are of one node" if sum(room.gpus for room in rooms) >= needed else what
 
 
-def _free(rooms: Sequence[Room], amounts: Sequence[float], word: str) -> str:
+def _free(rooms: Sequence[NodeResources], amounts: Sequence[float], word: str) -> str:
     if not any(room.name for room in rooms):
         return f"this machine has {sum(amounts):g}"
     listed = ", ".join(f"{room.name} {amount:g}" for room, amount in zip(rooms, amounts))

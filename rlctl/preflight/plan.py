@@ -11,11 +11,11 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.memory import Memory, compute_bytes, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout, layout
-from rlctl.preflight.placement import Placement, Room, place, pools, this_machine
+from rlctl.preflight.placement import NodeResources, Placement, place, resources, this_machine
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """One step. longest: tokens of the longest sequence allowed. tokens: of a step at most.
 
     per_rank: sequences a rank trains in an update, at most; the ranks of a shard train the same. micro_batches: forward
@@ -47,7 +47,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """placement is None when the machine has too few devices; `misplaced` then says so. layout: of megatron alone.
     too_large: what cannot fit into a device's memory, whatever the estimates are worth; None if nothing is known to be.
     """
@@ -58,7 +58,7 @@ class Plan:
     placement: Placement | None
     misplaced: str | None
     layout: Layout | None
-    batch: Batch
+    batch: BatchSize
     memory: Memory | None
     too_large: str | None
     schedule: Schedule
@@ -71,8 +71,8 @@ def make_plan(
     architecture: Architecture | None,
     gpus: int,
     device_memory: int | None,
-    rooms: Sequence[Room] | None = None,
-) -> Plan:
+    rooms: Sequence[NodeResources] | None = None,
+) -> RunPlan:
     """The plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
 
     rooms: the nodes of a cluster instead, which have `gpus` in all.
@@ -81,7 +81,7 @@ def make_plan(
     longest = longest_sequence(config, architecture)
     memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
     schedule = _schedule(config, architecture, gpus)
-    return Plan(
+    return RunPlan(
         kind=config.kind,
         model=config.model.path,
         parameters=architecture.parameters if architecture else None,
@@ -109,14 +109,14 @@ def longest_sequence(config: RunConfig, architecture: Architecture | None) -> in
     return both if own is None else min(own, both)
 
 
-def _placement(config: RunConfig, gpus: int, rooms: Sequence[Room]) -> tuple[Placement | None, str | None]:
+def _placement(config: RunConfig, gpus: int, rooms: Sequence[NodeResources]) -> tuple[Placement | None, str | None]:
     try:
-        return place(rooms, pools(config), "cuda" if gpus else "cpu"), None
+        return place(rooms, resources(config), "cuda" if gpus else "cpu"), None
     except ValueError as error:
         return None, str(error)
 
 
-def _batch(config: RunConfig, longest: int | None) -> Batch:
+def _batch(config: RunConfig, longest: int | None) -> BatchSize:
     if isinstance(config, GrpoConfig):
         prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
         updates = config.grpo.updates_per_step
@@ -125,7 +125,7 @@ def _batch(config: RunConfig, longest: int | None) -> Batch:
     rollouts = prompts * group
     per_rank = -(-rollouts // updates // layout(config.trainer).data)
     full = config.trainer.micro_batch_tokens // longest if longest else None
-    return Batch(
+    return BatchSize(
         prompts=prompts,
         group=group,
         rollouts=rollouts,

@@ -15,7 +15,7 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Standing:
+class PlacedState:
     """A state of one rank in one phase: where it stands, and its bytes on the device and in host memory.
 
     Both at once where the host updates a part of the optimizer state.
@@ -27,7 +27,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Held:
+class StateBytes:
     """A state of one rank while it trains: bytes on the device and in host memory."""
 
     name: str
@@ -36,7 +36,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Parts:
+class ShardCounts:
     """Among how many ranks something is shared: matrices, the tokens of a pack, weights, experts, optimizer state."""
 
     tensor: int
@@ -51,19 +51,19 @@ class Parts:
         return -(-dense // self.weights) + -(-architecture.expert_parameters // self.experts)
 
 
-def parts(trainer: TrainerSection) -> Parts:
+def parts(trainer: TrainerSection) -> ShardCounts:
     """How the ranks share the work."""
     ranks, layout = trainer.num_ranks, trainer.megatron
     if trainer.backend == "fsdp":
-        return Parts(1, 1, ranks, ranks, ranks)
+        return ShardCounts(1, 1, ranks, ranks, ranks)
     tensor = layout.tensor_model_parallel_size
     stages = layout.pipeline_model_parallel_size
     # An expert is on one rank whole. The distributed optimizer shares state among all ranks with the same weights.
     experts = stages * layout.expert_model_parallel_size
-    return Parts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
+    return ShardCounts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
 
 
-def states(trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, Held]:
+def states(trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, StateBytes]:
     """Of one rank. size: bytes of one number of the compute dtype.
 
     FSDP: float32 masters and AdamW's two moments. Megatron-core: weights in the compute dtype, and in its optimizer
@@ -72,21 +72,27 @@ def states(trainer: TrainerSection, architecture: Architecture, size: int) -> di
     """
     shared = parts(trainer)
     weights, sharded = shared.of(architecture), -(-architecture.parameters // shared.optimizer)
-    gradients = Held("gradients", weights * FLOAT32)
+    gradients = StateBytes("gradients", weights * FLOAT32)
     if trainer.backend == "fsdp":
-        moments = Held("AdamW moments", 2 * sharded * FLOAT32)
-        return {"parameters": Held("weights, float32", weights * FLOAT32), "gradients": gradients, "optimizer": moments}
+        moments = StateBytes("AdamW moments", 2 * sharded * FLOAT32)
+        return {
+            "parameters": StateBytes("weights, float32", weights * FLOAT32),
+            "gradients": gradients,
+            "optimizer": moments,
+        }
     away = hosted_share(trainer)
     masters = FLOAT32 if size < FLOAT32 else 0
     device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away
     return {
-        "parameters": Held(f"weights, {'bfloat16' if masters else 'float32'}", weights * size),
+        "parameters": StateBytes(f"weights, {'bfloat16' if masters else 'float32'}", weights * size),
         "gradients": gradients,
-        "optimizer": Held("AdamW state", int(device), int(host)),
+        "optimizer": StateBytes("AdamW state", int(device), int(host)),
     }
 
 
-def standing(config: RunConfig, architecture: Architecture, size: int, gpus: int) -> dict[Phase, dict[State, Standing]]:
+def standing(
+    config: RunConfig, architecture: Architecture, size: int, gpus: int
+) -> dict[Phase, dict[State, PlacedState]]:
     """By phase of the run; size as for `states`. Without a GPU all of it is in host memory."""
     table = residency(config.trainer, derived.shares_devices(config))
     held = states(config.trainer, architecture, size)
@@ -96,11 +102,11 @@ def standing(config: RunConfig, architecture: Architecture, size: int, gpus: int
     }
 
 
-def _standing(place: Place, held: Held, gpus: int) -> Standing:
+def _standing(place: Place, held: StateBytes, gpus: int) -> PlacedState:
     if place == "none":
-        return Standing("none", 0, 0)
+        return PlacedState("none", 0, 0)
     if gpus == 0:
-        return Standing("host", 0, held.device + held.host)
+        return PlacedState("host", 0, held.device + held.host)
     # What lives on the host has a part on the device that stays there; what moves there moves whole.
     moved = place == "host" and held.host == 0
-    return Standing(place, 0, held.device) if moved else Standing(place, held.device, held.host)
+    return PlacedState(place, 0, held.device) if moved else PlacedState(place, held.device, held.host)

@@ -15,7 +15,7 @@ from torch import Tensor
 _LARGE = 32 << 20
 
 
-class Copies:
+class BatchedCopy:
     """(target, source) pairs of equal shapes; dtypes may differ."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], beside_requests: bool = False) -> None:

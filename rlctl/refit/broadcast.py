@@ -16,16 +16,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rlctl.refit.batched_copy import Copies
-from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, Plan, Segment
-from rlctl.refit.process_group import Group, meet
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, RefitPlan, Segment
+from rlctl.refit.process_group import BroadcastGroup, rendezvous
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.shared_counters import Deadline, digest_word
-from rlctl.refit.sink import Sink
-from rlctl.refit.source import Source
-from rlctl.refit.staging import Packing, Slots
-from rlctl.refit.streaming_checksum import Sums
-from rlctl.utils.device_stream import Lane, Mark, Span, elapsed
+from rlctl.refit.sink import WeightSink
+from rlctl.refit.source import WeightSource
+from rlctl.refit.staging import ChunkWriter, StagingBuffers
+from rlctl.refit.streaming_checksum import StreamingChecksums
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 
 # Version and plan.
 _HEADER_WORDS = 2
@@ -34,21 +34,23 @@ _HEADER_WORDS = 2
 class BroadcastSender:
     """A trainer rank's end. Rank 0 keeps the store where all meet, whether or not it owns anything."""
 
-    def __init__(self, spec: TransportSpec, source: Source, device: torch.device) -> None:
+    def __init__(self, spec: TransportSpec, source: WeightSource, device: torch.device) -> None:
         self._spec, self._source, self._device = spec, source, device
         plan, rank = source.plan, source.rank
-        self._store = meet(spec, rank == 0)
+        self._store = rendezvous(spec, rank == 0)
         self._chunks = [chunk for _, chunk in plan.of(rank)]
         self._names = [plan.names(chunk) for chunk in self._chunks]
         self._size = sum(plan.items[n].nbytes for chunk in self._chunks for n in chunk.numbers)
-        self._group = Group(self._store, spec, rank, 0, device) if self._chunks else None
+        self._group = BroadcastGroup(self._store, spec, rank, 0, device) if self._chunks else None
         self._header = _host_words(_HEADER_WORDS, device)
         singles = (s.first for chunk in self._chunks for s in chunk.segments if s.single)
-        self._ring = Slots(plan, self._chunks, spec.num_buffers, device, {n for n in singles if source.ready(n)})
-        self._pack = Packing(self._ring, source)
-        self._packing, self._wire = Lane(device), Lane(device, urgent=True)
+        self._ring = StagingBuffers(
+            plan, self._chunks, spec.num_buffers, device, {n for n in singles if source.ready(n)}
+        )
+        self._pack = ChunkWriter(self._ring, source)
+        self._packing, self._wire = DeviceStream(device), DeviceStream(device, urgent=True)
         self._found: dict[tuple[int, int], list[Tensor]] = {}
-        self._sums = Sums(device)
+        self._sums = StreamingChecksums(device)
         self._dropped = ""
 
     def send(self, header: Header) -> dict[str, float]:
@@ -78,9 +80,9 @@ class BroadcastSender:
             self._group.abort()
         self._group = self._store = None
 
-    def _queue(self, header: Header, group: Group) -> tuple[list[Span], list[Mark]]:
+    def _queue(self, header: Header, group: BroadcastGroup) -> tuple[list[Span], list[DeviceEvent]]:
         """Queue everything; returns the spans of packing, and the end of each chunk on the wire and of the sums."""
-        sent: list[Mark] = []
+        sent: list[DeviceEvent] = []
         # The first chunk is packed while the header is under way.
         packed = [self._packed(0, sent)]
         checked = self._source.plan.checked(header)
@@ -104,7 +106,7 @@ class BroadcastSender:
         sent.append(self._send_sums(group))
         return packed, sent
 
-    def _packed(self, number: int, sent: list[Mark]) -> Span:
+    def _packed(self, number: int, sent: list[DeviceEvent]) -> Span:
         """Queue the packing of chunk `number` once its buffer is free; sent: the ends of those before it."""
         with self._packing as lane:
             if number >= self._spec.num_buffers:
@@ -116,7 +118,7 @@ class BroadcastSender:
     def _sent(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
         return self._pack.sent(segments[number], number, slot)
 
-    def _send_sums(self, group: Group) -> Mark:
+    def _send_sums(self, group: BroadcastGroup) -> DeviceEvent:
         with self._packing as lane:
             sums = self._sums.all()
             taken = lane.mark()
@@ -135,7 +137,7 @@ class BroadcastSender:
             ]
         return self._found[number, slot]
 
-    def _wait(self, sent: list[Mark], deadline: Deadline) -> None:
+    def _wait(self, sent: list[DeviceEvent], deadline: Deadline) -> None:
         def message() -> str:
             late = [name for name, end in zip(self._names, sent) if not end.reached()]
             place = f"chunk {len(self._names) - len(late) + 1} of {len(self._names)}"
@@ -151,9 +153,9 @@ class BroadcastSender:
 class _Owner:
     """What an engine worker hears from one trainer rank: its group, the lane of its wire, and its words."""
 
-    def __init__(self, group: Group, most: int) -> None:
+    def __init__(self, group: BroadcastGroup, most: int) -> None:
         """most: words that come at a time."""
-        self.group, self.wire = group, Lane(group.device, urgent=True)
+        self.group, self.wire = group, DeviceStream(group.device, urgent=True)
         # Now, while no refit is under way: asking for memory may wait for the device, and so for a wire.
         with self.wire:
             self._words = torch.empty(most, dtype=torch.int64, device=group.device)
@@ -177,22 +179,22 @@ class _Owner:
 class BroadcastReceiver:
     """An engine worker's end: a member of every owner's group."""
 
-    def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self._names = [plan.names(chunk) for chunk in plan.chunks]
         # Each owner's last chunk, after which its checksums come.
         self._ends = {chunk.owner: number for number, chunk in enumerate(plan.chunks)}
-        self._store = meet(spec, False)
+        self._store = rendezvous(spec, False)
         self._owners: dict[int, _Owner] = {}
         for owner in plan.owners:
             most = max(_HEADER_WORDS, sum(len(chunk.numbers) for _, chunk in plan.of(owner)))
-            self._owners[owner] = _Owner(Group(self._store, spec, owner, rank, device), most)
+            self._owners[owner] = _Owner(BroadcastGroup(self._store, spec, owner, rank, device), most)
         self._slots = _slots(spec, plan)
-        self._loading = Lane(device)
-        self._sums = Sums(device)
-        self._sink: Sink | None = None
+        self._loading = DeviceStream(device)
+        self._sums = StreamingChecksums(device)
+        self._sink: WeightSink | None = None
 
-    def receive(self, header: Header, sink: Sink) -> dict[str, float]:
+    def receive(self, header: Header, sink: WeightSink) -> dict[str, float]:
         """See `Receiver.receive`."""
         begin, deadline = time.perf_counter(), Deadline(self._spec.timeout_s)
         self._plan.verify(header)
@@ -216,14 +218,14 @@ class BroadcastReceiver:
         for owner in self._owners.values():
             owner.group.abort()
 
-    def _ring_for(self, sink: Sink) -> Slots:
+    def _ring_for(self, sink: WeightSink) -> StagingBuffers:
         if self._sink is not sink:
             singles = (s.first for chunk in self._plan.chunks for s in chunk.segments if s.single)
             in_place = {n for n in singles if sink.target(n) is not None}
-            self._ring = Slots(self._plan, self._plan.chunks, self._slots, self._device, in_place)
+            self._ring = StagingBuffers(self._plan, self._plan.chunks, self._slots, self._device, in_place)
             self._sink = sink
-            self._sums = Sums(self._device)
-            self._found: dict[tuple[int, int], tuple[list[Tensor], Copies]] = {}
+            self._sums = StreamingChecksums(self._device)
+            self._found: dict[tuple[int, int], tuple[list[Tensor], BatchedCopy]] = {}
         return self._ring
 
     def _await_header(self, header: Header, deadline: Deadline) -> None:
@@ -241,11 +243,11 @@ class BroadcastReceiver:
                     f"version {words[0]} of {known}"
                 )
 
-    def _queue(self, header: Header, ring: Slots, sink: Sink) -> tuple[Span, deque[Span]]:
+    def _queue(self, header: Header, ring: StagingBuffers, sink: WeightSink) -> tuple[Span, deque[Span]]:
         """Queue everything; returns the span of the wire, and of each chunk in loading."""
         checked = self._plan.checked(header)
         self._announced: dict[int, list[int]] = {}
-        wire: list[Mark] = []
+        wire: list[DeviceEvent] = []
         loaded: deque[Span] = deque()
         for number, chunk in enumerate(self._plan.chunks):
             slot = number % self._slots
@@ -281,7 +283,9 @@ class BroadcastReceiver:
             self._announced[rank] = numbers
             self._owners[rank].listen(len(numbers), "the checksums")
 
-    def _prepared(self, number: int, slot: int, ring: Slots, sink: Sink) -> tuple[list[Tensor], Copies]:
+    def _prepared(
+        self, number: int, slot: int, ring: StagingBuffers, sink: WeightSink
+    ) -> tuple[list[Tensor], BatchedCopy]:
         """Where chunk `number` is received, and what brings its items to where they belong; found once a buffer."""
         if (number, slot) not in self._found:
             chunk = self._plan.chunks[number]
@@ -318,12 +322,12 @@ class BroadcastReceiver:
                     raise RefitError(f"{name} arrived changed from trainer rank {rank} (version {header.version})")
 
 
-def receiver_bytes(spec: TransportSpec, plan: Plan) -> int:
+def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
     """Memory for buffers that a receiver holds at most."""
     return _slots(spec, plan) * max(chunk.nbytes for chunk in plan.chunks)
 
 
-def _slots(spec: TransportSpec, plan: Plan) -> int:
+def _slots(spec: TransportSpec, plan: RefitPlan) -> int:
     # Owners take turns: with no more slots than one owner has, each would wait for its last chunk to be loaded.
     return spec.num_buffers * min(OWNERS_AT_ONCE, len(plan.owners))
 
@@ -337,7 +341,7 @@ def _host_words(count: int, device: torch.device) -> Tensor:
     return torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
-def _place(ring: Slots, segment: Segment, slot: int, sink: Sink) -> Tensor:
+def _place(ring: StagingBuffers, segment: Segment, slot: int, sink: WeightSink) -> Tensor:
     """Where a segment is received."""
     if ring.has(segment):
         return ring.run(segment, slot)

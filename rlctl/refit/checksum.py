@@ -21,12 +21,12 @@ def lies_right(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def lay(tensor: Tensor) -> Tensor:
-    """uint8 [n], a tensor's bytes as `Totals` goes over them."""
+    """uint8 [n], a tensor's bytes as `ChecksumTable` goes over them."""
     raw = tensor.contiguous().flatten().view(torch.uint8)
     return raw.clone() if raw.storage_offset() % 8 else raw
 
 
-class Totals:
+class ChecksumTable:
     """Checksums of at most `count` tensors of a device, one after the other; its host never waits."""
 
     def __init__(self, count: int, device: torch.device) -> None:

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.refit.batched_copy import Copies
-from rlctl.refit.plan import Chunk, Plan
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
-from rlctl.refit.shared_counters import Deadline, Words, digest_word
-from rlctl.refit.sink import Sink, typed
-from rlctl.refit.source import Source
-from rlctl.refit.staging import Packing, Slots
-from rlctl.refit.streaming_checksum import Sums
-from rlctl.utils.device_stream import Lane, Mark, Span, elapsed
+from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
+from rlctl.refit.sink import WeightSink, typed
+from rlctl.refit.source import WeightSource
+from rlctl.refit.staging import ChunkWriter, StagingBuffers
+from rlctl.refit.streaming_checksum import StreamingChecksums
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 
 _VERSION, _DIGEST, _READY, _FIRST = range(4)
 
@@ -35,21 +35,21 @@ _VERSION, _DIGEST, _READY, _FIRST = range(4)
 class IpcSender:
     """A trainer rank's end: publishes handles once, then counts chunks that are ready."""
 
-    def __init__(self, spec: TransportSpec, source: Source, device: torch.device) -> None:
+    def __init__(self, spec: TransportSpec, source: WeightSource, device: torch.device) -> None:
         self._spec, self._source, self._device = spec, source, device
         self._chunks = [chunk for _, chunk in source.plan.of(source.rank)]
         self._items = [n for chunk in self._chunks for n in chunk.numbers]
         self._place = {n: place for place, n in enumerate(self._items)}
         self._in_place = self._lying()
-        self._ring = Slots(source.plan, self._chunks, spec.num_buffers, device, self._in_place)
-        self._pack = Packing(self._ring, source)
+        self._ring = StagingBuffers(source.plan, self._chunks, spec.num_buffers, device, self._in_place)
+        self._pack = ChunkWriter(self._ring, source)
         self._segment = {n: s for c in self._chunks for s in c.segments for n in range(s.first, s.last)}
-        self._lane, self._sums = Lane(device), Sums(device)
+        self._lane, self._sums = DeviceStream(device), StreamingChecksums(device)
         self._dropped: set[int] = set()
         self._sent = 0
         Path(spec.folder).mkdir(parents=True, exist_ok=True)
         words = _FIRST + spec.receivers + len(self._items)
-        self._words = Words(_words_file(spec, source.rank), words, create=True)
+        self._words = SharedCounters(_words_file(spec, source.rank), words, create=True)
         self._publish()
 
     def send(self, header: Header) -> dict[str, float]:
@@ -185,26 +185,26 @@ class IpcSender:
 class IpcReceiver:
     """An engine worker's end: maps the trainers' memory at the first refit, then copies chunk by chunk."""
 
-    def __init__(self, spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> None:
+    def __init__(self, spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self._order = plan.taken_by(rank)
-        self._lanes = {owner: Lane(device) for owner in plan.owners}
-        self._sums = Sums(device)
+        self._lanes = {owner: DeviceStream(device) for owner in plan.owners}
+        self._sums = StreamingChecksums(device)
         self._owners: dict[int, _Mapped] = {}
-        self._sink: Sink | None = None
-        self._copies: dict[tuple[int, int], Copies] = {}
+        self._sink: WeightSink | None = None
+        self._copies: dict[tuple[int, int], BatchedCopy] = {}
 
-    def receive(self, header: Header, sink: Sink) -> dict[str, float]:
+    def receive(self, header: Header, sink: WeightSink) -> dict[str, float]:
         """See `Receiver.receive`."""
         begin = time.perf_counter()
         self._plan.verify(header)
         deadline = Deadline(self._spec.timeout_s)
         checked = self._plan.checked(header)
         if self._sink is not sink:
-            self._sink, self._copies, self._sums = sink, {}, Sums(self._device)
+            self._sink, self._copies, self._sums = sink, {}, StreamingChecksums(self._device)
         self._sums.start(len(checked))
         copying: list[tuple[int, Span]] = []
-        ends: dict[int, Mark] = {}
+        ends: dict[int, DeviceEvent] = {}
         self._wire = dict.fromkeys(self._plan.owners, 0.0)
         for lane in self._lanes.values():
             lane.follow()
@@ -240,7 +240,7 @@ class IpcReceiver:
         dtype = getattr(torch, self._plan.entries[self._plan.items[number].entry].dtype)
         return owner.view(number, self._plan, owner.begun).to(dtype)
 
-    def _load(self, number: int, owner: "_Mapped", sink: Sink) -> Copies:
+    def _load(self, number: int, owner: "_Mapped", sink: WeightSink) -> BatchedCopy:
         """What brings chunk `number` out of the owner's memory; prepared once for each buffer it passes through."""
         chunk, key = self._plan.chunks[number], (number, owner.slot(owner.begun))
         if key not in self._copies:
@@ -280,7 +280,7 @@ class _Mapped:
     """One trainer rank's memory, as a receiver sees it."""
 
     def __init__(
-        self, spec: TransportSpec, plan: Plan, owner: int, rank: int, device: torch.device, deadline: Deadline
+        self, spec: TransportSpec, plan: RefitPlan, owner: int, rank: int, device: torch.device, deadline: Deadline
     ) -> None:
         file = _handles_file(spec, owner)
         while not file.exists():
@@ -293,10 +293,10 @@ class _Mapped:
         self._word = {n: word for word, n in enumerate(n for _, chunk in plan.of(owner) for n in chunk.numbers)}
         self._parts = sum(1 for _ in plan.of(owner)) + 1
         self._first, self._rank, self._owner = _FIRST + spec.receivers, rank, owner
-        self.words = Words(_words_file(spec, owner), self._first + len(self._word), create=False)
+        self.words = SharedCounters(_words_file(spec, owner), self._first + len(self._word), create=False)
         self.begun = int(self.words.array[_FIRST + rank - 1])
 
-    def view(self, number: int, plan: Plan, begun: int) -> Tensor:
+    def view(self, number: int, plan: RefitPlan, begun: int) -> Tensor:
         """Item `number` in the trainer's memory, shaped as its box."""
         if number in self._shared:
             tensor: Tensor = self._shared[number]

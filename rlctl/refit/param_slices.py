@@ -1,6 +1,6 @@
 """Where an engine keeps each Hugging Face tensor: which box of it lies in which part of which parameter.
 
-A `Region` is one plain copy that the engine's own loader would make. Known regions turn a refit into copies
+A `ParamSlice` is one plain copy that the engine's own loader would make. Known regions turn a refit into copies
 straight into the live parameters, or into twins of them that replace the live ones later, in one short copy.
 """
 
@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.refit.batched_copy import Copies
-from rlctl.refit.plan import Box, Plan
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
 
 
 @dataclass(frozen=True)
-class Region:
+class ParamSlice:
     """`view`, part of a parameter, holds `box` of a tensor; both have the box's shape."""
 
-    box: Box
+    box: TensorSlice
     view: Tensor
 
 
@@ -33,13 +33,13 @@ class _Part:
     whole: bool
 
 
-class RegionSink:
+class ParamSliceSink:
     """Puts items where the engine keeps them; items that the engine does not keep go nowhere."""
 
-    def __init__(self, plan: Plan, regions: Iterable[Region], beside_requests: bool = False) -> None:
-        """beside_requests: see `Copies`."""
+    def __init__(self, plan: RefitPlan, regions: Iterable[ParamSlice], beside_requests: bool = False) -> None:
+        """beside_requests: see `BatchedCopy`."""
         self._beside_requests = beside_requests
-        by_name: dict[str, list[Region]] = {}
+        by_name: dict[str, list[ParamSlice]] = {}
         for region in regions:
             by_name.setdefault(region.box.name, []).append(region)
         self._parts = [_parts(item.box, by_name.get(item.box.name, [])) for item in plan.items]
@@ -53,33 +53,33 @@ class RegionSink:
         view = parts[0].view
         return view if view.is_contiguous() and view.dtype == self._dtypes[number] else None
 
-    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
         """See `Sink.copies`."""
         pairs = ((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
-        return Copies(pairs, self._beside_requests)
+        return BatchedCopy(pairs, self._beside_requests)
 
     def adopt(self, flat: Tensor) -> bool:
         """See `Sink.adopt`."""
         return False
 
 
-class Twins:
+class ShadowParams:
     """A second copy of every parameter, and regions of it in place of the live ones."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[Region]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[ParamSlice]) -> None:
         # Copies, not empty memory: padding that no refit ever writes must survive the commit.
         self._pairs = [(live.detach(), live.detach().clone()) for live in parameters.values()]
         by_storage = {live.untyped_storage().data_ptr(): (live, twin) for live, twin in self._pairs}
-        self.regions = [Region(region.box, _twin_view(region.view, by_storage)) for region in regions]
+        self.regions = [ParamSlice(region.box, _twin_view(region.view, by_storage)) for region in regions]
         self.nbytes = sum(twin.numel() * twin.element_size() for _, twin in self._pairs)
-        self._copies = Copies(self._pairs)
+        self._copies = BatchedCopy(self._pairs)
 
     def commit(self) -> None:
         """The live parameters become what the twins hold; queued on the current stream."""
         self._copies.run()
 
 
-def verify_complete(regions: Iterable[Region], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
+def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
     """Raise RefitError naming a parameter of which a refit would leave numbers as they are.
 
     padded: names of parameters that hold rows of their own beyond the tensor's.
@@ -94,7 +94,7 @@ def verify_complete(regions: Iterable[Region], parameters: Mapping[str, Tensor],
             raise RefitError(f"the engine's {name} has {parameter.numel()} numbers, the trainer's tensors fill {count}")
 
 
-def _parts(item: Box, regions: list[Region]) -> tuple[_Part, ...]:
+def _parts(item: TensorSlice, regions: list[ParamSlice]) -> tuple[_Part, ...]:
     parts = []
     for region in regions:
         begin = [max(a, b) for a, b in zip(item.start, region.box.start)]

@@ -30,7 +30,7 @@ SAMPLE = 16
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One whole tensor: Hugging Face name, shape, dtype, and its place in a flat buffer of all, in bytes."""
 
     name: str
@@ -44,7 +44,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorSlice:
     """A rectangular part of the tensor `name`: where it begins, and its extent, in each dimension."""
 
     name: str
@@ -57,11 +57,11 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Item:
+class RefitItem:
     """A box that one rank sends, and its place in the sender's buffer, in bytes from the chunk's begin."""
 
     entry: int
-    box: Box
+    box: TensorSlice
     offset: int
     nbytes: int
 
@@ -95,21 +95,21 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RefitPlan:
     """All tensors of a refit, and the chunks that carry them in sending order: the owners take turns."""
 
-    entries: tuple[Entry, ...]
-    items: tuple[Item, ...]
+    entries: tuple[TensorEntry, ...]
+    items: tuple[RefitItem, ...]
     chunks: tuple[Chunk, ...]
 
     @classmethod
     def build(
         cls,
         layout: Iterable[tuple[str, tuple[int, ...], str]],
-        boxes: Sequence[Sequence[Box]] | None = None,
+        boxes: Sequence[Sequence[TensorSlice]] | None = None,
         buffer_bytes: int = 1 << 62,
         edge_bytes: int = 1 << 62,
-    ) -> "Plan":
+    ) -> "RefitPlan":
         """layout: (name, shape, dtype) of every tensor. boxes[r]: what rank r holds (None: rank 0 holds all).
 
         A box that several ranks hold is sent by the one with the least to send. edge_bytes: size of a rank's first
@@ -121,15 +121,15 @@ class Plan:
         entries = _entries(layout)
         index = {entry.name: i for i, entry in enumerate(entries)}
         if boxes is None:
-            boxes = [[Box(entry.name, (0,) * len(entry.shape), entry.shape) for entry in entries]]
+            boxes = [[TensorSlice(entry.name, (0,) * len(entry.shape), entry.shape) for entry in entries]]
         shares = _assign(entries, index, boxes)
         _check_coverage(entries, index, shares)
         return cls._in_turns(entries, [_split(share, entries, index, buffer_bytes, edge_bytes) for share in shares])
 
     @classmethod
-    def _in_turns(cls, entries: tuple[Entry, ...], parts: list[list[list[Item]]]) -> "Plan":
+    def _in_turns(cls, entries: tuple[TensorEntry, ...], parts: list[list[list[RefitItem]]]) -> "RefitPlan":
         """parts[r]: rank r's chunks."""
-        items: list[Item] = []
+        items: list[RefitItem] = []
         chunks: list[Chunk] = []
         for turn in range(max(map(len, parts), default=0)):
             for owner, chunk in ((owner, own[turn]) for owner, own in enumerate(parts) if turn < len(own)):
@@ -215,25 +215,27 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[Entry, ...]:
+def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[TensorEntry, ...]:
     entries, offset = [], 0
     for name, shape, dtype in layout:
-        entry = Entry(name, tuple(shape), dtype, offset)
+        entry = TensorEntry(name, tuple(shape), dtype, offset)
         entries.append(entry)
         offset += aligned(entry.nbytes)
     return tuple(entries)
 
 
-def _assign(entries: tuple[Entry, ...], index: dict[str, int], boxes: Sequence[Sequence[Box]]) -> list[list[Box]]:
+def _assign(
+    entries: tuple[TensorEntry, ...], index: dict[str, int], boxes: Sequence[Sequence[TensorSlice]]
+) -> list[list[TensorSlice]]:
     """Each rank's boxes to send, in the entries' order; what several ranks hold goes to the least loaded."""
-    holders: dict[Box, list[int]] = {}
+    holders: dict[TensorSlice, list[int]] = {}
     for rank, share in enumerate(boxes):
         for box in share:
             if box.name not in index:
                 raise RefitError(f"trainer rank {rank} holds {box.name}, which its layout does not list")
             if prod(box.shape):
                 holders.setdefault(box, []).append(rank)
-    loads, shares = [0] * len(boxes), [list[Box]() for _ in boxes]
+    loads, shares = [0] * len(boxes), [list[TensorSlice]() for _ in boxes]
     for box in sorted(holders, key=lambda box: (index[box.name], box.start)):
         rank = min(holders[box], key=lambda rank: loads[rank])
         loads[rank] += _nbytes(box, entries[index[box.name]])
@@ -241,7 +243,7 @@ def _assign(entries: tuple[Entry, ...], index: dict[str, int], boxes: Sequence[S
     return shares
 
 
-def _check_coverage(entries: tuple[Entry, ...], index: dict[str, int], shares: list[list[Box]]) -> None:
+def _check_coverage(entries: tuple[TensorEntry, ...], index: dict[str, int], shares: list[list[TensorSlice]]) -> None:
     held = [0] * len(entries)
     for box in (box for share in shares for box in share):
         entry = entries[index[box.name]]
@@ -254,28 +256,28 @@ def _check_coverage(entries: tuple[Entry, ...], index: dict[str, int], shares: l
 
 
 def _split(
-    share: list[Box], entries: tuple[Entry, ...], index: dict[str, int], limit: int, edge: int
-) -> list[list[Item]]:
+    share: list[TensorSlice], entries: tuple[TensorEntry, ...], index: dict[str, int], limit: int, edge: int
+) -> list[list[RefitItem]]:
     """A rank's boxes as chunks of items, each filled in order."""
-    chunks: list[list[Item]] = []
+    chunks: list[list[RefitItem]] = []
     sent, left = 0, sum(_nbytes(box, entries[index[box.name]]) for box in share)
     room = end = 0
     for box in share:
         number = index[box.name]
-        rest: Box | None = box
+        rest: TensorSlice | None = box
         while rest is not None:
             if not chunks or end + _nbytes(rest, entries[number]) > room:
                 chunks.append([])
                 room, end = min(limit, max(edge, min(sent, left // 2))), 0
             part, rest = _cut(rest, entries[number], room, limit)
             size = _nbytes(part, entries[number])
-            chunks[-1].append(Item(number, part, end, size))
+            chunks[-1].append(RefitItem(number, part, end, size))
             end += aligned(size)
             sent, left = sent + size, left - size
     return chunks
 
 
-def _cut(box: Box, entry: Entry, room: int, limit: int) -> tuple[Box, Box | None]:
+def _cut(box: TensorSlice, entry: TensorEntry, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
     """As many of the box's first rows as have room, at least one, and the rest."""
     if _nbytes(box, entry) <= room:
         return box, None
@@ -285,11 +287,11 @@ def _cut(box: Box, entry: Entry, room: int, limit: int) -> tuple[Box, Box | None
     rows = max(1, room // row)
     if rows == box.shape[0]:
         return box, None
-    above = Box(box.name, box.start, (rows, *box.shape[1:]))
-    return above, Box(box.name, (box.start[0] + rows, *box.start[1:]), (box.shape[0] - rows, *box.shape[1:]))
+    above = TensorSlice(box.name, box.start, (rows, *box.shape[1:]))
+    return above, TensorSlice(box.name, (box.start[0] + rows, *box.start[1:]), (box.shape[0] - rows, *box.shape[1:]))
 
 
-def _segments(items: list[Item], first: int) -> tuple[tuple[Segment, ...], int]:
+def _segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], int]:
     """Segments of a chunk whose first item has index `first`, and the chunk's size."""
     segments: list[Segment] = []
     packing = False
@@ -305,5 +307,5 @@ def _segments(items: list[Item], first: int) -> tuple[tuple[Segment, ...], int]:
     return tuple(segments), aligned(items[-1].offset + items[-1].nbytes)
 
 
-def _nbytes(box: Box, entry: Entry) -> int:
+def _nbytes(box: TensorSlice, entry: TensorEntry) -> int:
     return prod(box.shape) * ITEM_BYTES[entry.dtype]

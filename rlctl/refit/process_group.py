@@ -19,7 +19,7 @@ from rlctl.workers import changed_environment
 _NCCL_PATIENCE_S = 7 * 24 * 3600.0
 
 
-class Group:
+class BroadcastGroup:
     """One owner (rank 0) and all engine workers (ranks from 1)."""
 
     def __init__(self, store: Any, spec: TransportSpec, owner: int, rank: int, device: torch.device) -> None:
@@ -61,10 +61,10 @@ class Group:
             self._group.abort()
 
 
-def meet(spec: TransportSpec, keeper: bool) -> Any:
+def rendezvous(spec: TransportSpec, recorder: bool) -> Any:
     patience = timedelta(seconds=spec.timeout_s)
     try:
-        return open_store(spec.host, spec.port, keeper=keeper, timeout=patience)
+        return open_store(spec.host, spec.port, recorder=recorder, timeout=patience)
     except Exception as error:
         raise RefitError(f"refit: nobody could be met at {spec.host}:{spec.port}: {error}") from error
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, Plan
+from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, RefitPlan
 from rlctl.refit.protocol import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
 from rlctl.refit.sending import Holding
 from rlctl.refit.transport import Report
@@ -84,7 +84,7 @@ class Refit:
         self.buffer_bytes = _buffer_bytes(holdings, options)
         edge_bytes = self.buffer_bytes if options.colocated else _LEAST_BUFFER_BYTES
         boxes = [holding.boxes for holding in holdings]
-        self.plan = Plan.build(holdings[0].layout, boxes, self.buffer_bytes, edge_bytes)
+        self.plan = RefitPlan.build(holdings[0].layout, boxes, self.buffer_bytes, edge_bytes)
         self._opened = False
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:

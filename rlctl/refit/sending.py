@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rlctl.refit.plan import Box, Plan
+from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, TransportSpec
-from rlctl.refit.source import Sharded, Source
+from rlctl.refit.source import Sharded, WeightSource
 from rlctl.refit.transport import Report, Sender, open_sender
 
 
@@ -15,7 +15,7 @@ class Holding:
     """What a rank can send: the whole tensors' layout, its own boxes of them, and its device's memory in bytes."""
 
     layout: list[tuple[str, tuple[int, ...], str]]
-    boxes: list[Box]
+    boxes: list[TensorSlice]
     device_bytes: int
 
 
@@ -31,10 +31,10 @@ class SendingEnd:
         boxes = [shard.box for shard in self._sharded.shards()]
         return Holding(self._sharded.layout(dtype), boxes, _memory(self._device))
 
-    def open(self, spec: TransportSpec, plan: Plan) -> None:
+    def open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         """Join the transport."""
         self.close()
-        self._source = Source(plan, self._rank, self._sharded.shards())
+        self._source = WeightSource(plan, self._rank, self._sharded.shards())
         self._sender = open_sender(spec, self._source, self._device)
 
     def send(self, header: Header) -> Report:
@@ -70,7 +70,7 @@ class SendsWeights:
         """See `SendingEnd.holding`."""
         return self._sending.holding(dtype)
 
-    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
+    def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         """See `SendingEnd.open`."""
         self._sending.open(spec, plan)
 

@@ -20,7 +20,7 @@ _PR_SET_TIMERSLACK = 29
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-class Words:
+class SharedCounters:
     """int64 words in a file that several processes map; a store of one word is seen whole or not at all."""
 
     def __init__(self, path: Path, count: int, create: bool) -> None:

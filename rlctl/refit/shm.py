@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
-from rlctl.refit.shared_counters import Deadline, Words, digest_word
-from rlctl.refit.sink import Sink, whole
-from rlctl.refit.source import Source
-from rlctl.refit.streaming_checksum import Sums
+from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
+from rlctl.refit.sink import WeightSink, whole
+from rlctl.refit.source import WeightSource
+from rlctl.refit.streaming_checksum import StreamingChecksums
 
 _SLOTS = 2
 
@@ -27,19 +27,19 @@ _SLOTS = 2
 class ShmSender:
     """A trainer rank's end: writes its own items; rank 0 makes the files and removes them."""
 
-    def __init__(self, spec: TransportSpec, source: Source) -> None:
+    def __init__(self, spec: TransportSpec, source: WeightSource) -> None:
         self._source, self._folder = source, Path(spec.folder)
         if source.rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
             _allocate(self._folder, source.plan.nbytes)
-            Words(_words_file(self._folder), _word_count(source.plan), create=True).close()
+            SharedCounters(_words_file(self._folder), _word_count(source.plan), create=True).close()
         else:
             deadline = Deadline(spec.timeout_s)
             while not _words_file(self._folder).exists():
                 deadline.check(lambda: f"refit: trainer rank {source.rank} waited {{}} for rank 0 to open")
         self._slots = _Slots(self._folder, source.plan)
         self._items = [n for _, chunk in source.plan.of(source.rank) for n in chunk.numbers]
-        self._sums = Sums(torch.device("cpu"))
+        self._sums = StreamingChecksums(torch.device("cpu"))
 
     def send(self, header: Header) -> dict[str, float]:
         """See `Sender.send`."""
@@ -77,12 +77,12 @@ class ShmSender:
 class ShmReceiver:
     """An engine worker's end: maps the slots at the first refit."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: RefitPlan, folder: Path) -> None:
         self._plan, self._folder = plan, folder
         self._slots: _Slots | None = None
-        self._sums = Sums(torch.device("cpu"))
+        self._sums = StreamingChecksums(torch.device("cpu"))
 
-    def receive(self, header: Header, sink: Sink) -> dict[str, float]:
+    def receive(self, header: Header, sink: WeightSink) -> dict[str, float]:
         """See `Receiver.receive`."""
         begin = time.perf_counter()
         self._plan.verify(header)
@@ -117,10 +117,10 @@ class ShmReceiver:
 class _Slots:
     """Both slots, mapped, and the words that say what stands in them: digest, written versions, checksums."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: RefitPlan) -> None:
         self._plan, self._folder = plan, folder
         self._flats = [_map(folder / name, plan.nbytes) for name in _names()]
-        self._words = Words(_words_file(folder), _word_count(plan), create=False)
+        self._words = SharedCounters(_words_file(folder), _word_count(plan), create=False)
         self._stride = _word_count(plan) // _SLOTS
         self._owner_words = 1 + len(plan.owners)
         self._views: dict[tuple[int, int], Tensor] = {}
@@ -187,7 +187,7 @@ def _words_file(folder: Path) -> Path:
     return folder / "words"
 
 
-def _word_count(plan: Plan) -> int:
+def _word_count(plan: RefitPlan) -> int:
     return _SLOTS * (1 + len(plan.owners) + len(plan.items))
 
 

@@ -6,17 +6,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.batched_copy import Copies
-from rlctl.refit.plan import ITEM_BYTES, Entry, Plan
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.plan import ITEM_BYTES, RefitPlan, TensorEntry
 
 
-class Sink(Protocol):
+class WeightSink(Protocol):
     """One engine worker's memory for a version of the weights."""
 
     def target(self, number: int) -> Tensor | None:
         """Contiguous memory in which item `number` of the plan may be received as it is; None: receive elsewhere."""
 
-    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
         """What brings items, each shaped as its box (any strides, any float dtype), to where they belong."""
 
     def adopt(self, flat: Tensor) -> bool:
@@ -26,25 +26,25 @@ class Sink(Protocol):
         """
 
 
-class WholeSink:
+class WholeTensorSink:
     """Whole tensors under their Hugging Face names, for an engine that rearranges weights itself."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: RefitPlan, device: torch.device) -> None:
         self._plan, self._device = plan, device
         self._flat: Tensor | None = None
         self._adopted = False
 
     def target(self, number: int) -> Tensor | None:
-        """See `Sink.target`."""
+        """See `WeightSink.target`."""
         view = self._place(number)
         return view if view.is_contiguous() else None
 
-    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> Copies:
-        """See `Sink.copies`."""
-        return Copies((self._place(number), data) for number, data in arrived)
+    def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
+        """See `WeightSink.copies`."""
+        return BatchedCopy((self._place(number), data) for number, data in arrived)
 
     def adopt(self, flat: Tensor) -> bool:
-        """See `Sink.adopt`."""
+        """See `WeightSink.adopt`."""
         self._flat, self._adopted = flat, True
         return True
 
@@ -69,7 +69,7 @@ class WholeSink:
         return view
 
 
-def whole(flat: Tensor, entry: Entry) -> Tensor:
+def whole(flat: Tensor, entry: TensorEntry) -> Tensor:
     """The entry's own slice of a flat uint8 buffer, with its dtype and shape."""
     return typed(flat, entry.offset, entry.dtype, entry.shape)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import Box, Item, Plan
+from rlctl.refit.plan import RefitItem, RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
 
 
@@ -19,8 +19,8 @@ class Shard:
     tensor: Tensor
 
     @property
-    def box(self) -> Box:
-        return Box(self.name, self.start, tuple(self.tensor.shape))
+    def box(self) -> TensorSlice:
+        return TensorSlice(self.name, self.start, tuple(self.tensor.shape))
 
 
 class Sharded(Protocol):
@@ -33,10 +33,10 @@ class Sharded(Protocol):
         """What this rank holds: views, no copy, no collective."""
 
 
-class Source:
+class WeightSource:
     """A rank's items as views of its shards, found once."""
 
-    def __init__(self, plan: Plan, rank: int, shards: list[Shard]) -> None:
+    def __init__(self, plan: RefitPlan, rank: int, shards: list[Shard]) -> None:
         self.plan, self.rank = plan, rank
         self._addresses = _addresses(shards)
         by_name: dict[str, list[Shard]] = {}
@@ -75,7 +75,7 @@ def _addresses(shards: list[Shard]) -> dict[tuple[str, tuple[int, ...]], int]:
     return {(shard.name, shard.start): shard.tensor.data_ptr() for shard in shards}
 
 
-def _view(item: Item, shards: list[Shard]) -> Tensor:
+def _view(item: RefitItem, shards: list[Shard]) -> Tensor:
     for shard in shards:
         begin = [want - have for want, have in zip(item.box.start, shard.start)]
         inside = all(b >= 0 and b + size <= n for b, size, n in zip(begin, item.box.shape, shard.tensor.shape))

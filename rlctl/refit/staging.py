@@ -9,20 +9,20 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from rlctl.refit.batched_copy import Copies
-from rlctl.refit.plan import Chunk, Plan, Segment, aligned
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.plan import Chunk, RefitPlan, Segment, aligned
 from rlctl.refit.sink import typed
-from rlctl.refit.source import Source
+from rlctl.refit.source import WeightSource
 
 
-class Slots:
+class StagingBuffers:
     """Places of a chunk's segments within one buffer, and the buffers; for either end.
 
     in_place: items that need no place here.
     """
 
     def __init__(
-        self, plan: Plan, chunks: Collection[Chunk], count: int, device: torch.device, in_place: Collection[int]
+        self, plan: RefitPlan, chunks: Collection[Chunk], count: int, device: torch.device, in_place: Collection[int]
     ) -> None:
         self._plan = plan
         self._offsets: dict[Segment, int] = {}
@@ -66,17 +66,17 @@ class Slots:
         return self._offsets[segment] + self._plan.items[number].offset - segment.offset
 
 
-class Packing:
+class ChunkWriter:
     """Copies into a ring's buffers, converted to the dtype that travels; prepared once for each chunk and buffer."""
 
-    def __init__(self, slots: Slots, source: Source) -> None:
+    def __init__(self, slots: StagingBuffers, source: WeightSource) -> None:
         self._slots, self._source = slots, source
-        self._copies: dict[tuple[int, int], Copies] = {}
+        self._copies: dict[tuple[int, int], BatchedCopy] = {}
 
     def run(self, number: int, chunk: Chunk, slot: int) -> None:
         """Copy what of the sender's chunk `number` needs a place into buffer `slot`; on the current stream."""
         if (number, slot) not in self._copies:
-            self._copies[number, slot] = Copies(
+            self._copies[number, slot] = BatchedCopy(
                 (self._slots.view(segment, number, slot), self._source.view(number))
                 for segment in chunk.segments
                 if self._slots.has(segment)

@@ -5,15 +5,15 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 
-from rlctl.refit.checksum import Totals, lay, lies_right
-from rlctl.utils.device_stream import Lane, Mark
+from rlctl.refit.checksum import ChecksumTable, lay, lies_right
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream
 
 
-class Sums:
+class StreamingChecksums:
     """Of one refit after the other: queue them with `here` and `beside`, then ask for all."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lane = device, Lane(device)
+        self._device, self._lane = device, DeviceStream(device)
         self._laid: dict[tuple[int, int], Tensor] = {}
         self.start(0)
 
@@ -21,7 +21,7 @@ class Sums:
         """A new refit begins, of which at most `count` items are asked for."""
         self._numbers: list[int] = []
         with self._lane as lane:
-            self._totals = Totals(count, self._device)
+            self._totals = ChecksumTable(count, self._device)
             self._begun = lane.mark()
 
     def here(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
@@ -35,7 +35,7 @@ class Sums:
             self._totals.add(self._lay(number, tensor, slot))
         self._numbers += numbers
 
-    def beside(self, tensors: dict[int, Tensor], arrived: Mark) -> None:
+    def beside(self, tensors: dict[int, Tensor], arrived: DeviceEvent) -> None:
         """Of items that stay where they lie, at every refit, once `arrived` is reached."""
         if tensors:
             with self._lane as lane:
@@ -46,7 +46,7 @@ class Sums:
         """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
         return self._totals.all() if self._numbers else None
 
-    def end(self, *after: Mark) -> None:
+    def end(self, *after: DeviceEvent) -> None:
         """Nothing more is queued; all of `here` lies behind the marks."""
         with self._lane as lane:
             for mark in after:

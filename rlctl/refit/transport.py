@@ -9,10 +9,10 @@ from typing import Protocol
 
 import torch
 
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, TransportSpec
-from rlctl.refit.sink import Sink
-from rlctl.refit.source import Source
+from rlctl.refit.sink import WeightSink
+from rlctl.refit.source import WeightSource
 
 # Seconds by phase of one end, and "bytes" and "extra_bytes" (memory it holds for refits).
 Report = dict[str, float]
@@ -41,7 +41,7 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """The engine worker's end."""
 
-    def receive(self, header: Header, sink: Sink) -> Report:
+    def receive(self, header: Header, sink: WeightSink) -> Report:
         """Put every item of the plan into `sink`, whole and checked when it returns (device work included).
 
         Report: wire, load, seconds, bytes, extra_bytes. Raises RefitError: another version or plan than announced,
@@ -52,7 +52,7 @@ class Receiver(Protocol):
         """Free buffers, files and groups."""
 
 
-def receiver_bytes(spec: TransportSpec, plan: Plan) -> int:
+def receiver_bytes(spec: TransportSpec, plan: RefitPlan) -> int:
     """Device memory for buffers that an engine worker's end comes to hold at most."""
     if spec.kind != "broadcast":
         return 0
@@ -61,7 +61,7 @@ def receiver_bytes(spec: TransportSpec, plan: Plan) -> int:
     return receiver_bytes(spec, plan)
 
 
-def open_sender(spec: TransportSpec, source: Source, device: torch.device) -> Sender:
+def open_sender(spec: TransportSpec, source: WeightSource, device: torch.device) -> Sender:
     """The trainer rank's end of the transport named by `spec`."""
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmSender
@@ -76,7 +76,7 @@ def open_sender(spec: TransportSpec, source: Source, device: torch.device) -> Se
     return BroadcastSender(spec, source, device)
 
 
-def open_receiver(spec: TransportSpec, plan: Plan, rank: int, device: torch.device) -> Receiver:
+def open_receiver(spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> Receiver:
     """The engine worker's end; `rank` counts all engine workers from 1."""
     if spec.kind == "shm":
         from rlctl.refit.shm import ShmReceiver

@@ -27,7 +27,7 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True)
-class Item:
+class RewardInput:
     """One rollout to score: texts of prompt and completion, the reference answer, the data set's row."""
 
     prompt: str
@@ -37,7 +37,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RewardFailure:
     """Reason why an item has no value.
 
     kind: what went wrong, free of the rollout's own text. where: file:line of the user's code. detail: what this
@@ -58,7 +58,7 @@ class Failure:
         return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
-Outcome = float | Failure
+Outcome = float | RewardFailure
 
 
 def load_function(section: RewardSection) -> RewardFunction:
@@ -81,19 +81,19 @@ def load_function(section: RewardSection) -> RewardFunction:
     return _user_function(section.name)
 
 
-def attempt(function: RewardFunction, item: Item) -> Outcome:
+def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
     """Return the finite number that `function` gives `item`, or what it did instead."""
     try:
         value: object = function(item.prompt, item.completion, item.answer, item.row)
     except RewardError as error:
         kind, _, detail = str(error).partition(": ")
-        return Failure(kind, detail=shortened(detail))
+        return RewardFailure(kind, detail=shortened(detail))
     except (Exception, SystemExit) as error:
         return _raised(error, function)
     number = _number(value)
     if number is not None:
         return number
-    return Failure("no finite number", defined_at(function), shortened(f"returned {reprlib.repr(value)}"))
+    return RewardFailure("no finite number", defined_at(function), shortened(f"returned {reprlib.repr(value)}"))
 
 
 def _number(value: object) -> float | None:
@@ -106,12 +106,12 @@ def _number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _raised(error: BaseException, function: RewardFunction) -> Failure:
+def _raised(error: BaseException, function: RewardFunction) -> RewardFailure:
     frames = error.__traceback__.tb_next if error.__traceback__ else None
     trace = "".join(traceback.format_exception(type(error), error, frames))
     if len(trace) > MAX_TRACE:
         trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
-    return Failure(f"raised {type(error).__name__}", raised_at(error, function), _message(error), trace)
+    return RewardFailure(f"raised {type(error).__name__}", raised_at(error, function), _message(error), trace)
 
 
 def _message(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Failure, Outcome
+from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Outcome, RewardFailure
 
 # JSON escapes a character by six at most, one beyond the basic plane by twelve.
 MAX_REPLY = 12 * (MAX_TRACE + 2 * MAX_DETAIL) + 65536
@@ -48,7 +48,7 @@ class Channel:
         if (message.get("call"), message.get("item")) != (call, item):
             raise BadReply(f"a reply to call {message.get('call')}, item {message.get('item')}")
         if isinstance(failure := message.get("failure"), dict):
-            return Failure(*(str(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
+            return RewardFailure(*(str(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
         value = message.get("value")
         if not isinstance(value, float) or not math.isfinite(value):
             raise BadReply("a reply without a finite value")
@@ -74,5 +74,5 @@ class Channel:
 
 def answer(call: int, item: int, outcome: Outcome) -> bytes:
     """The line that tells the outcome of one item."""
-    told = {"failure": asdict(outcome)} if isinstance(outcome, Failure) else {"value": outcome}
+    told = {"failure": asdict(outcome)} if isinstance(outcome, RewardFailure) else {"value": outcome}
     return json.dumps({"call": call, "item": item, **told}).encode() + b"\n"

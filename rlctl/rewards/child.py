@@ -30,12 +30,12 @@ def main(connection: socket.socket) -> NoReturn:
     """Fork the worker, and keep it."""
     os.set_inheritable(connection.fileno(), False)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    keeper = os.getpid()
+    recorder = os.getpid()
     worker = os.fork()
     if not worker:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
+        if os.getppid() != recorder:
             os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         work(connection)

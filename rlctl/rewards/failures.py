@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from rlctl.rewards.base import Failure
+from rlctl.rewards.base import RewardFailure
 
 Emit = Callable[..., None]
 # Causes hold no text of a rollout, but code that a reward generates can raise at ever new places.
@@ -23,7 +23,7 @@ class FailureLog:
         self._path, self._emit, self._lock = path, emit, threading.Lock()
         self.counts: Counter[str] = Counter()
 
-    def add(self, name: str, failure: Failure) -> None:
+    def add(self, name: str, failure: RewardFailure) -> None:
         """Count a failure of the reward called `name`; the first of its cause is told."""
         cause = f"{name}: {failure.cause}"
         with self._lock:

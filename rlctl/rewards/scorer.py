@@ -13,9 +13,9 @@ from types import TracebackType
 
 from rlctl.config.schema import RewardSection
 from rlctl.preflight.derived import correctness, reward_names
-from rlctl.rewards.base import Failure, Item, Outcome, RewardError, attempt, load_function
+from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt, load_function
 from rlctl.rewards.failures import Emit, FailureLog
-from rlctl.rewards.worker import LoadError, Worker
+from rlctl.rewards.worker import LoadError, RewardWorker
 from rlctl.utils.cores import usable_cores
 
 INLINE = ("exact",)
@@ -62,17 +62,17 @@ class Scorer:
         size = min(MAX_WORKERS, usable_cores())
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out: a small batch keeps to the worker that is already running.
-        self._idle: LifoQueue[Worker] = LifoQueue()
-        self.workers = [Worker(sections, self._log) for _ in range(size)]
+        self._idle: LifoQueue[RewardWorker] = LifoQueue()
+        self.workers = [RewardWorker(sections, self._log) for _ in range(size)]
         for worker in self.workers:
             self._idle.put(worker)
 
-    def score(self, items: list[Item]) -> list[Score]:
+    def score(self, items: list[RewardInput]) -> list[Score]:
         """One score an item, in order; never raises for what a reward does."""
         columns = [self._outcomes(reward, items) for reward in range(len(self._sections))]
         return [self._sum(list(outcomes)) for outcomes in zip(*columns, strict=True)]
 
-    def try_on_sample(self, item: Item) -> Score:
+    def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError, a line for each reward that is no use."""
         if any(section.name not in INLINE for section in self._sections):
             try:
@@ -80,7 +80,9 @@ class Scorer:
             except LoadError as error:
                 raise UnusableError(error.problems, self._sections) from error
         outcomes = [self._outcomes(reward, [item])[0] for reward in range(len(self._sections))]
-        problems = [(index, str(outcome)) for index, outcome in enumerate(outcomes) if isinstance(outcome, Failure)]
+        problems = [
+            (index, str(outcome)) for index, outcome in enumerate(outcomes) if isinstance(outcome, RewardFailure)
+        ]
         if problems:
             raise UnusableError([*problems], self._sections)
         return self._sum(outcomes)
@@ -100,14 +102,14 @@ class Scorer:
     ) -> None:
         self.close()
 
-    def _outcomes(self, reward: int, items: list[Item]) -> list[Outcome]:
+    def _outcomes(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
         if self._sections[reward].name in INLINE:
             function = load_function(self._sections[reward])
             return [attempt(function, item) for item in items]
         chunks = [items[start : start + ITEMS_PER_CALL] for start in range(0, len(items), ITEMS_PER_CALL)]
         return [outcome for part in self._threads.map(partial(self._remote, reward), chunks) for outcome in part]
 
-    def _remote(self, reward: int, items: list[Item]) -> list[Outcome]:
+    def _remote(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
         worker = self._idle.get()
         try:
             return worker.score(reward, items)
@@ -116,13 +118,13 @@ class Scorer:
 
     def _sum(self, outcomes: list[Outcome]) -> Score:
         named = dict(zip(self.names, outcomes, strict=True))
-        parts = {name: None if isinstance(outcome, Failure) else outcome for name, outcome in named.items()}
-        failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, Failure)}
+        parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
+        failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, RewardFailure)}
         value = sum(
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
         )
         if not failures and not math.isfinite(value):
-            failures = {"sum": Failure("no finite number", detail=f"{value} of {parts}")}
+            failures = {"sum": RewardFailure("no finite number", detail=f"{value} of {parts}")}
         for name, failure in failures.items():
             self.failures.add(name, failure)
         if failures:

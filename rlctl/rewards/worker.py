@@ -13,7 +13,7 @@ import sys
 from typing import IO
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Failure, Item, Outcome, RewardError
+from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput
 from rlctl.rewards.channel import BadReply, Channel
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
@@ -21,7 +21,7 @@ START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that
 SEND_TIMEOUT_S = 60.0
 ENDING_TIMEOUT_S = 10.0
 _ENDED = "ended its process"
-_TERMINATED = Failure(_ENDED, detail=signal.SIGTERM.name)
+_TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
 
 
 class LoadError(RewardError):
@@ -32,7 +32,7 @@ class LoadError(RewardError):
         self.problems = problems
 
 
-class Worker:
+class RewardWorker:
     """One child process, started when first needed and again after it hung or died."""
 
     def __init__(self, sections: list[RewardSection], log: IO[str] | None) -> None:
@@ -41,7 +41,7 @@ class Worker:
         self._channel: Channel | None = None
         self._calls = 0
 
-    def score(self, reward: int, items: list[Item]) -> list[Outcome]:
+    def score(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
         """The outcome of each item; an item that hangs or kills the process costs itself alone."""
         outcomes: list[Outcome] = []
         tried_again = -1
@@ -54,7 +54,7 @@ class Worker:
                     outcomes.pop()
             except LoadError as error:
                 reason = "; ".join(reason for index, reason in error.problems if index in (reward, None)) or str(error)
-                outcomes += [Failure("could not be loaded", detail=reason)] * (len(items) - len(outcomes))
+                outcomes += [RewardFailure("could not be loaded", detail=reason)] * (len(items) - len(outcomes))
         return outcomes
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Worker:
             self._channel.close()
         self._process = self._channel = None
 
-    def _call(self, channel: Channel, reward: int, items: list[Item]) -> list[Outcome]:
+    def _call(self, channel: Channel, reward: int, items: list[RewardInput]) -> list[Outcome]:
         """Outcomes of the items up to the last, or to the one that ended the process."""
         self._calls += 1
         timeout_s = self._sections[reward].timeout_s
@@ -91,12 +91,12 @@ class Worker:
                 outcomes.append(channel.outcome(self._calls, number, timeout_s))
         except TimeoutError:
             self.stop()
-            outcomes.append(Failure(f"took longer than {timeout_s:g} s"))
+            outcomes.append(RewardFailure(f"took longer than {timeout_s:g} s"))
         except BadReply as error:
             self.stop()
-            outcomes.append(Failure("wrote to a file descriptor that is not its own", detail=str(error)))
+            outcomes.append(RewardFailure("wrote to a file descriptor that is not its own", detail=str(error)))
         except (EOFError, ConnectionError):
-            outcomes.append(Failure(_ENDED, detail=self._ending()))
+            outcomes.append(RewardFailure(_ENDED, detail=self._ending()))
         return outcomes
 
     def _started(self) -> Channel:

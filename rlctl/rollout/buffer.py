@@ -1,6 +1,6 @@
 """What a step trains on: draws prompts, has them sampled and scored, and hands out a step's groups.
 
-The bound on staleness, and who may be admitted when, is `Staleness`; with `max_trajectory_age_steps` 0 this is the
+The bound on staleness, and who may be admitted when, is `StalenessScheduler`; with `max_trajectory_age_steps` 0 this is the
 synchronous loop. Everything random about a group is a function of its number, the how-manieth draw it is, so that a
 resume draws the same. Contract 8: a wait that lasts says who waits for whom.
 """
@@ -17,19 +17,19 @@ from typing import Any
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
-from rlctl.generation.requests import Completion, SampleRequest
-from rlctl.grpo.batch import Group
+from rlctl.generation.requests import Rollout, TurnRequest
+from rlctl.grpo.batch import RolloutGroup
 from rlctl.preflight.derived import max_age
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
-from rlctl.rollout.dispatcher import RolloutStream
-from rlctl.rollout.prefetch import Lookahead
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.prefetch import AdaptivePrefetch
 from rlctl.rollout.seeds import REDRAW, TRAIN, rollout_seeds
-from rlctl.rollout.staleness import Staleness
+from rlctl.rollout.staleness import StalenessScheduler
 
 Span = Callable[[str], AbstractContextManager[None]]
-ScoreGroups = Callable[[list[Prompt], list[list[Completion]]], list[list[Score]]]
+ScoreGroups = Callable[[list[Prompt], list[list[Rollout]]], list[list[Score]]]
 Emit = Callable[..., None]
 _TICK_S = 0.5
 
@@ -41,27 +41,27 @@ class _Active:
     prompt: Prompt
     attempt: int = 0
     began: float = 0.0
-    completions: list[Completion] | None = None
+    completions: list[Rollout] | None = None
     scores: list[Score] | None = None
 
 
-class Feed:
+class RolloutBuffer:
     """The groups of a run. Methods are called from the loop's thread; sampling and scoring go on beside it."""
 
     def __init__(
         self,
         config: GrpoConfig,
         source: PromptSource,
-        stream: Callable[[Callable[[list[tuple[str, list[Completion]]]], None]], RolloutStream],
+        dispatcher: Callable[[Callable[[list[tuple[str, list[Rollout]]]], None]], RolloutDispatcher],
         refit: Refit,
         score: ScoreGroups,
         emit: Emit,
     ) -> None:
         self._config, self._source, self._refit, self._score, self._emit = config, source, refit, score, emit
         shape = (config.grpo.num_prompts_per_step, max_age(config))
-        self._staleness = Staleness(*shape, config.async_.policy, config.async_.window_fraction)
-        adaptive = config.async_.lookahead == "auto"
-        self._lookahead = Lookahead(shape[0], self._staleness.capacity, adaptive=adaptive)
+        self._staleness = StalenessScheduler(*shape, config.async_.policy, config.async_.window_fraction)
+        adaptive = config.async_.prefetch == "auto"
+        self._prefetch = AdaptivePrefetch(shape[0], self._staleness.capacity, adaptive=adaptive)
         self._waited, self._step_began = 0.0, time.monotonic()
         self._active: dict[int, _Active] = {}
         self._later: list[int] = []
@@ -70,9 +70,9 @@ class Feed:
         self._changed = threading.Condition()
         self._news = self._explained = time.monotonic()
         self._failure: Exception | None = None
-        self._unscored: queue.SimpleQueue[list[tuple[int, list[Completion]]] | None] = queue.SimpleQueue()
+        self._unscored: queue.SimpleQueue[list[tuple[int, list[Rollout]]] | None] = queue.SimpleQueue()
         threading.Thread(target=self._keep_scoring, name="scoring", daemon=True).start()
-        self.stream = stream(self._sampled)
+        self.dispatcher = dispatcher(self._sampled)
 
     def fill(self, version: int) -> None:
         """Draw as many prompts as there is room for, never more than the run still trains; `version` is served."""
@@ -81,25 +81,25 @@ class Feed:
         config = self._config.grpo
         with self._changed:
             left = (config.num_steps - version) * config.num_prompts_per_step - len(self._active)
-            count = max(0, min(self._lookahead.target - len(self._active), self._staleness.room(), left))
+            count = max(0, min(self._prefetch.target - len(self._active), self._staleness.room(), left))
             again, self._later = self._later[:count], self._later[count:]
             first = self._source.cursor.position
             drawn = dict(enumerate(self._source.draw(count - len(again)), first))
-            drawn |= {ordinal: self._source.at(ordinal) for ordinal in again}
+            drawn |= {group_id: self._source.at(group_id) for group_id in again}
             self._staleness.admit(sorted(drawn), version)
-            for ordinal, prompt in drawn.items():
-                self._active[ordinal] = _Active(prompt)
+            for group_id, prompt in drawn.items():
+                self._active[group_id] = _Active(prompt)
         self._begin(sorted(drawn))
 
     def wait(self, version: int, span: Span) -> None:
         """Until the groups of the step at `version` are sampled. span: times a wait, by what it is for."""
         self._wait(version, lambda: self._staleness.select(version, scored=False), span)
 
-    def take(self, version: int, span: Span) -> list[Group]:
+    def take(self, version: int, span: Span) -> list[RolloutGroup]:
         """The groups of the step at `version` that were not taken yet, once they are scored."""
         return self._taken(self._wait(version, lambda: self._staleness.select(version), span), version)
 
-    def take_part(self, version: int, tokens: int, span: Span) -> list[Group]:
+    def take_part(self, version: int, tokens: int, span: Span) -> list[RolloutGroup]:
         """Groups of the step at `version` that are scored, once they have so many tokens; none once the step's last
         groups are there, for `take`."""
         return self._taken(self._wait(version, lambda: self._part(version, tokens), span), version)
@@ -113,15 +113,15 @@ class Feed:
         part = self._staleness.select_part(version)
         return part if self._tokens(part) >= tokens else None
 
-    def _tokens(self, ordinals: list[int]) -> int:
-        groups = [self._active[ordinal] for ordinal in ordinals]
+    def _tokens(self, group_ids: list[int]) -> int:
+        groups = [self._active[group_id] for group_id in group_ids]
         return sum(len(group.prompt.tokens) + len(one.tokens) for group in groups for one in group.completions or [])
 
-    def _taken(self, ordinals: list[int], version: int) -> list[Group]:
+    def _taken(self, group_ids: list[int], version: int) -> list[RolloutGroup]:
         with self._changed:
-            self._staleness.take(ordinals, version)
-            groups = [self._active[ordinal] for ordinal in ordinals]
-        return [Group(each.prompt, each.completions or [], each.scores or []) for each in groups]
+            self._staleness.take(group_ids, version)
+            groups = [self._active[group_id] for group_id in group_ids]
+        return [RolloutGroup(each.prompt, each.completions or [], each.scores or []) for each in groups]
 
     def release(self) -> None:
         """The step's groups were trained or filtered: they make room."""
@@ -130,39 +130,39 @@ class Feed:
         self._step_began = now
         with self._changed:
             complete = len(self._staleness.with_status("sampled")) + len(self._staleness.with_status("ready"))
-            self._lookahead.step_over(waited, complete)
-            for ordinal in self._staleness.release():
-                del self._active[ordinal]
+            self._prefetch.step_over(waited, complete)
+            for group_id in self._staleness.release():
+                del self._active[group_id]
 
     def drain(self, span: Span) -> None:
-        """Until nothing is being sampled; `stream.go_on` ends it.
+        """Until nothing is being sampled; `dispatcher.go_on` ends it.
 
         An engine that is lost meanwhile is replaced by the refit that follows: the trainer has its weights already.
         """
         self._news = time.monotonic()
-        if self.stream.drain():
+        if self.dispatcher.drain():
             return
         with span("drain"):
-            while not self.stream.drain():
+            while not self.dispatcher.drain():
                 with self._changed:
                     self._changed.wait(_TICK_S)
                 self._explain()
 
     def repair(self) -> None:
         """Engines that were lost are replaced, and what they were at is sampled anew. Raises RuntimeError."""
-        for name in self.stream.repair(self._refit):
+        for name in self.dispatcher.repair(self._refit):
             # What the engine's loss and its replacement took is no silence of the new one.
             self._news = time.monotonic()
-            ordinal = _ordinal(name)
+            group_id = _group_id(name)
             with self._changed:
-                failures = self._staleness.restart(ordinal, self._version, failed=True)
+                failures = self._staleness.restart(group_id, self._version, failed=True)
             if failures > self._config.generation.max_generation_failures:
-                self._give_up(name, ordinal, failures)
+                self._give_up(name, group_id, failures)
 
     @property
     def target(self) -> int:
-        """Groups that are kept on their way, see `Lookahead`."""
-        return self._lookahead.target
+        """Groups that are kept on their way, see `AdaptivePrefetch`."""
+        return self._prefetch.target
 
     def occupancy(self) -> dict[int, int]:
         """Active groups by the version at which they were admitted."""
@@ -178,7 +178,7 @@ class Feed:
     def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
         """What a resume needs: the state, and a function that writes the groups that are ready into a folder."""
         with self._changed:
-            state = {**self._staleness.state_dict(), "later": self._later, "lookahead": self._lookahead.target}
+            state = {**self._staleness.state_dict(), "later": self._later, "prefetch": self._prefetch.target}
             ready = self._staleness.with_status("ready")
             groups = {o: (self._active[o].completions or [], self._active[o].scores or []) for o in ready}
         return state, lambda folder: save_groups(folder, groups)
@@ -190,54 +190,54 @@ class Feed:
         with self._changed:
             again, beyond = self._staleness.load_state_dict(state, version)
             self._later = [*beyond, *state["later"]]
-            self._lookahead.resume(state["lookahead"])
-            for ordinal in self._staleness.ordinals():
-                rollouts = saved[ordinal] if ordinal not in again else (None, None)
-                self._active[ordinal] = _Active(self._source.at(ordinal), 0, 0.0, *rollouts)
+            self._prefetch.resume(state["prefetch"])
+            for group_id in self._staleness.group_ids():
+                rollouts = saved[group_id] if group_id not in again else (None, None)
+                self._active[group_id] = _Active(self._source.at(group_id), 0, 0.0, *rollouts)
         self._begin(again)
 
     def close(self) -> None:
         """Sample and score no more."""
-        self.stream.close()
+        self.dispatcher.close()
         self._unscored.put(None)
 
-    def _begin(self, ordinals: list[int]) -> None:
+    def _begin(self, group_ids: list[int]) -> None:
         with self._changed:
-            for ordinal in ordinals:
-                self._active[ordinal].began = time.monotonic()
-            requests = [self._request(ordinal) for ordinal in ordinals]
-        self.stream.submit(requests)
+            for group_id in group_ids:
+                self._active[group_id].began = time.monotonic()
+            requests = [self._request(group_id) for group_id in group_ids]
+        self.dispatcher.submit(requests)
 
-    def _request(self, ordinal: int) -> SampleRequest:
-        config, active = self._config, self._active[ordinal]
-        step, place = divmod(ordinal, config.grpo.num_prompts_per_step)
-        stream = REDRAW if active.attempt else TRAIN
-        seed = rollout_seeds(config.run.seed, stream, step + 1, config.grpo.num_prompts_per_step)[place]
+    def _request(self, group_id: int) -> TurnRequest:
+        config, active = self._config, self._active[group_id]
+        step, place = divmod(group_id, config.grpo.num_prompts_per_step)
+        dispatcher = REDRAW if active.attempt else TRAIN
+        seed = rollout_seeds(config.run.seed, dispatcher, step + 1, config.grpo.num_prompts_per_step)[place]
         samples, longest = config.grpo.num_generations_per_prompt, config.generation.max_new_tokens
-        return SampleRequest(
-            self._name(ordinal), active.prompt.tokens, samples, longest, config.generation.temperature, seed
+        return TurnRequest(
+            self._name(group_id), active.prompt.tokens, samples, longest, config.generation.temperature, seed
         )
 
-    def _name(self, ordinal: int) -> str:
+    def _name(self, group_id: int) -> str:
         """Of the group's request: another one each time that it is drawn."""
-        return f"{ordinal}.{self._active[ordinal].attempt}"
+        return f"{group_id}.{self._active[group_id].attempt}"
 
-    def _sampled(self, groups: list[tuple[str, list[Completion]]]) -> None:
+    def _sampled(self, groups: list[tuple[str, list[Rollout]]]) -> None:
         """On a thread of the stream."""
         with self._changed:
             # A group given up meanwhile is not running any more.
-            ended = [(o, group) for name, group in groups if self._staleness.status(o := _ordinal(name)) == "running"]
-            for ordinal, completions in ended:
-                self._active[ordinal].completions = completions
+            ended = [(o, group) for name, group in groups if self._staleness.status(o := _group_id(name)) == "running"]
+            for group_id, completions in ended:
+                self._active[group_id].completions = completions
                 self._lengths += [len(completion.tokens) for completion in completions]
-                self._staleness.sampled(ordinal)
+                self._staleness.sampled(group_id)
             self._news = time.monotonic()
             self._changed.notify_all()
         self._unscored.put(ended)
 
     def _keep_scoring(self) -> None:
         while (ended := self._all_unscored()) is not None:
-            prompts = [self._active[ordinal].prompt for ordinal, _ in ended]
+            prompts = [self._active[group_id].prompt for group_id, _ in ended]
             try:
                 scores = self._score(prompts, [completions for _, completions in ended])
             except Exception as error:
@@ -246,15 +246,15 @@ class Feed:
                     self._changed.notify_all()
                 return
             with self._changed:
-                for (ordinal, _), one in zip(ended, scores):
-                    self._active[ordinal].scores = one
-                    self._staleness.ready(ordinal)
+                for (group_id, _), one in zip(ended, scores):
+                    self._active[group_id].scores = one
+                    self._staleness.ready(group_id)
                 self._news = time.monotonic()
                 self._changed.notify_all()
 
-    def _all_unscored(self) -> list[tuple[int, list[Completion]]] | None:
+    def _all_unscored(self) -> list[tuple[int, list[Rollout]]] | None:
         """Every group that waits for its score, once there is one: together they keep all reward workers busy."""
-        found: list[tuple[int, list[Completion]]] = []
+        found: list[tuple[int, list[Rollout]]] = []
         while True:
             try:
                 ended = self._unscored.get(block=not found)
@@ -267,13 +267,13 @@ class Feed:
     def _wait(self, version: int, choice: Callable[[], list[int] | None], span: Span) -> list[int]:
         """Until there is something to choose; the choice."""
         self._version, self._news = version, time.monotonic()
-        while (ordinals := self._made(choice)) is None:
+        while (group_ids := self._made(choice)) is None:
             why, began = self._waits_for(), time.monotonic()
             with span(why):
                 while self._made(choice) is None and self._waits_for() == why:
                     self._look_after()
             self._waited += time.monotonic() - began
-        return ordinals
+        return group_ids
 
     def _made(self, choice: Callable[[], list[int] | None]) -> list[int] | None:
         with self._changed:
@@ -297,25 +297,25 @@ class Feed:
     def _redraw_overdue(self) -> None:
         with self._changed:
             overdue = self._staleness.overdue(self._version)
-            names = [self._name(ordinal) for ordinal in overdue]
+            names = [self._name(group_id) for group_id in overdue]
         if not names:
             return
-        stopped = [_ordinal(request.id) for request in self.stream.abort(names)]
+        stopped = [_group_id(request.id) for request in self.dispatcher.abort(names)]
         with self._changed:
-            for ordinal in stopped:
-                self._staleness.redraw(ordinal, self._version)
-                self._active[ordinal].attempt += 1
-                self._emit("redrawn", prompt=self._active[ordinal].prompt.id, version=self._version)
+            for group_id in stopped:
+                self._staleness.redraw(group_id, self._version)
+                self._active[group_id].attempt += 1
+                self._emit("redrawn", prompt=self._active[group_id].prompt.id, version=self._version)
         self._begin(stopped)
 
-    def _give_up(self, name: str, ordinal: int, failures: int) -> None:
+    def _give_up(self, name: str, group_id: int, failures: int) -> None:
         """A group that takes engine after engine down with it is dropped, and counted."""
-        self.stream.abort([name])
+        self.dispatcher.abort([name])
         with self._changed:
-            prompt = self._active[ordinal].prompt.id
-            self._active[ordinal].completions, self._active[ordinal].scores = [], []
-            self._staleness.sampled(ordinal)
-            self._staleness.ready(ordinal)
+            prompt = self._active[group_id].prompt.id
+            self._active[group_id].completions, self._active[group_id].scores = [], []
+            self._staleness.sampled(group_id)
+            self._staleness.ready(group_id)
         self._emit("warning", what=f"prompt {prompt} is dropped: its sampling failed {failures} times")
 
     def _explain(self) -> None:
@@ -323,7 +323,7 @@ class Feed:
         now, run = time.monotonic(), self._config.run
         silence = now - self._news
         # Engines at long answers give no group for long, and are not silent.
-        if min(silence, now - self.stream.last_step()) >= run.deadline_s:
+        if min(silence, now - self.dispatcher.last_step()) >= run.deadline_s:
             text = self.explanation()
             raise RuntimeError(f"nothing was sampled or scored for {silence:.0f} s (run.deadline_s): {text}")
         if now - max(self._news, self._explained) >= run.explain_after_s:
@@ -346,8 +346,8 @@ class Feed:
         counts = (
             f"{len(running)} groups sampling, {sampled} to score, {ready} ready, {taken} taken for the step ({held})"
         )
-        return f"{what}; {counts}; {self.stream.describe()}"
+        return f"{what}; {counts}; {self.dispatcher.describe()}"
 
 
-def _ordinal(name: str) -> int:
+def _group_id(name: str) -> int:
     return int(name.partition(".")[0])

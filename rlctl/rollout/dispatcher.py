@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlctl.generation.active_requests import Counters, Delivery
+from rlctl.generation.active_requests import EngineStats, FinishedGroups
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.refit.refit import Refit
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
-Deliver = Callable[[list[tuple[str, list[Completion]]]], None]
+Deliver = Callable[[list[tuple[str, list[Rollout]]]], None]
 _POLL_S = 1.0
 _ABORT_S = 5.0
 # Longer than an engine that answers takes to be collected from.
@@ -30,7 +30,7 @@ _CLOSE_S = 3.0
 
 
 @dataclass
-class _Lane:
+class _EngineQueue:
     """One engine and what it is at. last: when it last did anything. lost: why it must be replaced. ended: of groups
     outstanding, rollouts that are done.
 
@@ -41,17 +41,17 @@ class _Lane:
 
     worker: Worker
     orders: deque[tuple[str, list[Any]]] = field(default_factory=deque)
-    outstanding: dict[str, SampleRequest] = field(default_factory=dict)
-    leaving: dict[str, SampleRequest] = field(default_factory=dict)
-    dropped: dict[str, SampleRequest] = field(default_factory=dict)
+    outstanding: dict[str, TurnRequest] = field(default_factory=dict)
+    leaving: dict[str, TurnRequest] = field(default_factory=dict)
+    dropped: dict[str, TurnRequest] = field(default_factory=dict)
     stopped: list[str] = field(default_factory=list)
-    counters: Counters = field(default_factory=Counters)
+    counters: EngineStats = field(default_factory=EngineStats)
     ended: dict[str, int] = field(default_factory=dict)
     last: float = field(default_factory=time.monotonic)
     lost: Exception | None = None
 
     @property
-    def busy(self) -> list[SampleRequest]:
+    def busy(self) -> list[TurnRequest]:
         """What it samples, wanted or not."""
         return [*self.outstanding.values(), *self.leaving.values()]
 
@@ -59,7 +59,7 @@ class _Lane:
     def rollouts(self) -> int:
         return sum(request.num_samples - self.ended.get(request.id, 0) for request in self.busy)
 
-    def drop(self, names: list[str]) -> list[SampleRequest]:
+    def drop(self, names: list[str]) -> list[TurnRequest]:
         """Wait for these no more."""
         found = [self.outstanding.pop(name) for name in names if name in self.outstanding]
         self.dropped |= {request.id: request for request in found}
@@ -70,15 +70,15 @@ class _Lane:
         return sum(request.cost for request in self.busy)
 
 
-class RolloutStream:
+class RolloutDispatcher:
     """Samples groups on every engine of a pool; `deliver` gets them, on threads of the stream."""
 
     def __init__(self, pool: GeneratorPool, deliver: Deliver, deadline_s: float) -> None:
         self._pool, self._deliver, self._deadline_s = pool, deliver, deadline_s
         pool.forget_gone()
         # By the pool's slots.
-        self._lanes = [_Lane(worker) for worker in pool.engines]
-        self._pending: deque[SampleRequest] = deque()
+        self._lanes = [_EngineQueue(worker) for worker in pool.engines]
+        self._pending: deque[TurnRequest] = deque()
         self._held = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._threads = [
@@ -89,13 +89,13 @@ class RolloutStream:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, requests: list[SampleRequest]) -> None:
+    def submit(self, requests: list[TurnRequest]) -> None:
         """More groups to sample, in this order as far as engines are alike."""
         with self._changed:
             self._pending.extend(requests)
             self._hand_out()
 
-    def abort(self, ids: list[str]) -> list[SampleRequest]:
+    def abort(self, ids: list[str]) -> list[TurnRequest]:
         """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet.
 
         Waits for the engines to know, but not long for one that does not answer: it gets no new work meanwhile.
@@ -152,7 +152,7 @@ class RolloutStream:
             ]
             return "; ".join([*lanes, f"{len(self._pending)} groups not begun"])
 
-    def counters(self) -> list[Counters]:
+    def counters(self) -> list[EngineStats]:
         """What each engine did so far, as it said when it last delivered: at most a second ago."""
         with self._changed:
             return [lane.counters for lane in self._lanes]
@@ -188,13 +188,13 @@ class RolloutStream:
     def _is_current(self, index: int) -> bool:
         return self._pool.slots[index] is self._lanes[index].worker
 
-    def _renewed(self, index: int) -> list[SampleRequest]:
+    def _renewed(self, index: int) -> list[TurnRequest]:
         """Take note of an engine that was replaced, here or in a refit: what the old one was at begins anew."""
         lane = self._lanes[index]
         if self._is_current(index):
             return []
         if worker := self._pool.slots[index]:
-            self._lanes[index] = _Lane(worker)
+            self._lanes[index] = _EngineQueue(worker)
         else:
             lane.lost = lane.lost or WorkerDied("collect", [lane.worker.name], "its node is gone")
         return lane.drop(list(lane.outstanding))
@@ -210,7 +210,7 @@ class RolloutStream:
             lane.outstanding[request.id], lane.last = request, time.monotonic()
             self._order(lane, "submit", [request])
 
-    def _order(self, lane: _Lane, method: str, what: list[Any]) -> None:
+    def _order(self, lane: _EngineQueue, method: str, what: list[Any]) -> None:
         if lane.orders and lane.orders[-1][0] == method:
             lane.orders[-1][1].extend(what)
         else:
@@ -233,7 +233,7 @@ class RolloutStream:
             if method == "abort":
                 self._forget(lane, what)
 
-    def _forget(self, lane: _Lane, names: list[str]) -> None:
+    def _forget(self, lane: _EngineQueue, names: list[str]) -> None:
         with self._changed:
             for name in names:
                 lane.leaving.pop(name, None)
@@ -241,7 +241,7 @@ class RolloutStream:
             self._hand_out()
             self._changed.notify_all()
 
-    def _lose(self, lane: _Lane, error: Exception) -> None:
+    def _lose(self, lane: _EngineQueue, error: Exception) -> None:
         with self._changed:
             lane.lost = lane.lost or error
             self._changed.notify_all()
@@ -257,7 +257,7 @@ class RolloutStream:
             with self._changed:
                 stopped, lane.stopped = lane.stopped, []
             try:
-                delivery: Delivery = lane.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
+                delivery: FinishedGroups = lane.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
                 self._lose(lane, error)
                 continue
@@ -266,7 +266,7 @@ class RolloutStream:
                 for name in stopped:
                     lane.dropped.pop(name, None)
 
-    def _accept(self, lane: _Lane, delivery: Delivery) -> None:
+    def _accept(self, lane: _EngineQueue, delivery: FinishedGroups) -> None:
         ids = delivery.ids
         with self._changed:
             if delivery.counters != lane.counters:

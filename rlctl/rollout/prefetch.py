@@ -15,7 +15,7 @@ NOISE = 0.02
 STEPS = 4
 
 
-class Lookahead:
+class AdaptivePrefetch:
     """target: groups between admission and the end of their step, from 2 N to the capacity (max_age + 1) N.
 
     With N groups a step, N train while N are sampled: with less than 2 N one side stands still. adaptive: False keeps

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.data.prompts import Prompt
-from rlctl.generation.requests import Completion
-from rlctl.rewards.base import Item
+from rlctl.generation.requests import Rollout
+from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
 
 Decode = Callable[[list[list[int]]], list[str]]
 
 
-def sample_item(prompt: Prompt) -> Item:
+def sample_item(prompt: Prompt) -> RewardInput:
     """What rewards are tried on before a run: a prompt, answered with its own answer."""
-    return Item(prompt.text, prompt.answer or "", prompt.answer, prompt.row)
+    return RewardInput(prompt.text, prompt.answer or "", prompt.answer, prompt.row)
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,11 @@ class GroupScorer:
     scorer: Scorer
     decode: Decode
 
-    def __call__(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[list[Score]]:
+    def __call__(self, prompts: list[Prompt], completions: list[list[Rollout]]) -> list[list[Score]]:
         """A score a rollout, group by group."""
         texts = iter(self.decode([c.tokens.tolist() for group in completions for c in group]))
-        items = [Item(p.text, next(texts), p.answer, p.row) for p, group in zip(prompts, completions) for _ in group]
+        items = [
+            RewardInput(p.text, next(texts), p.answer, p.row) for p, group in zip(prompts, completions) for _ in group
+        ]
         scores = iter(self.scorer.score(items))
         return [[next(scores) for _ in group] for group in completions]

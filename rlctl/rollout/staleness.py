@@ -38,14 +38,14 @@ _DONE: dict[bool, tuple[Status, ...]] = {True: ("ready",), False: ("ready", "sam
 
 
 @dataclass
-class Slot:
+class GroupSlot:
     """One active group. ordinal: its name, the number of the draw. version: no token of it is older.
 
     place: in the order of training; a group drawn anew goes to its end. finished: in the order in which groups were
     sampled. failures: samplings lost with an engine.
     """
 
-    ordinal: int
+    group_id: int
     version: int
     place: int
     status: Status = "running"
@@ -54,7 +54,7 @@ class Slot:
     failures: int = 0
 
 
-class Staleness:
+class StalenessScheduler:
     """The active groups of a run, by ordinal. Every method that changes one raises KeyError for a group unknown."""
 
     def __init__(self, num_prompts_per_step: int, max_age: int, policy: Policy, window_fraction: float) -> None:
@@ -62,42 +62,42 @@ class Staleness:
         self.capacity = (max_age + 1) * num_prompts_per_step
         # A step's worth must fit into the window, or nothing could be trained while the oldest is running.
         self._window = num_prompts_per_step + ceil(window_fraction * self.capacity)
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, GroupSlot] = {}
         self._placed = self._sampled = 0
 
     def room(self) -> int:
         """Groups that may be admitted now."""
         return self.capacity - len(self._slots)
 
-    def admit(self, ordinals: list[int], version: int) -> None:
+    def admit(self, group_ids: list[int], version: int) -> None:
         """New groups; `version` is the one that the generator serves. Raises ValueError if they do not fit."""
-        if len(ordinals) > self.room():
-            raise ValueError(f"{len(ordinals)} groups do not fit beside {len(self._slots)} of at most {self.capacity}")
-        for ordinal in ordinals:
-            self._slots[ordinal] = Slot(ordinal, version, self._next_place())
+        if len(group_ids) > self.room():
+            raise ValueError(f"{len(group_ids)} groups do not fit beside {len(self._slots)} of at most {self.capacity}")
+        for group_id in group_ids:
+            self._slots[group_id] = GroupSlot(group_id, version, self._next_place())
 
-    def sampled(self, ordinal: int) -> None:
+    def sampled(self, group_id: int) -> None:
         """Every rollout of the group is there; it is not scored yet."""
-        self._slots[ordinal].status, self._slots[ordinal].finished = "sampled", self._sampled
+        self._slots[group_id].status, self._slots[group_id].finished = "sampled", self._sampled
         self._sampled += 1
 
-    def ready(self, ordinal: int) -> None:
+    def ready(self, group_id: int) -> None:
         """The group is scored."""
-        self._slots[ordinal].status = "ready"
+        self._slots[group_id].status = "ready"
 
-    def restart(self, ordinal: int, version: int, *, failed: bool = False) -> int:
+    def restart(self, group_id: int, version: int, *, failed: bool = False) -> int:
         """Sampling begins again, at `version`; returns how often it failed so far."""
-        slot = self._slots[ordinal]
+        slot = self._slots[group_id]
         slot.status, slot.version = "running", max(slot.version, version)
         slot.failures += failed
         return slot.failures
 
-    def redraw(self, ordinal: int, version: int) -> None:
+    def redraw(self, group_id: int, version: int) -> None:
         """Like `restart`, for a group that `overdue` named: it will not be named again."""
-        self.restart(ordinal, version)
-        slot = self._slots.pop(ordinal)
+        self.restart(group_id, version)
+        slot = self._slots.pop(group_id)
         slot.redrawn, slot.place = True, self._next_place()
-        self._slots[ordinal] = slot
+        self._slots[group_id] = slot
 
     def select(self, version: int, *, scored: bool = True) -> list[int] | None:
         """The ordinals of the groups that train at `version`, oldest first; None while some have to be waited for.
@@ -129,29 +129,29 @@ class Staleness:
                 break
             left.remove(pick)
             deadlines[self._deadline(pick)] -= 1
-            chosen.append(pick.ordinal)
+            chosen.append(pick.group_id)
         return chosen
 
     def _places(self) -> int:
         """Of the step, that no group was taken for yet."""
         return self._step - sum(slot.status == "taken" for slot in self._slots.values())
 
-    def take(self, ordinals: list[int], version: int) -> None:
+    def take(self, group_ids: list[int], version: int) -> None:
         """The groups go into the step that trains at `version`: all of them, or a part of what `select_part` gave.
 
         Raises RuntimeError rather than break the bound.
         """
-        stale = [o for o in ordinals if version - self._slots[o].version > self._max_age]
+        stale = [o for o in group_ids if version - self._slots[o].version > self._max_age]
         if stale:
             raise RuntimeError(f"groups {stale} are older than {self._max_age} steps at version {version}")
-        for ordinal in ordinals:
-            self._slots[ordinal].status = "taken"
+        for group_id in group_ids:
+            self._slots[group_id].status = "taken"
 
     def release(self) -> list[int]:
         """The step ended: its groups leave, and make room. Returns their ordinals."""
         gone = self.with_status("taken")
-        for ordinal in gone:
-            del self._slots[ordinal]
+        for group_id in gone:
+            del self._slots[group_id]
         return gone
 
     def overdue(self, version: int) -> list[int]:
@@ -164,7 +164,7 @@ class Staleness:
         due = [slot for slot in left if self._deadline(slot) == version and slot.status == "running"]
         if self._max_age == 0 or len(complete) < self._places() or any(slot.redrawn for slot in due):
             return []
-        return [slot.ordinal for slot in due]
+        return [slot.group_id for slot in due]
 
     def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
         """What keeps the next step from starting: too few groups sampled, or scored, or older ones that come first."""
@@ -173,18 +173,18 @@ class Staleness:
             return "rollouts"
         return "scores" if counts["ready"] < self._places() else "oldest"
 
-    def status(self, ordinal: int) -> Status | None:
+    def status(self, group_id: int) -> Status | None:
         """Of one group; None if it is not active."""
-        slot = self._slots.get(ordinal)
+        slot = self._slots.get(group_id)
         return slot.status if slot else None
 
-    def ordinals(self) -> list[int]:
+    def group_ids(self) -> list[int]:
         """All active groups, in the order of their places."""
         return list(self._slots)
 
     def with_status(self, status: Status) -> list[int]:
         """Ordinals of the groups in a state, oldest first."""
-        return sorted(slot.ordinal for slot in self._slots.values() if slot.status == status)
+        return sorted(slot.group_id for slot in self._slots.values() if slot.status == status)
 
     def occupancy(self) -> dict[int, int]:
         """Active groups by the version they were admitted at."""
@@ -201,14 +201,14 @@ class Staleness:
         """
         self._placed, self._sampled = state["placed"], len(state["slots"])
         again, beyond = [], []
-        for slot in (Slot(**fields) for fields in state["slots"]):
+        for slot in (GroupSlot(**fields) for fields in state["slots"]):
             if not self.room():
-                beyond.append(slot.ordinal)
+                beyond.append(slot.group_id)
                 continue
-            self._slots[slot.ordinal] = slot
+            self._slots[slot.group_id] = slot
             if slot.status != "ready" or not self._feasible(version):
-                self.restart(slot.ordinal, version)
-                again.append(slot.ordinal)
+                self.restart(slot.group_id, version)
+                again.append(slot.group_id)
         return again, beyond
 
     def _feasible(self, version: int) -> bool:
@@ -221,10 +221,10 @@ class Staleness:
         self._placed += 1
         return self._placed - 1
 
-    def _deadline(self, slot: Slot) -> int:
+    def _deadline(self, slot: GroupSlot) -> int:
         return slot.version + self._max_age
 
-    def _allowed(self, deadlines: Mapping[int, int], version: int, places: int) -> Callable[[Slot], bool]:
+    def _allowed(self, deadlines: Mapping[int, int], version: int, places: int) -> Callable[[GroupSlot], bool]:
         """Which of the groups left may take one of this step's `places` so that all deadlines can still be kept.
 
         deadlines: groups left by the last version that may train them.
@@ -236,7 +236,7 @@ class Staleness:
                 tight = deadline
         return lambda slot: tight is None or self._deadline(slot) <= tight
 
-    def _candidates(self, left: list[Slot], scored: bool) -> Iterator[Slot]:
+    def _candidates(self, left: list[GroupSlot], scored: bool) -> Iterator[GroupSlot]:
         """Complete groups in the order in which the policy would have them."""
         done = _DONE[scored]
         # They stand in the order of their places.

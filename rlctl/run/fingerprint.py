@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
-from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.prompts import Prompt, SupervisedSample
 
 _SIZES = [
     "model_type",
@@ -88,7 +88,7 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
     }
 
 
-def digest_rows(rows: Sequence[Prompt] | Sequence[Sample]) -> str:
+def digest_rows(rows: Sequence[Prompt] | Sequence[SupervisedSample]) -> str:
     """Return the digest of all rows of a data set, as tokens."""
     digest = hashlib.sha256()
     for row in rows:

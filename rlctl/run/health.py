@@ -30,7 +30,7 @@ class HealthWarning:
     fatal: bool
 
 
-class Check(Protocol):
+class HealthCheck(Protocol):
     """One bound. name: of the check, for warnings and the summary. fatal: leaving it stops the run in any case."""
 
     name: str
@@ -154,7 +154,7 @@ class Decline:
 class Health:
     """The checks of one run. stop: every warning stops it."""
 
-    def __init__(self, checks: Sequence[Check], *, stop: bool) -> None:
+    def __init__(self, checks: Sequence[HealthCheck], *, stop: bool) -> None:
         self._checks, self._stop = checks, stop
         self._ill: set[str] = set()
 

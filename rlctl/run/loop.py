@@ -9,7 +9,7 @@ from typing import Any
 from rlctl.data.cursor import Cursor
 from rlctl.run.checkpoints import Checkpoint, CheckpointError
 from rlctl.run.health import Health, HealthStop
-from rlctl.run.recorder import Keeper, WriteTrainer
+from rlctl.run.recorder import RunRecorder, WriteTrainer
 
 
 class Loop(ABC):
@@ -18,13 +18,19 @@ class Loop(ABC):
     def __init__(
         self,
         num_steps: int,
-        keeper: Keeper,
+        recorder: RunRecorder,
         cursor: Cursor,
         write: WriteTrainer,
         stop: Callable[[], bool],
         health: Health,
     ) -> None:
-        self._num_steps, self._keeper, self._cursor, self._write, self._stop = num_steps, keeper, cursor, write, stop
+        self._num_steps, self._recorder, self._cursor, self._write, self._stop = (
+            num_steps,
+            recorder,
+            cursor,
+            write,
+            stop,
+        )
         self._health = health
         # Of the step just done: a check's name -> what its warning says besides.
         self._details: dict[str, str] = {}
@@ -36,7 +42,7 @@ class Loop(ABC):
         Raises HealthStop, with a checkpoint saved.
         """
         self.done = start
-        if start == 0 and not self._stop() and self._keeper.validation_due(0, last=False):
+        if start == 0 and not self._stop() and self._recorder.validation_due(0, last=False):
             self.validate()
             self._judge(start)
         while self.done < self._num_steps and not self._stop():
@@ -45,13 +51,13 @@ class Loop(ABC):
                 self.step()
             except FloatingPointError as error:
                 raise self._stopped(f"step {self.done + 1}: {error}", start) from error
-            if self._keeper.validation_due(self.done, self._last()):
+            if self._recorder.validation_due(self.done, self._last()):
                 self.validate()
             self._judge(start)
-            if self._keeper.checkpoint_due(self.done, self._last()):
+            if self._recorder.checkpoint_due(self.done, self._last()):
                 self.save()
         # A stop may have come after the checkpoint was found not to be due.
-        if start < self.done < self._num_steps and self._keeper.saved != self.done:
+        if start < self.done < self._num_steps and self._recorder.saved != self.done:
             self.save()
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -60,24 +66,24 @@ class Loop(ABC):
 
     def _judge(self, start: int) -> None:
         """Say what of the step just done is outside its bound. Raises HealthStop, with a checkpoint of the step."""
-        warnings = self._health.look(self.done, self._keeper.measured)
+        warnings = self._health.look(self.done, self._recorder.measured)
         said = []
         for each in warnings:
             detail = self._details.get(each.check)
             said.append(f"step {each.step}: {each.what}{f': {detail}' if detail else ''}")
             fields = {"check": each.check, "step": each.step, "value": each.value, "bound": each.bound}
-            self._keeper.events.emit("warning", what=said[-1], **fields)
+            self._recorder.events.emit("warning", what=said[-1], **fields)
         if fatal := [what for what, each in zip(said, warnings) if each.fatal]:
             raise self._stopped(fatal[0], start)
 
     def _stopped(self, why: str, start: int) -> HealthStop:
         """The end of a run for its health's sake, once there is a checkpoint of the last whole step."""
         try:
-            if start < self.done and self._keeper.saved != self.done:
+            if start < self.done and self._recorder.saved != self.done:
                 self.save()
         except CheckpointError as error:
             return HealthStop(f"{why}; {error}")
-        return HealthStop(f"{why}; {self._keeper.newest}")
+        return HealthStop(f"{why}; {self._recorder.newest}")
 
     @abstractmethod
     def step(self) -> None:
@@ -94,7 +100,7 @@ class Loop(ABC):
     def save_with(self, own: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
         """With more state, and what `write` puts into the checkpoint's folder."""
         state = {"version": self.done, "cursor": self._cursor.state_dict(), "health": self._health.state_dict(), **own}
-        self._keeper.save(self.done, state, self._write, write)
+        self._recorder.save(self.done, state, self._write, write)
 
     def _last(self) -> bool:
         return self.done == self._num_steps or self._stop()

@@ -20,7 +20,7 @@ from rlctl.telemetry.jsonl import JsonlWriter
 WriteTrainer = Callable[[Path, Path | None, str | None], None]
 
 
-class Keeper:
+class RunRecorder:
     """Writes the files of one run."""
 
     def __init__(
@@ -59,9 +59,9 @@ class Keeper:
         self.measured = dict(metrics)
         self.metrics.write("step", step, metrics)
 
-    def rollouts(self, step: int, fates: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
+    def rollouts(self, step: int, outcomes: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
         """What became of the step's prompts, and some of its rollouts."""
-        self._rollouts.write({"kind": "prompts", "step": step, **fates})
+        self._rollouts.write({"kind": "prompts", "step": step, **outcomes})
         for rollout in shown()[: self._telemetry.rollouts_per_step] if self._telemetry.rollouts_per_step else []:
             self._rollouts.write({"kind": "rollout", "step": step, **rollout})
 

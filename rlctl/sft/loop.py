@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
-from rlctl.data.prompts import Sample
+from rlctl.data.prompts import SupervisedSample
 from rlctl.run.health import Decline, Health, gradient_jump
 from rlctl.run.loop import Loop
-from rlctl.run.recorder import Keeper
+from rlctl.run.recorder import RunRecorder
 from rlctl.sft.loss import NllLoss
 from rlctl.telemetry import throughput
 from rlctl.telemetry.recorder import StepRecorder
-from rlctl.training.sample import Sequence
-from rlctl.training.trainer_group import Prepared, TrainerClient
+from rlctl.training.sample import TrainingSample
+from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 
 
 @dataclass(frozen=True)
-class SftParts:
+class SftComponents:
     """What a run is assembled from. devices: those that train, and device their name. flops: of training, (sequence
     length) -> FLOPs a token.
     """
 
-    trainer: TrainerClient
+    trainer: TrainerGroup
     source: SampleSource
-    validation: list[Sample]
-    keeper: Keeper
+    validation: list[SupervisedSample]
+    recorder: RunRecorder
     devices: int
     device: str
     flops: Callable[[float], float]
@@ -35,9 +35,9 @@ class SftParts:
 class SftLoop(Loop):
     """The steps of a run, see `Loop`."""
 
-    def __init__(self, config: SftConfig, parts: SftParts, stop: Callable[[], bool]) -> None:
+    def __init__(self, config: SftConfig, parts: SftComponents, stop: Callable[[], bool]) -> None:
         write, health = parts.trainer.save, _health(config)
-        super().__init__(config.sft.num_steps, parts.keeper, parts.source.cursor, write, stop, health)
+        super().__init__(config.sft.num_steps, parts.recorder, parts.source.cursor, write, stop, health)
         self._config, self._parts = config, parts
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next = self._prepare(parts.source.cursor.position)
@@ -45,7 +45,7 @@ class SftLoop(Loop):
     def step(self) -> None:
         """One step: a batch of samples, one update."""
         number, size = self.done + 1, self._config.sft.batch_size
-        record, cursor = StepRecorder(self._parts.keeper.events, number), self._parts.source.cursor
+        record, cursor = StepRecorder(self._parts.recorder.events, number), self._parts.source.cursor
         with record.phase("data"):
             batch = self._next.result()
             self._next = self._prepare(cursor.position + size)
@@ -64,9 +64,9 @@ class SftLoop(Loop):
         flops = self._parts.flops(throughput.length_of_a_token(batch.lengths))
         if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
             speed["throughput/mfu"] = share
-        self._parts.keeper.step(number, {"version": number, **metrics, **speed, **times})
+        self._parts.recorder.step(number, {"version": number, **metrics, **speed, **times})
 
-    def _prepare(self, first: int) -> "Future[Prepared]":
+    def _prepare(self, first: int) -> "Future[PreparedBatch]":
         """The batch from that draw on, which the cursor passes when the batch is trained."""
         source, trainer, size = self._parts.source, self._parts.trainer, self._config.sft.batch_size
         return self._threads.submit(lambda: trainer.prepare(_sequences(source.ahead(first, size))))
@@ -74,7 +74,7 @@ class SftLoop(Loop):
     def validate(self) -> None:
         """Held-out loss: the mean over all trained-on tokens of the set."""
         if self._parts.validation:
-            with self._parts.keeper.validation(self.done) as metrics:
+            with self._parts.recorder.validation(self.done) as metrics:
                 losses = self._parts.trainer.evaluate(_sequences(self._parts.validation), NllLoss())
                 metrics["validation/loss"] = losses["loss/nll"]
                 metrics["validation/prompts"] = float(len(self._parts.validation))
@@ -93,5 +93,5 @@ def _health(config: SftConfig) -> Health:
     return Health([gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window), rise], stop=bounds.stop)
 
 
-def _sequences(samples: list[Sample]) -> list[Sequence]:
-    return [Sequence(sample.tokens, sample.mask) for sample in samples]
+def _sequences(samples: list[SupervisedSample]) -> list[TrainingSample]:
+    return [TrainingSample(sample.tokens, sample.mask) for sample in samples]

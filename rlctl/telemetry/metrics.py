@@ -45,7 +45,7 @@ MEANING = {
     "age/mixed": "share of rollouts whose tokens come from more than one weight version",
     "age/groups_K": "trained groups of age K",
     "buffer/age_K": "groups between admission and the end of their step that are K steps old at the step's end",
-    "buffer/target": "groups that are kept on their way: as many as keep the trainer busy (async.lookahead)",
+    "buffer/target": "groups that are kept on their way: as many as keep the trainer busy (async.prefetch)",
     "mismatch/age_K": "as mismatch/token_mult_prob_error, over tokens of age K",
     "refit/seconds": "from the trainer's weights to live ones in the slowest engine",
     "refit/gb_per_s": "bytes delivered to each engine over refit/seconds, GB/s",

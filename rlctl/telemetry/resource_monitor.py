@@ -12,7 +12,7 @@ EVERY_S = 5.0
 Ask = Callable[[], list[dict[str, float]]]
 
 
-class Vitals:
+class ResourceMonitor:
     """memory/*_gib: device memory at peak where there is a device, else resident memory; the largest process."""
 
     def __init__(self, device: str, sources: dict[str, Ask], now: Callable[[], float] = time.monotonic) -> None:

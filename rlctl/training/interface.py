@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.refit.source import Shard
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 
-MicroBatch = list[Sequence]
+MicroBatch = list[TrainingSample]
 
 
 @dataclass(frozen=True)

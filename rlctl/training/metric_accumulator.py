@@ -10,7 +10,7 @@ from torch import Tensor
 from rlctl.training.interface import LossOutput
 
 
-class Tally:
+class MetricAccumulator:
     """Sums and maxima of the micro-batches' LossOutputs; `join` makes them equal on every rank."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackingStats:
     """Of some steps. micro_batches: of a rank, mean over the steps. filled: tokens over the room in all micro-batches,
     those that only keep ranks in step included. busiest: tokens of the rank with most, over the mean.
     """
@@ -27,7 +27,7 @@ class Packing:
         return f"{self.micro_batches:.3g} micro-batch{plural} a rank and step, {self.filled:.0%} full{balance}"
 
 
-def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> Packing:
+def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> PackingStats:
     """What `plan_micro_batches` makes of the lengths of each step's sequences."""
     steps = tokens = room = busiest = 0
     for lengths in batches:
@@ -37,7 +37,7 @@ def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> Packin
         room += ranks * len(plan[0]) * max_tokens
         busiest += max(sum(lengths[index] for batch in rank for index in batch) for rank in plan)
     micro_batches = room / max(1, ranks * max_tokens * steps)
-    return Packing(steps, micro_batches, tokens / max(1, room), busiest * ranks / max(1, tokens))
+    return PackingStats(steps, micro_batches, tokens / max(1, room), busiest * ranks / max(1, tokens))
 
 
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from rlctl.preflight.offload_plan import PHASES, STATES, Phase, Place, Residency, State
-from rlctl.utils.device_stream import Lane
+from rlctl.utils.device_stream import DeviceStream
 
 # Where each tensor begins in the buffer, in bytes: a multiple of what copy engines and every dtype like.
 _ALIGNED = 512
 
 
-class Mover:
+class OffloadedTensors:
     """A fixed set of tensors that stand on the device, on the host, or nowhere, all of them together.
 
     They move by their storages: the tensors stay the same objects, empty while they are away. A storage must belong
@@ -36,7 +36,7 @@ class Mover:
             end += -(-size // _ALIGNED) * _ALIGNED
         self._room = end
         self._device = self._storages[0].device if self._storages else torch.device("cpu")
-        self._lane = Lane(self._device)
+        self._lane = DeviceStream(self._device)
         self._buffer: Tensor | None = None
         self.place: Place = "device"
 
@@ -115,7 +115,7 @@ class Mover:
         return [self._buffer[start : start + size] for start, size in zip(self._starts.values(), self._sizes)]
 
 
-class Residence:
+class OffloadManager:
     """Holds a trainer's state to the table: `enter` a phase, and everything stands where that phase wants it.
 
     moved: bytes copied so far by phase, to the host and to the device.
@@ -127,29 +127,31 @@ class Residence:
         Tensors in host memory (a CPU trainer's, or what the host updates) stand on the host in any case: they stay.
         """
         self._table = table
-        self._movers = {state: Mover(_on_device(states[state])) for state in STATES if state in states}
+        self._offloaded_sets = {
+            state: OffloadedTensors(_on_device(states[state])) for state in STATES if state in states
+        }
         self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
 
     def enter(self, phase: Phase) -> None:
-        """Start the moves of a phase; does nothing if the last one wanted the same. See `Mover.move`."""
-        for state, mover in self._movers.items():
+        """Start the moves of a phase; does nothing if the last one wanted the same. See `OffloadedTensors.move`."""
+        for state, offloaded in self._offloaded_sets.items():
             place = self._table[phase][state]
-            self.moved[phase]["to_device" if place == "device" else "to_host"] += mover.move(place)
+            self.moved[phase]["to_device" if place == "device" else "to_host"] += offloaded.move(place)
 
     def wait(self) -> None:
-        """See `Mover.wait`. Before the first use of what may have come back."""
-        for mover in self._movers.values():
-            mover.wait()
+        """See `OffloadedTensors.wait`. Before the first use of what may have come back."""
+        for offloaded in self._offloaded_sets.values():
+            offloaded.wait()
 
     def settle(self) -> None:
-        """See `Mover.settle`."""
-        for mover in self._movers.values():
-            mover.settle()
+        """See `OffloadedTensors.settle`."""
+        for offloaded in self._offloaded_sets.values():
+            offloaded.settle()
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """See `Mover.at_hand`; for any tensor. After `settle`."""
-        for mover in self._movers.values():
-            tensor = mover.at_hand(tensor)
+        """See `OffloadedTensors.at_hand`; for any tensor. After `settle`."""
+        for offloaded in self._offloaded_sets.values():
+            tensor = offloaded.at_hand(tensor)
         return tensor
 
     def totals(self) -> dict[str, float]:
@@ -178,6 +180,6 @@ def _lock(buffer: Tensor) -> None:
         raise RuntimeError(f"{gib:.1f} GiB of host memory for offloaded state could not be locked (CUDA error {code})")
 
 
-def _unlock(buffer: Tensor, lane: Lane) -> None:
+def _unlock(buffer: Tensor, lane: DeviceStream) -> None:
     lane.wait()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from rlctl.training.interface import MicroBatch, TokenBatch
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 
 # Two tokens: torch.compile takes a size of one for a constant, and compiles everything anew for it.
-_NOTHING = Sequence(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
+_NOTHING = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
 @dataclass(frozen=True)

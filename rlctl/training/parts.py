@@ -5,10 +5,12 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from rlctl.training.interface import Loss, Totals
-from rlctl.training.metric_accumulator import Tally
+from rlctl.training.metric_accumulator import MetricAccumulator
 
 
-def carry_on(begun: Tally | None, gradients: Iterable[Tensor], loss: Loss, before: Totals, now: Totals) -> Tally:
+def carry_on(
+    begun: MetricAccumulator | None, gradients: Iterable[Tensor], loss: Loss, before: Totals, now: Totals
+) -> MetricAccumulator:
     """What the parts so far left, divided by `before`, comes to be divided by `now`: gradients in place, and metrics.
 
     begun: the metrics, which are returned. Raises RuntimeError without any, TypeError for a loss that knows no parts

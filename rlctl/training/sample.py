@@ -1,4 +1,4 @@
-"""What a trainer learns from: one `Sequence` a rollout or chat, packed into micro-batches by `plan.py`.
+"""What a trainer learns from: one `TrainingSample` a rollout or chat, packed into micro-batches by `plan.py`.
 
 Everything is aligned to the token it speaks of: index t of a mask, a log-prob or a field is about tokens[t]
 given tokens[:t]. Index 0 has no context, so its mask is false.
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Sequence:
+class TrainingSample:
     """tokens: int32 [T]. mask: bool [T], true where the token counts. fields: name -> float32 [T]."""
 
     tokens: NDArray[np.int32]

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorShard:
     """The part `tensor` of a whole tensor of `shape`, from `start` on."""
 
     shape: tuple[int, ...]
@@ -29,17 +29,17 @@ class Box:
     tensor: Tensor
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "Box":
+    def whole(cls, tensor: Tensor) -> "TensorShard":
         """All of a tensor."""
         return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-def save_boxes(folder: Path, boxes: Mapping[str, Box]) -> None:
+def save_boxes(folder: Path, boxes: Mapping[str, TensorShard]) -> None:
     """Called by all ranks together. Raises OSError with the first rank's reason, a full disk say."""
     write(folder, {name: box.tensor for name, box in boxes.items()}, _Saving(boxes))
 
 
-def load_boxes(folder: Path, boxes: Mapping[str, Box]) -> None:
+def load_boxes(folder: Path, boxes: Mapping[str, TensorShard]) -> None:
     """Fill every box in place; called by all ranks together. Raises OSError with the first rank's reason."""
     fill(folder, {name: box.tensor for name, box in boxes.items()}, _Loading(boxes))
 
@@ -83,7 +83,7 @@ def saved_rng_name(folder: Path, rank: int) -> str:
 
 
 class _Saving(DefaultSavePlanner):
-    def __init__(self, boxes: Mapping[str, Box]) -> None:
+    def __init__(self, boxes: Mapping[str, TensorShard]) -> None:
         super().__init__()
         self._boxes = boxes
 
@@ -96,7 +96,7 @@ class _Saving(DefaultSavePlanner):
         return self.state_dict[index.fqn]
 
 
-def _placed(item: WriteItem, box: Box) -> WriteItem:
+def _placed(item: WriteItem, box: TensorShard) -> WriteItem:
     """The item of a tensor as the part of a larger one that it is."""
     assert item.tensor_data
     offsets, size = torch.Size(box.start), torch.Size(box.shape)
@@ -106,7 +106,7 @@ def _placed(item: WriteItem, box: Box) -> WriteItem:
 
 
 class _Loading(DefaultLoadPlanner):
-    def __init__(self, boxes: Mapping[str, Box]) -> None:
+    def __init__(self, boxes: Mapping[str, TensorShard]) -> None:
         super().__init__()
         self._boxes = boxes
 

@@ -12,25 +12,25 @@ from rlctl.config.schema import TrainerSection
 from rlctl.preflight.parallel_layout import layout
 from rlctl.training.interface import Loss, LossInParts, Totals
 from rlctl.training.micro_batching import plan_micro_batches
-from rlctl.training.sample import Sequence
-from rlctl.training.worker import Share
+from rlctl.training.sample import TrainingSample
+from rlctl.training.worker import RankBatch
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import WorkerGroup
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedBatch:
     """A batch as it travels: every rank's share, and the normalisers over all of them.
 
     lengths: of all sequences, each once, however many ranks get it.
     """
 
-    shares: list[Share]
+    shares: list[RankBatch]
     totals: Totals
     lengths: list[int]
 
 
-class TrainerClient:
+class TrainerGroup:
     """Splits batches over a group's shards of data, in micro-batches of at most `micro_batch_tokens`.
 
     The ranks of a shard get the same sequences and, of what concerns them, give the same answers.
@@ -45,12 +45,14 @@ class TrainerClient:
         # pipeline needs several to keep its stages busy.
         self.worthwhile = 2 * shape.pipeline * self._tokens * (max(self._shards) + 1)
 
-    def prepare(self, sequences: Rows[Sequence]) -> Prepared:
+    def prepare(self, sequences: Rows[TrainingSample]) -> PreparedBatch:
         """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
         totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
-        return Prepared(self._shares(self._plan(sequences), sequences), totals, list(map(len, sequences)))
+        return PreparedBatch(self._shares(self._plan(sequences), sequences), totals, list(map(len, sequences)))
 
-    def train(self, batch: Rows[Sequence] | Prepared, loss: Loss, before: Totals | None = None) -> dict[str, float]:
+    def train(
+        self, batch: Rows[TrainingSample] | PreparedBatch, loss: Loss, before: Totals | None = None
+    ) -> dict[str, float]:
         """One optimizer update on all sequences; normalisers are over all of them.
 
         before: what `accumulate` returned; the batch is then the update's last part. Raises FloatingPointError, with
@@ -65,14 +67,14 @@ class TrainerClient:
             raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
         return metrics
 
-    def accumulate(self, batch: Rows[Sequence], loss: LossInParts, before: Totals | None) -> Totals:
+    def accumulate(self, batch: Rows[TrainingSample], loss: LossInParts, before: Totals | None) -> Totals:
         """The gradients of a part of the next update, see `TrainerRank.accumulate`. before: of the parts so far.
 
         Returns the totals of all parts, this one included.
         """
         return self._run("accumulate", batch, loss, before)[1]
 
-    def evaluate(self, sequences: Rows[Sequence], loss: Loss) -> dict[str, float]:
+    def evaluate(self, sequences: Rows[TrainingSample], loss: Loss) -> dict[str, float]:
         """The loss's metrics without an update."""
         metrics: dict[str, float] = self._run("evaluate", sequences, loss)[0]
         return metrics
@@ -81,9 +83,9 @@ class TrainerClient:
         """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update."""
         # All sorts of tokens: one alone would send every one of them to the same experts.
         tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
-        self._run("warm_up", [Sequence(tokens, mask)] * count, loss)
+        self._run("warm_up", [TrainingSample(tokens, mask)] * count, loss)
 
-    def log_probs(self, sequences: Rows[Sequence], reference: bool = False) -> list[NDArray[np.float32]]:
+    def log_probs(self, sequences: Rows[TrainingSample], reference: bool = False) -> list[NDArray[np.float32]]:
         """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
         plan = self._plan(sequences)
         found = self.group.run("log_probs", [(share, reference) for share in self._shares(plan, sequences)])
@@ -110,21 +112,21 @@ class TrainerClient:
         return facts
 
     def _run(
-        self, method: str, batch: Rows[Sequence] | Prepared, loss: Loss, *parts: Totals | None
+        self, method: str, batch: Rows[TrainingSample] | PreparedBatch, loss: Loss, *parts: Totals | None
     ) -> tuple[Any, Totals]:
         """Rank 0's answer, and the totals that all ranks were given. parts: of methods that know them, those before."""
-        ready = batch if isinstance(batch, Prepared) else self.prepare(batch)
+        ready = batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
         before = parts[0] if parts else None
         if before is not None and not ready.totals.sequences:
             # A last part of which nothing is left still makes its update.
-            ready = replace(ready, shares=[Share.of([[]]) for _ in ready.shares])
+            ready = replace(ready, shares=[RankBatch.of([[]]) for _ in ready.shares])
         totals = ready.totals if before is None else before + ready.totals
         return self.group.run(method, [(share, loss, totals, *parts) for share in ready.shares])[0], totals
 
-    def _plan(self, sequences: Rows[Sequence]) -> list[list[list[int]]]:
+    def _plan(self, sequences: Rows[TrainingSample]) -> list[list[list[int]]]:
         return plan_micro_batches([len(sequence) for sequence in sequences], max(self._shards) + 1, self._tokens)
 
-    def _shares(self, plan: list[list[list[int]]], sequences: Rows[Sequence]) -> list[Share]:
+    def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
         """Of every rank."""
-        shares = [Share.of([[sequences[index] for index in batch] for batch in shard]) for shard in plan]
+        shares = [RankBatch.of([[sequences[index] for index in batch] for batch in shard]) for shard in plan]
         return [shares[shard] for shard in self._shards]

@@ -15,7 +15,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.interface import Loss, LossInParts, MicroBatch, Totals, TrainerRank
 from rlctl.training.profile import Profiler, ProfileSpec
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TrainerSpec:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """A rank's micro-batches as columns: few arrays to ship, whatever the number of sequences.
 
     tokens int32 [N], mask bool [N], fields name -> float32 [N]; lengths int32 [S]; sizes int32 [M]: sequences
@@ -50,7 +50,7 @@ class Share:
     sizes: NDArray[np.int32]
 
     @classmethod
-    def of(cls, micro_batches: list[MicroBatch]) -> "Share":
+    def of(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
         """The columns of some micro-batches; all sequences hold the same fields."""
         sequences = [sequence for batch in micro_batches for sequence in batch]
         names = sequences[0].fields if sequences else {}
@@ -67,7 +67,9 @@ class Share:
         ends = np.cumsum(self.lengths)
         parts = [slice(end - length, end) for end, length in zip(ends, self.lengths)]
         sequences = [
-            Sequence(self.tokens[part], self.mask[part], {name: column[part] for name, column in self.fields.items()})
+            TrainingSample(
+                self.tokens[part], self.mask[part], {name: column[part] for name, column in self.fields.items()}
+            )
             for part in parts
         ]
         stops = np.cumsum(self.sizes)
@@ -85,25 +87,25 @@ class TrainerWorker(SendsWeights):
         self._sending = SendingEnd(self._trainer, spec.rank, torch.device(spec.device))
         self._profiler = Profiler(spec.profile, spec.rank)
 
-    def train(self, share: Share, loss: Loss, totals: Totals, before: Totals | None = None) -> dict[str, float]:
+    def train(self, share: RankBatch, loss: Loss, totals: Totals, before: Totals | None = None) -> dict[str, float]:
         """See `TrainerRank.train`."""
         with self._profiler.update():
             return self._trainer.train(share.micro_batches(), loss, totals, before)
 
-    def accumulate(self, share: Share, loss: LossInParts, totals: Totals, before: Totals | None) -> None:
+    def accumulate(self, share: RankBatch, loss: LossInParts, totals: Totals, before: Totals | None) -> None:
         """See `TrainerRank.accumulate`."""
         with self._profiler.update(ends=False):
             self._trainer.accumulate(share.micro_batches(), loss, totals, before)
 
-    def warm_up(self, share: Share, loss: Loss, totals: Totals) -> None:
+    def warm_up(self, share: RankBatch, loss: Loss, totals: Totals) -> None:
         """See `TrainerRank.warm_up`."""
         self._trainer.warm_up(share.micro_batches(), loss, totals)
 
-    def evaluate(self, share: Share, loss: Loss, totals: Totals) -> dict[str, float]:
+    def evaluate(self, share: RankBatch, loss: Loss, totals: Totals) -> dict[str, float]:
         """See `TrainerRank.evaluate`."""
         return self._trainer.evaluate(share.micro_batches(), loss, totals)
 
-    def log_probs(self, share: Share, reference: bool = False) -> NDArray[np.float32]:
+    def log_probs(self, share: RankBatch, reference: bool = False) -> NDArray[np.float32]:
         """Log-probs float32 [N] in the order of the share's tokens."""
         compute = self._trainer.reference_log_probs if reference else self._trainer.log_probs
         batches = compute(share.micro_batches())

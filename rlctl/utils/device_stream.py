@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Mark:
+class DeviceEvent:
     """A moment of a lane: reached once everything queued there before it is done."""
 
     def __init__(self, event: Any) -> None:
@@ -24,14 +24,14 @@ class Mark:
         if self.event is not None:
             self.event.wait()
 
-    def seconds_since(self, earlier: "Mark") -> float:
+    def seconds_since(self, earlier: "DeviceEvent") -> float:
         """Between two marks that both are reached."""
         if self.event is None:
             return self._time - earlier._time
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
-class Lane:
+class DeviceStream:
     """`with lane:` queues device work on it."""
 
     def __init__(self, device: torch.device, urgent: bool = False) -> None:
@@ -41,7 +41,7 @@ class Lane:
         self._stream = torch.cuda.Stream(device, priority=-int(urgent)) if cuda else None  # type: ignore[no-untyped-call]
         self._entered: list[Any] = []
 
-    def __enter__(self) -> "Lane":
+    def __enter__(self) -> "DeviceStream":
         if self._stream is not None:
             self._entered.append(torch.cuda.stream(self._stream))
             self._entered[-1].__enter__()
@@ -66,7 +66,7 @@ class Lane:
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
-    def after(self, mark: Mark | None) -> None:
+    def after(self, mark: DeviceEvent | None) -> None:
         """Queue behind another lane's mark."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark.event)
@@ -76,16 +76,16 @@ class Lane:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         """This moment of the lane."""
         if self._stream is None:
-            return Mark(None)
+            return DeviceEvent(None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)  # type: ignore[no-untyped-call]
-        return Mark(event)
+        return DeviceEvent(event)
 
 
-Span = tuple[Mark, Mark]
+Span = tuple[DeviceEvent, DeviceEvent]
 
 
 def elapsed(spans: list[Span]) -> float:

@@ -26,7 +26,7 @@ Guarded = tuple[Failure | None, Any]
 Run = Callable[[Callable[[], Guarded]], Guarded]
 
 
-class Host:
+class WorkerActor:
     """Runs `make()` in its process, then the methods of what it returned."""
 
     def __init__(self, name: str, make: Callable[[], Any], env: dict[str, str], log: str | None, threads: int) -> None:

@@ -16,10 +16,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from rlctl.utils.ports import LOOPBACK
-from rlctl.workers.actor import Host
+from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import NOTHING, Graph, GraphBroken
-from rlctl.workers.nodes import Node
+from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
 
 __all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
@@ -41,7 +41,7 @@ class WorkerSpec:
     env: dict[str, str] = field(default_factory=dict)
     log: str | None = None
     threads: int = 1
-    node: Node | None = None
+    node: NodeLease | None = None
     waits: Waits | None = None
 
 
@@ -51,7 +51,7 @@ class Worker:
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
         # One slot more than the worker's threads: `pid` answers while they are busy.
-        actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 1, max_restarts=0)(Host)
+        actor = ray.remote(num_cpus=0, max_concurrency=spec.threads + 1, max_restarts=0)(WorkerActor)
         if spec.node:
             actor = actor.options(scheduling_strategy=spec.node.strategy)
         self.handle = actor.remote(spec.name, spec.make, spec.env, spec.log, spec.threads)
@@ -270,7 +270,7 @@ class WorkerGroup:
         return self._graph
 
     def aside(self, method: str, *args: Any) -> None:
-        """Call a short method beside the running ones (see `Host.aside`); nobody waits for it."""
+        """Call a short method beside the running ones (see `WorkerActor.aside`); nobody waits for it."""
         for worker in self.workers:
             worker.handle.aside.remote(method, args)
 

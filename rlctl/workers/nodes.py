@@ -27,7 +27,7 @@ _POLL_S, _ASK_S = 5.0, 60.0
 
 
 @dataclass(frozen=True)
-class NodeRoom:
+class LiveNode:
     """A living node. free and total: of its resources, GPU and CPU. address: in Ray."""
 
     id: str
@@ -38,16 +38,16 @@ class NodeRoom:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeRequest:
     """What a run wants of a node."""
 
-    node: NodeRoom
+    node: LiveNode
     gpus: int
     cpus: float
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeLease:
     """A reserved share of a node. interface: of the network, that its address belongs to. gpus: as CUDA counts them."""
 
     id: str
@@ -99,13 +99,13 @@ class NoRoom(RuntimeError):
     """What was free a moment ago is not: another run took it."""
 
 
-def rooms() -> list[NodeRoom]:
+def rooms() -> list[LiveNode]:
     """The living nodes, the head first, then by name. Two calls a moment apart may differ."""
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
     found = [
-        NodeRoom(
+        LiveNode(
             each["NodeID"],
             each["NodeName"],
             each["NodeManagerAddress"],
@@ -121,7 +121,7 @@ def rooms() -> list[NodeRoom]:
 class Reservation:
     """Shares of nodes, held until `release`."""
 
-    def __init__(self, shares: Sequence[Share], deadline_s: float) -> None:
+    def __init__(self, shares: Sequence[NodeRequest], deadline_s: float) -> None:
         """Raises NoRoom if they cannot be had within the deadline."""
         bundles = [_bundle(share) for share in shares]
         selectors = [{_ID_LABEL: share.node.id} for share in shares]
@@ -139,7 +139,9 @@ class Reservation:
             remove_placement_group(self._group)
             raise
         self.nodes = [
-            Node(share.node.id, share.node.name, share.node.address, face, gpus, cores, helper, self._strategy(index))
+            NodeLease(
+                share.node.id, share.node.name, share.node.address, face, gpus, cores, helper, self._strategy(index)
+            )
             for index, ((helper, share), (face, gpus, cores)) in enumerate(zip(helpers, facts))
         ]
 
@@ -151,7 +153,7 @@ class Reservation:
             ray.kill(node.helper)
         remove_placement_group(self._group)
 
-    def _helper(self, index: int, share: Share) -> tuple[Any, Share]:
+    def _helper(self, index: int, share: NodeRequest) -> tuple[Any, NodeRequest]:
         actor = ray.remote(num_cpus=0, num_gpus=share.gpus)(Helper)
         return actor.options(scheduling_strategy=self._strategy(index)).remote(), share
 
@@ -167,23 +169,23 @@ class Helper:
         self._reaper: Any = None
 
     def facts(self, address: str) -> tuple[str, tuple[str, ...], int]:
-        """Of `Node`: interface, gpus, cores."""
+        """Of `NodeLease`: interface, gpus, cores."""
         gpus = tuple(str(each) for each in ray.get_gpu_ids())
         return _interface(address), gpus, usable_cores()
 
     def free_port(self, address: str) -> int:
-        """See `Node.free_port`."""
+        """See `NodeLease.free_port`."""
         return free_port(address)
 
     def reads(self, path: str) -> str | None:
-        """See `Node.reads`."""
+        """See `NodeLease.reads`."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
             return None
 
     def folder(self, prefix: str, root: str | None) -> str:
-        """See `Node.folder`."""
+        """See `NodeLease.folder`."""
         from rlctl.workers.reaper import Reaper
 
         self._reaper = self._reaper or Reaper()
@@ -199,7 +201,7 @@ class Helper:
             self._reaper.close()
 
 
-def _bundle(share: Share) -> dict[str, float]:
+def _bundle(share: NodeRequest) -> dict[str, float]:
     # Ray wants something of every bundle.
     wanted = {"GPU": float(share.gpus), "CPU": share.cpus}
     return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}

@@ -126,7 +126,7 @@ def in_transit(name: str) -> list[Path]:
     return list(Path("/dev/shm").glob(f"rlctl-{name}-*"))
 
 
-def fates(path: Path) -> dict[str, list[int]]:
+def outcomes(path: Path) -> dict[str, list[int]]:
     """Prompt id -> steps it ended in."""
     ended: dict[str, list[int]] = {}
     for record in read(path / "rollouts.jsonl"):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from rlctl.data.cursor import Cursor
-from tests.faults.runs import Run, fates, in_transit, survivors
+from tests.faults.runs import Run, in_transit, outcomes, survivors
 
 # `RLCTL_TEST_KILLS=10 make test ARGS='tests/faults -m long'` hurts runs longer than there is time for.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
@@ -100,7 +100,7 @@ def keeps_both(run: Run, last: int) -> None:
     assert 1 <= fmean(error[0]) < fmean(error[1])
     fresh = [step["mismatch/age_0"] for step in steps if "mismatch/age_0" in step and not step["age/mixed"]]
     assert fresh and all(1 <= one < 1.0001 for one in fresh)
-    ended = fates(run.path)
+    ended = outcomes(run.path)
     assert all(len(numbers) == 1 for numbers in ended.values())
     drawn = Cursor(ROWS, 0, True).draw(last * PROMPTS)
     assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run, fates, in_transit
+from tests.faults.runs import Run, in_transit, outcomes
 
 
 @pytest.mark.long  # variant of test_async.py and test_resume.py, in one run
@@ -26,7 +26,7 @@ def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> No
     assert f"rlctl train grpo --resume {run.path}" in run.text()
     steps = [record["step"] for record in run.steps()]
     assert steps == list(range(1, len(steps) + 1))
-    ended = fates(run.path)
+    ended = outcomes(run.path)
     assert all(len(set(steps)) == 1 for steps in ended.values())
     assert len(ended) == 8 * len(steps)
     assert in_transit("hurt") == []

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Columns
-from rlctl.refit.plan import Plan
+from rlctl.generation.requests import PackedRollouts
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import EnginesLost, Refit
 from rlctl.workers.errors import WorkerError, WorkerTimeout
@@ -43,8 +43,8 @@ class Stage:
         self.pool.open_refit(refit)
         return refit
 
-    def sample(self, engine: int) -> Columns:
-        columns: Columns = self.pool.engines[engine].start("generate", greedy(PROMPTS, 12)).wait(DEADLINE)[0]
+    def sample(self, engine: int) -> PackedRollouts:
+        columns: PackedRollouts = self.pool.engines[engine].start("generate", greedy(PROMPTS, 12)).wait(DEADLINE)[0]
         return columns
 
 
@@ -71,7 +71,7 @@ def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
         pool.kill()
 
 
-def same(one: Columns, other: Columns) -> bool:
+def same(one: PackedRollouts, other: PackedRollouts) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.log_probs, other.log_probs)
 
 
@@ -86,10 +86,10 @@ def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(sta
     a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(stage)
 
 
-def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: Columns) -> None:
+def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: PackedRollouts) -> None:
     refit = stage.refit("shm")
     plan = refit.plan
-    other = Plan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
+    other = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
     stage.pool.engines[1].start("refit_open", refit._spec(2), other, 2, "auto", False).wait(DEADLINE)
     with pytest.raises(EnginesLost, match=f"the trainer sends by plan {plan.digest}, this end was given plan") as lost:
         refit.run(stage.pool.ends(), 1)

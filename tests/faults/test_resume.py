@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.faults.runs import Run, fates, in_transit, survivors
+from tests.faults.runs import Run, in_transit, outcomes, survivors
 
 # No end of their own: where they are compared is where the hurt one happens to be. Every checkpoint is kept.
 SETTINGS = ("grpo.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
@@ -32,7 +32,7 @@ def same(run: Run, whole: Run, last: int) -> None:
     ours, theirs = ([lasting(step) for step in each.steps() if step["step"] <= last] for each in (run, whole))
     assert [step["step"] for step in ours] == list(range(1, last + 1))
     assert ours == theirs
-    ended, expected = fates(run.path), fates(whole.path)
+    ended, expected = outcomes(run.path), outcomes(whole.path)
     assert all(len(steps) == 1 for steps in ended.values())
     until = [{name: steps for name, steps in each.items() if steps[0] <= last} for each in (ended, expected)]
     assert until[0] == until[1]

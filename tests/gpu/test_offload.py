@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rlctl.bench.offload import measure_copies
 from rlctl.bench.workload import model_folder
 from rlctl.training.fsdp.trainer import FsdpTrainer
-from rlctl.training.offload import Mover
+from rlctl.training.offload import OffloadedTensors
 from tests.system.training.scenario import WeightedLoss, sequences, share, totals, trainer, weights
 from tests.tiny_models import make_model
 
@@ -118,18 +118,18 @@ def test_memory_that_is_freed_may_be_written_at_once_and_bits_survive() -> None:
     """Copies are still under way when others get the memory, and when the step's own work goes on."""
     mine = [torch.randn(32 << 20, device=DEVICE) for _ in range(4)]
     expected = [tensor.cpu() for tensor in mine]
-    mover = Mover(mine)
+    offloaded = OffloadedTensors(mine)
     before = torch.cuda.memory_allocated()
     for _ in range(5):
-        assert mover.move("host") == mover.nbytes == 4 * (128 << 20)
-        assert before - torch.cuda.memory_allocated() == mover.nbytes
+        assert offloaded.move("host") == offloaded.nbytes == 4 * (128 << 20)
+        assert before - torch.cuda.memory_allocated() == offloaded.nbytes
         junk = [torch.full((32 << 20,), float("nan"), device=DEVICE) for _ in range(4)]
-        mover.settle()
-        assert all(torch.equal(mover.at_hand(a), b) for a, b in zip(mine, expected))
-        assert mover.at_hand(mine[0]).is_pinned()
+        offloaded.settle()
+        assert all(torch.equal(offloaded.at_hand(a), b) for a, b in zip(mine, expected))
+        assert offloaded.at_hand(mine[0]).is_pinned()
         del junk
-        assert mover.move("device") == mover.nbytes
-        mover.wait()
+        assert offloaded.move("device") == offloaded.nbytes
+        offloaded.wait()
         for number, tensor in enumerate(mine):
             tensor.add_(1)
             expected[number] += 1

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.refit.plan import Box, Plan
+from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, Kind, PeerLost, RefitError, TransportSpec
 from rlctl.utils.ports import free_port
 
@@ -55,14 +55,14 @@ def layout(dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
 SHAPES = {"norm": (COLUMNS,), "q": (ROWS, COLUMNS), "k": (512, COLUMNS), "down": (COLUMNS, ROWS)}
 
 
-def make_plan(world: int) -> Plan:
+def make_plan(world: int) -> RefitPlan:
     """bfloat16 travels; each rank holds its rows."""
-    boxes: list[list[Box]] = [[] for _ in range(world)]
+    boxes: list[list[TensorSlice]] = [[] for _ in range(world)]
     for name, shape, _ in layout("bfloat16"):
         size = shape[0] // world
         for rank in range(world):
-            boxes[rank].append(Box(name, (rank * size, *[0] * (len(shape) - 1)), (size, *shape[1:])))
-    return Plan.build(layout("bfloat16"), boxes, BUFFER)
+            boxes[rank].append(TensorSlice(name, (rank * size, *[0] * (len(shape) - 1)), (size, *shape[1:])))
+    return RefitPlan.build(layout("bfloat16"), boxes, BUFFER)
 
 
 def fill(tensors: dict[str, Any], version: int) -> None:
@@ -76,33 +76,33 @@ def fill(tensors: dict[str, Any], version: int) -> None:
         mine.copy_(whole[first : first + mine.shape[0]])
 
 
-def sender(spec: TransportSpec, plan: Plan, rank: int, master: str) -> Any:
+def sender(spec: TransportSpec, plan: RefitPlan, rank: int, master: str) -> Any:
     import torch
 
-    from rlctl.refit.source import Shard, Source
+    from rlctl.refit.source import Shard, WeightSource
     from rlctl.refit.transport import open_sender
 
     held = {}
     for box in (box for box in make_boxes(plan, rank)):
         held[box.name] = (box.start[0], torch.empty(box.shape, dtype=getattr(torch, master), device="cuda"))
     shards = [Shard(name, (first, *[0] * (tensor.ndim - 1)), tensor) for name, (first, tensor) in held.items()]
-    return held, open_sender(spec, Source(plan, rank, shards), torch.device("cuda:0"))
+    return held, open_sender(spec, WeightSource(plan, rank, shards), torch.device("cuda:0"))
 
 
-def make_boxes(plan: Plan, rank: int) -> list[Box]:
+def make_boxes(plan: RefitPlan, rank: int) -> list[TensorSlice]:
     """What rank holds: its items joined again, tensor by tensor."""
-    found: dict[str, list[Box]] = {}
+    found: dict[str, list[TensorSlice]] = {}
     for _, chunk in plan.of(rank):
         for n in chunk.numbers:
             found.setdefault(plan.items[n].box.name, []).append(plan.items[n].box)
     joined = []
     for name, boxes in found.items():
         first = min(boxes, key=lambda box: box.start)
-        joined.append(Box(name, first.start, (sum(box.shape[0] for box in boxes), *first.shape[1:])))
+        joined.append(TensorSlice(name, first.start, (sum(box.shape[0] for box in boxes), *first.shape[1:])))
     return joined
 
 
-def send(spec: TransportSpec, plan: Plan, rank: int, master: str, versions: int, drop_file: str) -> list[Any]:
+def send(spec: TransportSpec, plan: RefitPlan, rank: int, master: str, versions: int, drop_file: str) -> list[Any]:
     """A trainer rank: reports, and how an error reads; `drop_file` appearing calls `drop`."""
     held, end = sender(spec, plan, rank, master)
 
@@ -130,12 +130,12 @@ def send(spec: TransportSpec, plan: Plan, rank: int, master: str, versions: int,
     return answers
 
 
-def receive(spec: TransportSpec, plan: Plan, rank: int, versions: int, fused: bool) -> list[Any]:
+def receive(spec: TransportSpec, plan: RefitPlan, rank: int, versions: int, fused: bool) -> list[Any]:
     """An engine worker: reports of versions that arrived bit for bit, or how the error reads."""
     import torch
 
-    from rlctl.refit.param_slices import Region, RegionSink
-    from rlctl.refit.sink import WholeSink
+    from rlctl.refit.param_slices import ParamSlice, ParamSliceSink
+    from rlctl.refit.sink import WholeTensorSink
     from rlctl.refit.transport import open_receiver
 
     device = torch.device("cuda:0")
@@ -144,9 +144,9 @@ def receive(spec: TransportSpec, plan: Plan, rank: int, versions: int, fused: bo
         # q and k are rows of one parameter, as fused projections are.
         both = torch.empty(ROWS + 512, COLUMNS, dtype=torch.bfloat16, device=device)
         memory[f"layer{i}.q"], memory[f"layer{i}.k"] = both[:ROWS], both[ROWS:]
-    regions = [Region(Box(name, (0,) * t.ndim, tuple(t.shape)), t) for name, t in memory.items()]
+    regions = [ParamSlice(TensorSlice(name, (0,) * t.ndim, tuple(t.shape)), t) for name, t in memory.items()]
     end = open_receiver(spec, plan, rank, device)
-    sink: Any = RegionSink(plan, regions) if fused else WholeSink(plan, device)
+    sink: Any = ParamSliceSink(plan, regions) if fused else WholeTensorSink(plan, device)
     wanted = {name: (0, torch.empty_like(tensor)) for name, tensor in memory.items()}
     answers: list[Any] = []
     for version in range(versions):
@@ -209,10 +209,10 @@ def test_between_devices(tmp_path: Path, kind: Kind, master: str) -> None:
 def test_several_trainers_and_engines(tmp_path: Path, kind: Kind, trainers: int, engines: int) -> None:
     spec, plan = make_spec(kind, tmp_path, engines), make_plan(trainers)
     with process(0) as a, process(1) as b, process(2) as c, process(3) as d:
-        pools = [a, b, c, d]
-        sending = [pools[r].submit(send, spec, plan, r, "bfloat16", 3, "") for r in range(trainers)]
+        resources = [a, b, c, d]
+        sending = [resources[r].submit(send, spec, plan, r, "bfloat16", 3, "") for r in range(trainers)]
         ranks = range(1, engines + 1)
-        receiving = [pools[trainers + r - 1].submit(receive, spec, plan, r, 3, True) for r in ranks]
+        receiving = [resources[trainers + r - 1].submit(receive, spec, plan, r, 3, True) for r in ranks]
         check_all([*receiving, *sending])
 
 
@@ -295,12 +295,12 @@ def test_a_sender_that_stands_still_is_named_in_time(tmp_path: Path, kind: Kind)
         trainer.join()
 
 
-def seen_receive(device: int, spec: TransportSpec, plan: Plan) -> None:
+def seen_receive(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
     see(device, 0)
     receive(spec, plan, 1, 10_000, True)
 
 
-def seen_send(device: int, spec: TransportSpec, plan: Plan) -> None:
+def seen_send(device: int, spec: TransportSpec, plan: RefitPlan) -> None:
     see(device)
     send(spec, plan, 0, "bfloat16", 10_000, "")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.generation.engine import MakeEngine
-from rlctl.generation.pool import EngineSeat
-from rlctl.generation.requests import SampleRequest
+from rlctl.generation.pool import EngineSlot
+from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.protocol import Kind
@@ -16,7 +16,7 @@ from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 
-SEAT = EngineSeat(environment("cpu", []))
+SEAT = EngineSlot(environment("cpu", []))
 
 
 def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
@@ -89,5 +89,5 @@ def start_engine(folder: Path, logs: Path, name: str, stops: tuple[int, ...] = (
     return Worker(WorkerSpec(name, MakeEngine(spec), environment("cpu", []), str(logs / f"{name}.log"), 4))
 
 
-def greedy(ids: list[list[int]], tokens: int) -> list[SampleRequest]:
-    return [SampleRequest(f"r{index}", prompt, 1, tokens, 0.0, 0) for index, prompt in enumerate(ids)]
+def greedy(ids: list[list[int]], tokens: int) -> list[TurnRequest]:
+    return [TurnRequest(f"r{index}", prompt, 1, tokens, 0.0, 0) for index, prompt in enumerate(ids)]

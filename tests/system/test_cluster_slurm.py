@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.cluster.fleet.state import Node, State
+from rlctl.cluster.fleet.state import ClusterNode, State
 from tests.faults.runs import read
 from tests.system.clusters import Clusters, gone
 from tests.system.slurm_lab import SlurmLab, why_not
@@ -102,7 +102,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     # What is written for hosts over ssh works here too, also from within another job of the user's.
     monkeypatch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
     monkeypatch.setenv("SLURM_JOB_ID", "12345")
-    nodes = [Node(**node) for node in state["nodes"]]
+    nodes = [ClusterNode(**node) for node in state["nodes"]]
     known = State(**{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes)
     facts = known.host_of(nodes[1]).run("look", {key: state["nodes"][1][key] for key in LOOK}, 60)
     assert facts["alive"]

@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
-from tests.faults.runs import Run, fates, read
+from tests.faults.runs import Run, outcomes, read
 
 REWARD = """
 def score(prompt, completion, answer, row):
@@ -46,7 +46,7 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
         parts = sum(value for name, value in step.items() if name.startswith("time/") and name != "time/step")
         assert parts == pytest.approx(step["time/step"], rel=0.01)
     assert sum(step["reward/failed"] for step in steps) > 0
-    assert len(fates(run.path)) == 24
+    assert len(outcomes(run.path)) == 24
     validations = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
     assert {record["validation/prompts"] for record in validations} == {20}
     assert all(record["validation/pass_at_k"] >= record["validation/accuracy"] for record in validations)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlctl.generation.engine import MakeEngine
-from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.generation.spec import environment
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.refit import EngineEnd, Refit
@@ -43,7 +43,7 @@ class Models:
 
 
 @torch.no_grad()
-def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
+def with_kept_keys(models: Models, prompt: list[int], rollout: Rollout) -> np.ndarray:
     """Log-probs when each position's keys and values are of the version that was live when it was read."""
     from transformers import DynamicCache
 
@@ -59,7 +59,7 @@ def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np
 
 
 @torch.no_grad()
-def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
+def with_new_keys(models: Models, prompt: list[int], rollout: Rollout) -> np.ndarray:
     """Log-probs when every change of weights computes all keys and values anew."""
     tokens, found = torch.tensor([prompt + rollout.tokens.tolist()]), []
     for begin, end, version in spans(rollout):
@@ -69,14 +69,14 @@ def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.
     return rows[torch.arange(len(rows)), torch.tensor(rollout.tokens.tolist())].numpy()
 
 
-def spans(rollout: Completion) -> list[tuple[int, int, int]]:
+def spans(rollout: Rollout) -> list[tuple[int, int, int]]:
     edges = [0, *(np.flatnonzero(np.diff(rollout.versions)) + 1).tolist(), len(rollout.versions)]
     return [(begin, end, int(rollout.versions[begin])) for begin, end in pairwise(edges)]
 
 
-def sample_across_updates(engine: Worker, refit: Refit, requests: list[SampleRequest]) -> dict[str, list[Completion]]:
+def sample_across_updates(engine: Worker, refit: Refit, requests: list[TurnRequest]) -> dict[str, list[Rollout]]:
     """All groups, handed in a few at a time, while the weights change UPDATES times."""
-    by_name, done = {request.id: request for request in requests}, dict[str, list[Completion]]()
+    by_name, done = {request.id: request for request in requests}, dict[str, list[Rollout]]()
     waiting, version, began = list(requests), 0, time.monotonic()
     while len(done) < len(requests) or version < UPDATES:
         room = 24 - (len(requests) - len(waiting) - len(done))
@@ -107,7 +107,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]
-    requests = [SampleRequest(f"{i}.0", prompt, SAMPLES, LENGTH, 1.0, 7 * i) for i, prompt in enumerate(prompts)]
+    requests = [TurnRequest(f"{i}.0", prompt, SAMPLES, LENGTH, 1.0, 7 * i) for i, prompt in enumerate(prompts)]
     try:
         engine.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", tmp_path / "shm", in_flight=True))
@@ -122,7 +122,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     check_log_probs(Models(folder), done, prompts, recompute)
 
 
-def check_tags(done: dict[str, list[Completion]], counts: list[dict[str, int]]) -> None:
+def check_tags(done: dict[str, list[Rollout]], counts: list[dict[str, int]]) -> None:
     """Each rollout's versions against vLLM's own count at each of the twenty commits."""
     assert len(counts) == UPDATES
     rollouts = {f"{name}#{i}": rollout for name, group in done.items() for i, rollout in enumerate(group)}
@@ -134,9 +134,7 @@ def check_tags(done: dict[str, list[Completion]], counts: list[dict[str, int]]) 
     assert compared > len(rollouts) / 8, "too few rollouts were running when weights changed to prove anything"
 
 
-def check_log_probs(
-    models: Models, done: dict[str, list[Completion]], prompts: list[list[int]], recompute: bool
-) -> None:
+def check_log_probs(models: Models, done: dict[str, list[Rollout]], prompts: list[list[int]], recompute: bool) -> None:
     mixed = [
         (prompts[int(name.partition(".")[0])], rollout)
         for name, group in done.items()

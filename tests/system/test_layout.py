@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.generation.param_layout import NotPlain, prove, record_regions
+from rlctl.generation.param_layout import UnsupportedLayout, prove, record_regions
 from rlctl.generation.spec import environment
 from rlctl.models.hf_folder import WeightFiles
-from rlctl.refit.param_slices import Region, RegionSink, Twins, verify_complete
-from rlctl.refit.plan import Box, Plan
-from rlctl.refit.source import Shard, Source
+from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
+from rlctl.refit.plan import RefitPlan, TensorSlice
+from rlctl.refit.source import Shard, WeightSource
 from rlctl.utils.ports import free_port
 from tests.tiny_models import KINDS, Kind, make_model
 
@@ -72,18 +72,18 @@ def tensors(folder: Path) -> list[Shard]:
     return [Shard(n, (0,) * files.tensor(n).ndim, files.tensor(n)) for n in files.names()]
 
 
-def plan_of(shards: list[Shard], rows: int | None = None) -> Plan:
+def plan_of(shards: list[Shard], rows: int | None = None) -> RefitPlan:
     """rows: two trainer ranks, of which the first holds this many rows of every tensor that has more."""
     layout = [(shard.name, shard.box.shape, "float32") for shard in shards]
     if rows is None:
-        return Plan.build(layout)
-    ranks: list[list[Box]] = [[], []]
+        return RefitPlan.build(layout)
+    ranks: list[list[TensorSlice]] = [[], []]
     for shard in shards:
         first, rest = shard.box.shape[0], shard.box.shape[1:]
         cut = min(rows, first)
-        ranks[0].append(Box(shard.name, shard.start, (cut, *rest)))
-        ranks[1].append(Box(shard.name, (cut, *shard.start[1:]), (first - cut, *rest)))
-    return Plan.build(layout, ranks)
+        ranks[0].append(TensorSlice(shard.name, shard.start, (cut, *rest)))
+        ranks[1].append(TensorSlice(shard.name, (cut, *shard.start[1:]), (first - cut, *rest)))
+    return RefitPlan.build(layout, ranks)
 
 
 def fill(model: torch.nn.Module) -> None:
@@ -92,9 +92,9 @@ def fill(model: torch.nn.Module) -> None:
             parameter.fill_(float("nan"))
 
 
-def deliver(plan: Plan, shards: list[Shard], sink: RegionSink) -> None:
+def deliver(plan: RefitPlan, shards: list[Shard], sink: ParamSliceSink) -> None:
     for rank in plan.owners:
-        source = Source(plan, rank, shards)
+        source = WeightSource(plan, rank, shards)
         for _, chunk in plan.of(rank):
             sink.copies((n, source.view(n)) for n in chunk.numbers).run()
 
@@ -117,15 +117,15 @@ def test_copies_leave_what_the_loaders_leave(kind: Kind, size: int, world: None,
             assert all(torch.equal(parameters[name], value) for name, value in expected.items())
             prove(regions, WeightFiles(folder))
             verify_complete(regions, parameters, {"model.embed_tokens.weight", "lm_head.weight"})
-            twins = Twins(parameters, regions)
+            shadow = ShadowParams(parameters, regions)
             for name, parameter in parameters.items():
                 parameter.copy_(torch.where(expected[name].isnan(), expected[name], -1.0))
-            deliver(plan, shards, RegionSink(plan, regions))
+            deliver(plan, shards, ParamSliceSink(plan, regions))
             compare(parameters, expected)
             for parameter in parameters.values():
                 parameter.fill_(-1.0)
-            deliver(plan, shards, RegionSink(plan, twins.regions))
-            twins.commit()
+            deliver(plan, shards, ParamSliceSink(plan, shadow.regions))
+            shadow.commit()
             compare(parameters, expected)
 
 
@@ -144,7 +144,7 @@ def test_weights_that_a_model_rearranges_after_loading_are_noticed(world: None, 
         for name, parameter in model.named_parameters():
             if name.endswith("w13_weight"):
                 parameter.copy_(parameter.roll(parameter.shape[1] // 2, 1))
-        with pytest.raises(NotPlain, match=r"vLLM rearranges .*experts.* after loading it"):
+        with pytest.raises(UnsupportedLayout, match=r"vLLM rearranges .*experts.* after loading it"):
             prove(regions, WeightFiles(folder))
 
 
@@ -153,6 +153,6 @@ def test_a_parameter_that_no_tensor_fills_is_named(world: None, tmp_path: Path) 
     folder = make_model(tmp_path / "m", "qwen3")
     model = build(folder, 1, 0)
     shards = [shard for shard in tensors(folder) if not shard.name.endswith("0.self_attn.k_proj.weight")]
-    regions: list[Region] = record_regions(model, plan_of(shards))
+    regions: list[ParamSlice] = record_regions(model, plan_of(shards))
     with pytest.raises(Exception, match=r"layers.0.self_attn.qkv_proj.weight has \d+ numbers, the trainer's tensors"):
         verify_complete(regions, dict(model.named_parameters()), {"model.embed_tokens.weight"})

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.runs import Run, fates
+from tests.faults.runs import Run, outcomes
 
 pytest.importorskip("megatron.core")
 
@@ -27,7 +27,7 @@ def test_grpo_on_two_tensor_ranks_with_a_reference_and_log_probs_of_its_own(tmp_
         assert step["loss/kl"] >= 0
         parts = sum(value for name, value in step.items() if name.startswith("time/") and name != "time/step")
         assert parts == pytest.approx(step["time/step"], rel=0.01)
-    assert len(fates(run.path)) == 24
+    assert len(outcomes(run.path)) == 24
 
 
 @pytest.mark.long  # combination

@@ -9,11 +9,11 @@ from rlctl.config.schema import GrpoConfig, TrainerSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.pool import GeneratorPool
 from rlctl.grpo.health import PARITY, grpo_health
-from rlctl.grpo.loop import Parts
+from rlctl.grpo.loop import GrpoComponents
 from rlctl.grpo.parity_check import ProbeError, parity, probe
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
-from rlctl.training.trainer_group import TrainerClient
+from rlctl.training.trainer_group import TrainerGroup
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, spec_for
@@ -37,9 +37,9 @@ class MakeTrainer:
         )
 
 
-def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> Parts:
+def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> GrpoComponents:
     rest = dict.fromkeys(("source", "validation", "score", "keeper", "devices", "vitals"))
-    return Parts(trainer=TrainerClient(trainer, section), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
+    return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlctl.generation.requests import SampleRequest
+from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.logprob_mismatch import mismatch
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, TransportSpec
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.refit.transport import Report
@@ -60,7 +60,7 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
         assert set(after.versions.tolist()) == {3}
-        requests = [SampleRequest(f"s{i}", prompt, 2, 16, TEMPERATURE, i) for i, prompt in enumerate(PROMPTS)]
+        requests = [TurnRequest(f"s{i}", prompt, 2, 16, TEMPERATURE, i) for i, prompt in enumerate(PROMPTS)]
         sampled = engines[0].start("generate", requests).wait(DEADLINE)[0].split(requests)
         rollouts = [(request.prompt_tokens, one) for request, group in zip(requests, sampled) for one in group]
         theirs = [one.log_probs for _, one in rollouts]
@@ -76,7 +76,7 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
 
 
 def assert_each_stop_token_ends_an_answer(engine: Worker) -> None:
-    requests = [SampleRequest(f"e{i}", prompt, 256, 32, 2.0, i) for i, prompt in enumerate(PROMPTS)]
+    requests = [TurnRequest(f"e{i}", prompt, 256, 32, 2.0, i) for i, prompt in enumerate(PROMPTS)]
     groups = engine.start("generate", requests).wait(DEADLINE)[0].split(requests)
     answers = [answer for group in groups for answer in group]
     assert {int(answer.tokens[-1]) for answer in answers if answer.finish == "stop"} == set(STOPS)
@@ -87,7 +87,7 @@ def assert_each_stop_token_ends_an_answer(engine: Worker) -> None:
 class FlippingSource(FolderSource):
     """One bit of version 2 changes on its way."""
 
-    def refit_open(self, spec: TransportSpec, plan: Plan) -> None:
+    def refit_open(self, spec: TransportSpec, plan: RefitPlan) -> None:
         super().refit_open(spec, plan)
         self.folder = Path(spec.folder)
 
@@ -145,7 +145,7 @@ def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: 
     old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
     engines = [start_engine(folder, ray_here, f"fly-{folder.name}") for folder in (old, new)]
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
-    requests = [SampleRequest(f"r{i}", prompt, 2, 160, 1.0, i) for i, prompt in enumerate(PROMPTS * 4)]
+    requests = [TurnRequest(f"r{i}", prompt, 2, 160, 1.0, i) for i, prompt in enumerate(PROMPTS * 4)]
     try:
         for engine in engines:
             engine.built().wait(DEADLINE)

@@ -15,16 +15,16 @@ import pytest
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, PromptSource
 from rlctl.data.prompts import Prompt
-from rlctl.generation.active_requests import Delivery
+from rlctl.generation.active_requests import FinishedGroups
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion, SampleRequest
+from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.generation.spec import ForcedLengths
-from rlctl.grpo.batch import Group
+from rlctl.grpo.batch import RolloutGroup
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.buffer import Feed
-from rlctl.rollout.dispatcher import RolloutStream
+from rlctl.rollout.buffer import RolloutBuffer
+from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
@@ -40,13 +40,13 @@ class Stage:
     pool: GeneratorPool
     refit: Refit
     events: list[dict[str, Any]]
-    steps: list[list[Group]] = field(default_factory=list)
-    feed: Feed | None = None
+    steps: list[list[RolloutGroup]] = field(default_factory=list)
+    buffer: RolloutBuffer | None = None
     # Whether a step's groups are taken as they come, and how many were before the last of their step.
     parts: bool = False
     taken_early: int = 0
 
-    def start(self, deadline_s: float, *settings: str) -> Feed:
+    def start(self, deadline_s: float, *settings: str) -> RolloutBuffer:
         """A feed of its own for each case, once the last one's is done."""
         size = (
             "grpo.num_steps=8",
@@ -62,27 +62,32 @@ class Stage:
         self.pool.refit(self.refit, 0)
         self.steps, self.events[:] = [], []
         self.parts, self.taken_early = False, 0
-        self.feed = Feed(
-            config, source, lambda deliver: RolloutStream(self.pool, deliver, deadline_s), self.refit, score, self._emit
+        self.buffer = RolloutBuffer(
+            config,
+            source,
+            lambda deliver: RolloutDispatcher(self.pool, deliver, deadline_s),
+            self.refit,
+            score,
+            self._emit,
         )
-        return self.feed
+        return self.buffer
 
     def step(self, drained: bool = False) -> None:
         """As the loop does it; training is left out."""
-        assert self.feed
-        feed, version = self.feed, len(self.steps)
-        feed.fill(version)
-        groups: list[Group] = []
-        while self.parts and (part := feed.take_part(version, 1, lambda _: nullcontext())):
+        assert self.buffer
+        buffer, version = self.buffer, len(self.steps)
+        buffer.fill(version)
+        groups: list[RolloutGroup] = []
+        while self.parts and (part := buffer.take_part(version, 1, lambda _: nullcontext())):
             groups += part
         self.taken_early += len(groups)
-        feed.wait(version, lambda _: nullcontext())
-        self.steps.append(groups + feed.take(version, lambda _: nullcontext()))
+        buffer.wait(version, lambda _: nullcontext())
+        self.steps.append(groups + buffer.take(version, lambda _: nullcontext()))
         if drained:
-            feed.drain(lambda _: nullcontext())
+            buffer.drain(lambda _: nullcontext())
         self.pool.refit(self.refit, version + 1)
-        feed.release()
-        feed.stream.go_on()
+        buffer.release()
+        buffer.dispatcher.go_on()
 
     def ages(self) -> list[int]:
         """Of every trained group."""
@@ -95,10 +100,10 @@ class Stage:
 
     def end(self) -> None:
         """No answer of this feed may reach the next one."""
-        assert self.feed
-        while not self.feed.stream.drain():
+        assert self.buffer
+        while not self.buffer.dispatcher.drain():
             time.sleep(0.05)
-        self.feed.close()
+        self.buffer.close()
         time.sleep(1.5)
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -108,7 +113,7 @@ class Stage:
         self.events.append({"kind": kind, **fields})
 
 
-def score(prompts: list[Prompt], groups: list[list[Completion]]) -> list[list[Score]]:
+def score(prompts: list[Prompt], groups: list[list[Rollout]]) -> list[list[Score]]:
     return [[Score(float(len(one.tokens) % 2), {}, None, True) for one in group] for group in groups]
 
 
@@ -138,7 +143,7 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         source.kill()
 
 
-def ids(steps: list[list[Group]]) -> list[str]:
+def ids(steps: list[list[RolloutGroup]]) -> list[str]:
     return [group.prompt.id for groups in steps for group in groups]
 
 
@@ -146,13 +151,13 @@ def ids(steps: list[list[Group]]) -> list[str]:
 def test_rollouts_that_ended_make_room_before_their_group_is_done(stage: Stage) -> None:
     engine, size = stage.pool.engines[0], 12
     stage.pool.refit(stage.refit, 0)
-    engine.start("submit", [SampleRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
-    told: list[Delivery] = []
+    engine.start("submit", [TurnRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
+    told: list[FinishedGroups] = []
     while not (told and told[-1].ids):
         told += engine.start("collect", DEADLINE).wait(DEADLINE)
     # The engine decodes 16 at a time. A place is offered when as many rollouts ended as this group has.
     assert [delivery.ids for delivery in told] == [[]] * (len(told) - 1) + [["long"]]
-    engine.start("submit", [SampleRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(DEADLINE)
+    engine.start("submit", [TurnRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(DEADLINE)
     told, left = [], {f"s{i}" for i in range(4)}
     while left:
         told += engine.start("collect", DEADLINE).wait(DEADLINE)
@@ -190,7 +195,7 @@ def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, p
     assert any(len(np.unique(one.versions)) > 1 for groups in stage.steps for g in groups for one in g.completions)
     # Nothing long was left behind: what was trained is what was drawn.
     trained = [len(one.tokens) for groups in stage.steps for group in groups for one in group.completions]
-    assert stage.feed and sorted(stage.feed.sampled_lengths()) == sorted(trained)
+    assert stage.buffer and sorted(stage.buffer.sampled_lengths()) == sorted(trained)
     if policy == "in_order":
         assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
 
@@ -234,23 +239,23 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
     try:
         for part in pool.built():
             part.wait(DEADLINE)
-        delivered: list[tuple[str, list[Completion]]] = []
-        stream = RolloutStream(pool, delivered.extend, DEADLINE)
+        delivered: list[tuple[str, list[Rollout]]] = []
+        dispatcher = RolloutDispatcher(pool, delivered.extend, DEADLINE)
         hung = pool.engines[0].pid()
         os.kill(hung, signal.SIGSTOP)
-        stream.submit([SampleRequest(f"g{i}", [5, 9, 12], 2, 8, 1.0, i) for i in range(20)])
+        dispatcher.submit([TurnRequest(f"g{i}", [5, 9, 12], 2, 8, 1.0, i) for i in range(20)])
         # It was given as many as it decodes at a time.
         wait_until(lambda: len(delivered) == 18)
         asked = {f"g{i}" for i in range(20)}
-        stopped = stream.abort(list(asked))
+        stopped = dispatcher.abort(list(asked))
         assert {request.id for request in stopped} == asked - {name for name, _ in delivered}
-        stream.submit([replace(request, id=f"{request.id} again") for request in stopped])
+        dispatcher.submit([replace(request, id=f"{request.id} again") for request in stopped])
         wait_until(lambda: len(delivered) == 20)
-        assert not stream.drain()
+        assert not dispatcher.drain()
         os.kill(hung, signal.SIGCONT)
-        wait_until(stream.drain)
+        wait_until(dispatcher.drain)
         assert {name.removesuffix(" again") for name, _ in delivered} == asked
-        stream.close()
+        dispatcher.close()
     finally:
         pool.kill()
 

@@ -1,49 +1,92 @@
 """The rules of the house, as far as a machine can see them.
 
-Data flows one way: cli -> config -> cluster -> grpo | sft -> {data, generation, rewards, training, refit} ->
-workers; nothing imports what stands before it. Some modules are everybody's, being plain: `PLAIN`. Telemetry may be
-used by all and imports none but itself and config.schema.
+Imports run downwards in the order of `ORDER`; folders of one line do not import each other. Whatever imports is
+counted: modules, functions and type checkers alike.
 """
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "rlctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
-RANK = {"cli": 0, "bench": 1, "config": 1, "environment": 1, "cluster": 2, "grpo": 3, "sft": 3}
-RANK |= dict.fromkeys(("data", "generation", "rewards", "training", "refit"), 4) | {"workers": 5}
-PLAIN = ("schema", "cluster_schema", "resolve", "parallel", "residency", "errors", "architecture")
-PLAIN = tuple(f"rlctl.config.{name}" for name in PLAIN)
-ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "telemetry")}
+ORDER = (
+    ("cli",),
+    ("bench",),
+    ("launch",),
+    ("cluster",),
+    ("dashboard",),
+    ("grpo", "sft"),
+    ("rollout",),
+    ("environments", "rewards"),
+    ("run",),
+    ("generation",),
+    ("training",),
+    ("refit",),
+    ("preflight",),
+    ("models",),
+    ("data",),
+    ("workers",),
+    ("telemetry",),
+    ("config",),
+    ("utils",),
+)
+RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
+ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "dashboard")}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def module(path: Path) -> str:
+    return ".".join(("rlctl", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in FILES}
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.module and not node.level, f"{path}: relative imports hide where a thing comes from"
-            yield node.module
-            if node.module == "rlctl":
-                yield from (f"rlctl.{alias.name}" for alias in node.names)
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES else node.module
 
 
 def part(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0]
 
 
-def test_nothing_imports_what_stands_before_it() -> None:
+def test_imports_run_downwards() -> None:
     wrong = []
     for path in FILES:
         for name in imports(path):
-            target = name.split(".")[1] if name.startswith("rlctl.") else ""
-            if name in PLAIN or target not in RANK:
-                continue
-            mine = RANK.get(part(path))
-            if (mine is None and part(path) == "telemetry") or (mine is not None and RANK[target] < mine):
-                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+            if name in MODULES and path.parent != PACKAGE and MODULES[name].parent != PACKAGE:
+                mine, theirs = part(path), part(MODULES[name])
+                if mine != theirs and RANK[theirs] <= RANK[mine]:
+                    wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter({module(path): set(imports(path)) & MODULES.keys() for path in FILES}).prepare()
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes = defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(str(path.relative_to(PACKAGE)))
+    assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
 def test_engines_and_terminals_are_touched_in_their_own_folders_alone() -> None:
@@ -57,14 +100,25 @@ def test_engines_and_terminals_are_touched_in_their_own_folders_alone() -> None:
     assert wrong == []
 
 
+def test_a_backend_is_named_in_its_own_folders_alone() -> None:
+    wrong = []
+    for path in FILES:
+        if part(path) in ("preflight", "training") and path.parent.name in ("backends", "fsdp", "megatron"):
+            continue
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                if any(isinstance(side, ast.Constant) and side.value in ("fsdp", "megatron") for side in sides):
+                    wrong.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
+    assert wrong == []
+
+
 def test_every_module_says_what_it_holds() -> None:
-    silent = [path for path in FILES if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))]
-    assert silent == []
+    assert [path for path in FILES if path.read_text().strip() and not ast.get_docstring(tree(path))] == []
 
 
 def test_every_part_has_a_place_in_the_order() -> None:
-    folders = {part(path) for path in FILES if path.parent != PACKAGE}
-    assert folders - RANK.keys() <= {"telemetry"}
+    assert {part(path) for path in FILES if path.parent != PACKAGE} <= RANK.keys()
 
 
 def test_files_fit_in_a_readers_head() -> None:
@@ -77,7 +131,7 @@ def test_functions_do_one_thing() -> None:
     sizes = sorted(
         (node.end_lineno or 0) - node.lineno + 1
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     assert sizes[-1] <= 80

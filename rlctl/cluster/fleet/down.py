@@ -2,7 +2,7 @@
 
 from rlctl.cluster.fleet.hosts import Asking, HostError
 from rlctl.cluster.fleet.launchers import Say, launcher_of
-from rlctl.cluster.fleet.state import ClusterError, Node, NoSuchCluster, State, Store
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, NoSuchCluster, State, Store
 from rlctl.config.errors import did_you_mean
 
 _STOP_S = 90.0
@@ -27,7 +27,7 @@ def take_down(name: str, say: Say, forget: bool = False) -> State:
     return state
 
 
-def stop_nodes(store: Store, state: State, say: Say, nodes: list[Node] | None = None) -> list[str]:
+def stop_nodes(store: Store, state: State, say: Say, nodes: list[ClusterNode] | None = None) -> list[str]:
     """Ends nodes (None: all), the head after the others. Returns the names of those that could not be cleared."""
     chosen = state.nodes if nodes is None else nodes
     left: list[str] = []
@@ -59,7 +59,7 @@ def not_standing(name: str) -> str:
     return f"no cluster {name} is up{hint}"
 
 
-def _request(store: Store, node: Node) -> dict[str, str | None]:
+def _request(store: Store, node: ClusterNode) -> dict[str, str | None]:
     # On this machine logs go where the cluster's other files are; elsewhere to the same place of that home.
     keep = None if node.host else str(store.logs / node.name)
     return {"folder": node.folder, "keep": keep, "cluster": store.name, "node": node.name}

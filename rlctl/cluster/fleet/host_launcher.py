@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 from rlctl.cluster.fleet.down import stop_nodes
 from rlctl.cluster.fleet.inspect import look_at_hosts
-from rlctl.cluster.fleet.launchers import LogPlace, Prepared, Say
+from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say
 from rlctl.cluster.fleet.plan import driver_environment, is_loopback
 from rlctl.cluster.fleet.preflight import places
 from rlctl.cluster.fleet.repair import mend
 from rlctl.cluster.fleet.start import Starter
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
 from rlctl.cluster.fleet.status import Seen
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
 from rlctl.utils.process import lives
@@ -21,7 +21,7 @@ from rlctl.utils.process import lives
 class Machines:
     """The kinds `local` and `ssh`."""
 
-    def prepare(self, config: LocalCluster | SshCluster, store: Store, say: Say) -> Prepared:
+    def prepare(self, config: LocalCluster | SshCluster, store: Store, say: Say) -> PreparedCluster:
         spots, found = places(config, say)
         token, digest = store.new_token()
         state = State(store.name, config.kind, "starting", sys.executable, digest, config.listen_on_all, time.time())
@@ -32,11 +32,11 @@ class Machines:
         state.config = asdict(config)
         state.environment = driver_environment(is_loopback(spots[0].address))
         state.nodes = [
-            Node(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)
+            ClusterNode(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)
             for index, place in enumerate(spots)
         ]
         store.keep_logs_of([node.name for node in state.nodes])
-        return Prepared(state, Starter(config, store, state, spots, token, say).start, found)
+        return PreparedCluster(state, Starter(config, store, state, spots, token, say).start, found)
 
     def dry_run(self, config: LocalCluster | SshCluster, store: Store, job: str | None) -> str:
         raise ClusterError(f"--dry-run shows what is submitted, and {config.kind} submits nothing: leave it out")

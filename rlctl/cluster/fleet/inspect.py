@@ -4,7 +4,7 @@ from typing import Any
 
 from rlctl.cluster.fleet.hosts import Asking, HostError
 from rlctl.cluster.fleet.requirements import warnings
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store
 from rlctl.cluster.fleet.status import NodeSeen, Seen
 
 _LOOK_S, _RAY_S = 40.0, 5.0
@@ -34,7 +34,7 @@ def look_at_hosts(store: Store, state: State) -> Seen:
     return Seen(seen, _warnings(state, seen, said))
 
 
-def _seen(node: Node, answer: dict[str, Any] | HostError) -> NodeSeen:
+def _seen(node: ClusterNode, answer: dict[str, Any] | HostError) -> NodeSeen:
     if isinstance(answer, HostError):
         return NodeSeen(node, unreachable=str(answer))
     return NodeSeen(node, alive=answer["alive"], facts=answer)
@@ -63,7 +63,7 @@ def _warnings(state: State, seen: list[NodeSeen], said: Any) -> list[str]:
     return found
 
 
-def _request(node: Node) -> dict[str, Any]:
+def _request(node: ClusterNode) -> dict[str, Any]:
     return {"folder": node.folder, "pid": node.pid, "create_time": node.create_time}
 
 

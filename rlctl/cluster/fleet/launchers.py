@@ -25,7 +25,7 @@ _KINDS = {
 
 
 @dataclass
-class Prepared:
+class PreparedCluster:
     """A cluster of which nothing runs yet. start: brings it up and returns warnings, keeping the state's file true."""
 
     state: "State"
@@ -46,7 +46,7 @@ class LogPlace:
 class Launcher(Protocol):
     """A kind of cluster. Every method raises ClusterError for what keeps it from its work."""
 
-    def prepare(self, config: Any, store: "Store", say: Say) -> Prepared:
+    def prepare(self, config: Any, store: "Store", say: Say) -> PreparedCluster:
         """Checks what can be checked before anything is started; writes the token."""
 
     def dry_run(self, config: Any, store: "Store", job: str | None) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.fleet.state import Node, State
+from rlctl.cluster.fleet.state import ClusterNode, State
 from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT, LOOPBACK_ONLY
 
@@ -52,7 +52,7 @@ def driver_environment(loopback: bool) -> dict[str, str]:
     return dict(LOOPBACK_ONLY) if loopback else {}
 
 
-def start_request(config: HostCluster, state: State, node: Node, place: Place, token: str) -> dict[str, Any]:
+def start_request(config: HostCluster, state: State, node: ClusterNode, place: Place, token: str) -> dict[str, Any]:
     """What `remote_scripts/start.py` is told."""
     first = next(each for each in state.nodes if each.host == node.host)
     loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports

@@ -9,7 +9,7 @@ from rlctl.cluster.fleet.launchers import Say
 from rlctl.cluster.fleet.links import ssh_host
 from rlctl.cluster.fleet.plan import LOOPBACK, Place, is_loopback
 from rlctl.cluster.fleet.requirements import Asked, Wanted, clock_skew, facts, minor, problems, taken, wanted_ray
-from rlctl.cluster.fleet.state import ClusterError, Node
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 _CHECK_S = 60.0
@@ -37,7 +37,9 @@ def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], li
     return spots, found
 
 
-def places_again(config: LocalCluster | SshCluster, nodes: list[Node], python: str, say: Say) -> dict[str, Place]:
+def places_again(
+    config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
+) -> dict[str, Place]:
     """Where those of `nodes` go, by name, whose hosts will do beside a head that has `python`."""
     say("doing", "checking")
     replies = _checked(config, sorted({node.host for node in nodes}), [], say)

@@ -9,12 +9,12 @@ from rlctl.cluster.fleet.plan import Place
 from rlctl.cluster.fleet.preflight import places_again
 from rlctl.cluster.fleet.signals import unhurried
 from rlctl.cluster.fleet.start import Starter
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
 from rlctl.cluster.fleet.status import Seen
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 
-def gone_nodes(seen: Seen) -> list[Node]:
+def gone_nodes(seen: Seen) -> list[ClusterNode]:
     """Nodes that a standing head has lost; a host that does not answer is left alone, what runs there is unknown."""
     if not seen.nodes[0].in_ray:
         return []
@@ -44,8 +44,8 @@ def mend(config: LocalCluster | SshCluster, store: Store, state: State, seen: Se
 
 
 def _start(
-    config: LocalCluster | SshCluster, store: Store, state: State, gone: list[Node], python: str, say: Say
-) -> list[Node]:
+    config: LocalCluster | SshCluster, store: Store, state: State, gone: list[ClusterNode], python: str, say: Say
+) -> list[ClusterNode]:
     """Returns those that did not come up."""
     stuck = stop_nodes(store, state, say, gone)
     spots = places_again(config, [node for node in gone if node.name not in stuck], python, say)
@@ -61,15 +61,15 @@ def _start(
     return [node for node in gone if node in failed or node not in fit]
 
 
-def _reset(store: Store, state: State, nodes: list[Node]) -> None:
+def _reset(store: Store, state: State, nodes: list[ClusterNode]) -> None:
     for node in nodes:
         node.pid, node.create_time = 0, 0.0
     store.save(state)
 
 
-def _listed(spots: dict[str, Place], nodes: list[Node]) -> list[Place]:
+def _listed(spots: dict[str, Place], nodes: list[ClusterNode]) -> list[Place]:
     return [spots[node.name] for node in nodes]
 
 
-def _names(nodes: list[Node]) -> str:
+def _names(nodes: list[ClusterNode]) -> str:
     return ", ".join(node.name for node in nodes)

@@ -10,7 +10,7 @@ from rlctl.cluster.fleet.down import stop_nodes
 from rlctl.cluster.fleet.hosts import Asking, HostError
 from rlctl.cluster.fleet.launchers import Say
 from rlctl.cluster.fleet.plan import Place, joined, start_request
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 # Starting a process and going; and what a wait takes beside the waiting.
@@ -54,7 +54,7 @@ class Starter:
         state.nodes = [node for node in state.nodes if node not in failed]
         return [*found, f"going on without {', '.join(node.name for node in failed)} (min_hosts)"]
 
-    def start_nodes(self, nodes: list[Node]) -> list[Node]:
+    def start_nodes(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
         """Start these and wait for them, again if Ray's own deadline was too short. Returns those that failed."""
         if not nodes:
             return []
@@ -71,7 +71,7 @@ class Starter:
             self._say("bad", f"{name}: did not start: {why}")
         return [node for node in nodes if node.name in failed]
 
-    def _attempt(self, nodes: list[Node]) -> dict[str, str]:
+    def _attempt(self, nodes: list[ClusterNode]) -> dict[str, str]:
         """Why, by name, for the nodes that did not come up."""
         began, failed = time.monotonic(), {}
         self._say("doing", f"starting {', '.join(node.name for node in nodes)}")
@@ -92,7 +92,7 @@ class Starter:
             self._store.save(self._state)
         return failed | self._wait([node for node in nodes if node.name not in failed], began)
 
-    def _wait(self, nodes: list[Node], began: float) -> dict[str, str]:
+    def _wait(self, nodes: list[ClusterNode], began: float) -> dict[str, str]:
         asked = [(self._state.host_of(node), "wait", self._wait_request(node)) for node in nodes]
         waiting = Asking(asked, self._config.start_timeout_s + _MORE_S)
         failed = {}
@@ -111,7 +111,7 @@ class Starter:
             raise
         return failed
 
-    def _record(self, node: Node, started: dict[str, object]) -> None:
+    def _record(self, node: ClusterNode, started: dict[str, object]) -> None:
         node.folder, node.pid = str(started["folder"]), int(str(started["pid"]))
         node.create_time = float(str(started["create_time"]))
         if node.head:
@@ -120,7 +120,7 @@ class Starter:
             self._state.address = joined(node.address, ports["port"])
             self._state.dashboard = ports["dashboard-port"]
 
-    def _wait_request(self, node: Node) -> dict[str, object]:
+    def _wait_request(self, node: ClusterNode) -> dict[str, object]:
         port = self._state.dashboard if node.head and self._spots[node.name].dashboard else None
         started = {"folder": node.folder, "pid": node.pid, "create_time": node.create_time}
         head = None if node.head else [self._state.head.address, int(self._state.address.rpartition(":")[2])]

@@ -37,7 +37,7 @@ class NoSuchCluster(ClusterError):
 
 
 @dataclass
-class Node:
+class ClusterNode:
     """A Ray node. host: as ssh or Slurm takes it, empty: this machine. folder: of its files there, made when it starts.
 
     pid, create_time (unix seconds): of its first process, 0 until it is started. address: of the node in Ray.
@@ -82,14 +82,14 @@ class State:
     setup: list[str] = field(default_factory=list)
     context: str = ""
     namespace: str = ""
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[ClusterNode] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def head(self) -> Node:
+    def head(self) -> ClusterNode:
         return next(node for node in self.nodes if node.head)
 
-    def host_of(self, node: Node) -> Host:
+    def host_of(self, node: ClusterNode) -> Host:
         """Where a node runs, to run programs of `remote_scripts/` there."""
         if not node.host:
             return Host("")
@@ -122,7 +122,7 @@ class Store:
             data = json.loads(self._file.read_text(encoding="utf-8"))
             if data.pop("version") != _VERSION:
                 raise ClusterError(f"{self._file} is of another version of rlctl: stop the cluster with that one")
-            return State(**{**data, "nodes": [Node(**node) for node in data["nodes"]]})
+            return State(**{**data, "nodes": [ClusterNode(**node) for node in data["nodes"]]})
         except FileNotFoundError:
             return None
         except OSError as error:

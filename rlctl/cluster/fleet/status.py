@@ -5,7 +5,7 @@ from typing import Any
 
 from rlctl.cluster.fleet.hosts import Asking, Host
 from rlctl.cluster.fleet.launchers import launcher_of
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, known_clusters
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, known_clusters
 
 _RUNS_S = 40.0
 
@@ -17,7 +17,7 @@ class NodeSeen:
     unreachable: why its host could not be asked; empty where it was.
     """
 
-    node: Node
+    node: ClusterNode
     alive: bool = False
     unreachable: str = ""
     facts: dict[str, Any] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster, State, Store
 from rlctl.cluster.fleet.status import Seen, look
 from rlctl.cluster.jobs.upload import pack, portable
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.preflight.placement import Room
+from rlctl.preflight.placement import NodeResources
 from rlctl.run.job_record import JobRecord
 from rlctl.run.run_dir import RunDir
 
@@ -34,9 +34,9 @@ class Target:
         """Whether its files are not this machine's."""
         return bool(self.state.storage)
 
-    def rooms(self) -> list[Room]:
+    def rooms(self) -> list[NodeResources]:
         """What its nodes have free."""
-        return [Room.of(each.node.name, each.free) for each in self.seen.nodes if each.in_ray]
+        return [NodeResources.of(each.node.name, each.free) for each in self.seen.nodes if each.in_ray]
 
     @property
     def gpus(self) -> int:

@@ -19,7 +19,7 @@ from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed
 
 
-class Policy(nn.Module):
+class FsdpPolicy(nn.Module):
     """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
 
     def __init__(self, lm: Any, temperature: float, chunk: int, compiled: bool) -> None:
@@ -48,7 +48,7 @@ class Policy(nn.Module):
 
 def build_policy(
     folder: Path, section: TrainerSection, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
-) -> Policy:
+) -> FsdpPolicy:
     """The model of a Hugging Face folder, sharded over `mesh`; computes in `dtype`, keeps float32 masters.
 
     Raises what `skeleton` and WeightFiles raise.
@@ -61,7 +61,7 @@ def build_policy(
     if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
-    policy = Policy(lm, temperature, section.logprob_chunk_tokens, section.compile)
+    policy = FsdpPolicy(lm, temperature, section.logprob_chunk_tokens, section.compile)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     files = WeightFiles(folder)

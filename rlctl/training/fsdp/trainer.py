@@ -27,8 +27,8 @@ from rlctl.training.fsdp.model import build_policy, free_gathered
 from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
 from rlctl.training.fsdp.reference import read_shards
 from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
-from rlctl.training.metric_accumulator import Tally
-from rlctl.training.offload import Residence
+from rlctl.training.metric_accumulator import MetricAccumulator
+from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.parts import carry_on
 from rlctl.training.reference import Reference
@@ -68,13 +68,13 @@ class FsdpTrainer:
         self._optimizer = build_adamw(self._parameters, config.optimizer)
         # Gradients are freed by zero_grad: of the table's states, the moments alone are moved.
         table = residency(config, shared=config.offload_optimizer_for_generation)
-        self._state = Residence(table, {"optimizer": map(local, moments(self._optimizer))})
+        self._state = OffloadManager(table, {"optimizer": map(local, moments(self._optimizer))})
         # Engines start beside, or measure what is free before the first step.
         self.rest()
         self._reference: Reference | None = None
         self._updates = 0
         # Of an update that `accumulate` began.
-        self._begun: Tally | None = None
+        self._begun: MetricAccumulator | None = None
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank. An array a sequence, float32 [T], 0 at its first token."""
@@ -105,14 +105,14 @@ class FsdpTrainer:
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        tally = self._gradients(micro_batches, loss, totals, before)
+        accumulator = self._gradients(micro_batches, loss, totals, before)
         max_norm = self._config.optimizer.max_grad_norm
-        norm = clip_gradients(self._parameters, max_norm, tally.loss(self._device))
+        norm = clip_gradients(self._parameters, max_norm, accumulator.loss(self._device))
         self._state.wait()
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._updates += 1
-        return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+        return accumulator.join() | {"train/grad_norm": norm, "train/lr": lr}
 
     def accumulate(
         self, micro_batches: list[MicroBatch], loss: LossInParts, totals: Totals, before: Totals | None
@@ -136,7 +136,7 @@ class FsdpTrainer:
         for p in self._parameters.values():
             if p.grad is not None:
                 local(p.grad).zero_()
-        clip_gradients(self._parameters, self._config.optimizer.max_grad_norm, Tally().loss(self._device))
+        clip_gradients(self._parameters, self._config.optimizer.max_grad_norm, MetricAccumulator().loss(self._device))
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
         self._state.wait()
@@ -146,32 +146,32 @@ class FsdpTrainer:
 
     def _gradients(
         self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
-    ) -> Tally:
+    ) -> MetricAccumulator:
         """Of the update so far, summed into the parameters."""
-        tally = self._carried(loss, totals, before)
+        accumulator = self._carried(loss, totals, before)
         for micro_batch in micro_batches:
             output = self._loss(micro_batch, loss, totals)
             output.loss.backward()  # type: ignore[no-untyped-call]
-            tally.add(output)
-        return tally
+            accumulator.add(output)
+        return accumulator
 
-    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
+    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> MetricAccumulator:
         """Where an update begins, or goes on with what its earlier parts left."""
         begun, self._begun = self._begun, None
         if before is None:
             self._optimizer.zero_grad()
-            return Tally()
+            return MetricAccumulator()
         gradients = (local(p.grad) for p in self._parameters.values() if p.grad is not None)
         return carry_on(begun, gradients, loss, before, totals)
 
     def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
         """See TrainerRank."""
-        tally = Tally()
+        accumulator = MetricAccumulator()
         with torch.no_grad():
             for micro_batch in micro_batches:
-                tally.add(self._loss(micro_batch, loss, totals))
+                accumulator.add(self._loss(micro_batch, loss, totals))
         free_gathered(self._policy)
-        return tally.join()
+        return accumulator.join()
 
     def layout(self, dtype: str | None = None) -> hf_folder.Layout:
         """See TrainerRank."""

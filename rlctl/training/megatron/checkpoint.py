@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlctl.training.megatron.mapping import Mapping, Part
-from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, Slot
-from rlctl.training.sharded_checkpoint import Box, load_boxes, rng_name, save_boxes, saved_rng_name
+from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, OptimizerShard
+from rlctl.training.sharded_checkpoint import TensorShard, load_boxes, rng_name, save_boxes, saved_rng_name
 
 KINDS = ("model", *MOMENTS)
 
@@ -30,7 +30,7 @@ class Stage:
     mirrored: set[str]
     at_hand: Callable[[Tensor], Tensor]
 
-    def piece(self, slot: Slot, kind: str) -> Tensor:
+    def piece(self, slot: OptimizerShard, kind: str) -> Tensor:
         """float32 [stop - start] of one slot: its main ("model") or a moment."""
         return self.at_hand(slot.main if kind == "model" else slot.state[kind])
 
@@ -39,8 +39,11 @@ def save(folder: Path, stage: Stage, updates: int) -> None:
     """Weights, moments, step counts, the number of updates and this rank's RNG state. Raises OSError."""
     boxes = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
     state = {f"{kind}.{name}": box for kind, found in boxes.items() for name, box in found.items()}
-    state |= {f"step.{name}": Box.whole(torch.tensor(float(updates))) for name in boxes["model"]}
-    state |= {"updates": Box.whole(torch.tensor(updates)), rng_name(dist.get_rank()): Box.whole(torch.get_rng_state())}
+    state |= {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in boxes["model"]}
+    state |= {
+        "updates": TensorShard.whole(torch.tensor(updates)),
+        rng_name(dist.get_rank()): TensorShard.whole(torch.get_rng_state()),
+    }
     save_boxes(folder, state)
 
 
@@ -48,7 +51,7 @@ def load(folder: Path, stage: Stage) -> int:
     """What either backend saved, on any layout; returns the number of updates. Raises OSError."""
     key = saved_rng_name(folder, dist.get_rank())
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
-    load_boxes(folder, {"updates": Box.whole(updates), key: Box.whole(rng)})
+    load_boxes(folder, {"updates": TensorShard.whole(updates), key: TensorShard.whole(rng)})
     torch.set_rng_state(rng)
     for kind in KINDS:
         _load_kind(folder, stage, kind)
@@ -103,7 +106,7 @@ def _gathered(stage: Stage, parameter: nn.Parameter, kind: str, group: dist.Proc
     return whole.view(parameter.shape)
 
 
-def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, Box]:
+def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorShard]:
     """One box a tensor, of all its parts that are here; experts of a layer fused, as they are in memory."""
     by_name: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]] = {}
     for part in parts:
@@ -112,18 +115,18 @@ def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, Box]:
     return {name: _box(found) for name, found in by_name.items()}
 
 
-def _box(found: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]) -> Box:
+def _box(found: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]) -> TensorShard:
     shape = found[0][0]
     extents = [(start, (1,) * (len(shape) - view.ndim) + tuple(view.shape)) for _, start, view in found]
     low = tuple(min(start[d] for start, _ in extents) for d in range(len(shape)))
     high = tuple(max(start[d] + size[d] for start, size in extents) for d in range(len(shape)))
-    box = Box(shape, low, torch.empty([stop - begin for begin, stop in zip(low, high)], dtype=torch.float32))
+    box = TensorShard(shape, low, torch.empty([stop - begin for begin, stop in zip(low, high)], dtype=torch.float32))
     for _, start, view in found:
         _within(box, start, view).copy_(view)
     return box
 
 
-def _within(box: Box, start: tuple[int, ...], like: Tensor) -> Tensor:
+def _within(box: TensorShard, start: tuple[int, ...], like: Tensor) -> Tensor:
     """The view of a box that is the part at `start`, of the shape of `like`."""
     size = (1,) * (len(box.shape) - like.ndim) + tuple(like.shape)
     begin = [at - low for at, low in zip(start, box.start)]

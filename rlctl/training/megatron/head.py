@@ -11,14 +11,14 @@ from torch import Tensor
 from rlctl.config.schema import TrainerSection
 from rlctl.training.logprobs import Split, chunked_log_probs
 from rlctl.training.megatron.inputs import Inputs
-from rlctl.training.megatron.model import Policy
+from rlctl.training.megatron.model import MegatronPolicy
 from rlctl.training.packing import Packed
 
 
 class Head:
     """log-probs and entropy under the tempered policy."""
 
-    def __init__(self, policy: Policy, section: TrainerSection, temperature: float) -> None:
+    def __init__(self, policy: MegatronPolicy, section: TrainerSection, temperature: float) -> None:
         self._policy, self._section, self._temperature = policy, section, temperature
         self._context = parallel_state.get_context_parallel_group()
 

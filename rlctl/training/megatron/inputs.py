@@ -20,7 +20,7 @@ class Inputs:
     pack: Pack
 
 
-class Feed:
+class PackSlicer:
     """Cuts packs for rank `rank` of `ranks` context-parallel ones. multiple: divides the number of tokens.
 
     rotary: transformers' own rotary module of the model, so that every scaling it knows is known here.

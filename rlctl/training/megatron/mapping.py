@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rlctl.models import hf_folder
-from rlctl.training.megatron.model import Policy
+from rlctl.training.megatron.model import MegatronPolicy
 
 Shape = tuple[int, ...]
 
@@ -51,7 +51,7 @@ _WHOLE = {
 class Mapping:
     """Of the parameters of one stage."""
 
-    def __init__(self, policy: Policy, hf: Any, ranks: Ranks) -> None:
+    def __init__(self, policy: MegatronPolicy, hf: Any, ranks: Ranks) -> None:
         self._config, self._hf, self._ranks = policy.config, hf, ranks
         layers = policy.decoder.layers
         self._first = layers[0].layer_number - 1 if len(layers) else 0

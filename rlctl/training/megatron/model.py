@@ -62,7 +62,7 @@ def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], 
     return add
 
 
-class Policy(GPTModel):  # type: ignore[misc]
+class MegatronPolicy(GPTModel):  # type: ignore[misc]
     """The last stage returns the normed hidden states instead of logits: log-probs are made of them in chunks."""
 
     def forward(self, tokens: Tensor, positions: Tensor, pack: Pack) -> Tensor:
@@ -88,10 +88,10 @@ def check_supported(hf: Any) -> None:
         raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
 
 
-def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device) -> Policy:
+def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device) -> MegatronPolicy:
     """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration, one that is supported."""
     config = _transformer_config(hf, section, dtype, device)
-    policy = Policy(
+    policy = MegatronPolicy(
         config,
         _block_spec(hf, config),
         vocab_size=hf.vocab_size,
@@ -112,7 +112,7 @@ def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: t
     return policy
 
 
-def _fuse(policy: Policy) -> None:
+def _fuse(policy: MegatronPolicy) -> None:
     """Norms and rotary embedding as few kernels; all layers share what is compiled.
 
     Not whole layers: between these lie Megatron's own autograd functions and its communication.

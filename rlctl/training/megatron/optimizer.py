@@ -23,7 +23,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Slot:
+class OptimizerShard:
     """This rank's share of one parameter: elements `start` to `stop` of it, flat. main: float32 [stop - start], what is
     updated; state: step, exp_avg, exp_avg_sq of it."""
 
@@ -73,7 +73,7 @@ class Optimizer:
         for slot in self.slots.values():
             slot.state["step"].zero_()
 
-    def publish(self, main_of: Callable[[Slot], Tensor]) -> None:
+    def publish(self, main_of: Callable[[OptimizerShard], Tensor]) -> None:
         """Bring the mains, filled from a checkpoint, to the weights of all ranks."""
         with torch.no_grad():
             for parameter, slot in self.slots.items():
@@ -148,7 +148,7 @@ def _prepare(optimizer: Any) -> None:
                 each.state[main] = {"step": step} | {key: torch.zeros_like(main.detach()) for key in MOMENTS}
 
 
-def _slots(member: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
+def _slots(member: Any) -> Iterator[tuple[nn.Parameter, OptimizerShard]]:
     if isinstance(member.optimizer, HybridDeviceOptimizer):
         hybrid = member.optimizer
         states = {main: state for sub in hybrid.sub_optimizers for main, state in sub.state.items()}
@@ -162,7 +162,7 @@ def _slots(member: Any) -> Iterator[tuple[nn.Parameter, Slot]]:
         ]
     for parameter, main in pairs:
         own = member._get_model_param_range_map(parameter)["param"]
-        yield parameter, Slot(own.start, own.end, main.detach(), states[main])
+        yield parameter, OptimizerShard(own.start, own.end, main.detach(), states[main])
 
 
 def _pairs(groups: Any, shards: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:

@@ -30,12 +30,12 @@ from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
 from rlctl.training.megatron.export import Exporter
 from rlctl.training.megatron.head import Head
-from rlctl.training.megatron.inputs import Feed, Inputs
+from rlctl.training.megatron.inputs import Inputs, PackSlicer
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
 from rlctl.training.megatron.model import build_policy, check_supported
 from rlctl.training.megatron.optimizer import Optimizer
-from rlctl.training.metric_accumulator import Tally
-from rlctl.training.offload import Residence
+from rlctl.training.metric_accumulator import MetricAccumulator
+from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.parts import carry_on
 from rlctl.training.reference import Reference
@@ -93,19 +93,19 @@ class MegatronTrainer:
         cut = config.megatron.context_parallel_size
         multiple = cut * config.megatron.tensor_model_parallel_size
         position = parallel_state.get_context_parallel_rank()
-        self._feed = Feed(lm.model.rotary_emb, self._dtype, multiple, position, cut)
+        self._buffer = PackSlicer(lm.model.rotary_emb, self._dtype, multiple, position, cut)
         self._exporter = Exporter(self._named, self._mapping, self._device)
         table = residency(config, shared=config.offload_optimizer_for_generation)
         states: dict[State, list[Tensor]] = {"gradients": self._optimizer.gradients()}
         if not optimizer_on_host(config):
             states["optimizer"] = self._optimizer.device_state()
-        self._state = Residence(table, states)
+        self._state = OffloadManager(table, states)
         # Engines start beside, or measure what is free before the first step.
         self.rest()
         self._reference: Reference | None = None
         self._updates = 0
         # Of an update that `accumulate` began.
-        self._begun: Tally | None = None
+        self._begun: MetricAccumulator | None = None
 
     def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
         """See TrainerRank."""
@@ -136,12 +136,12 @@ class MegatronTrainer:
             raise ValueError("an update needs at least one micro-batch on every rank")
         self._state.enter("train")
         lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
-        tally = self._gradients(micro_batches, loss, totals, before)
+        accumulator = self._gradients(micro_batches, loss, totals, before)
         self._state.wait()
-        norm = self._optimizer.step(lr, tally.loss(self._device))
+        norm = self._optimizer.step(lr, accumulator.loss(self._device))
         self._optimizer.zero_grad()
         self._updates += 1
-        return tally.join() | {"train/grad_norm": norm, "train/lr": lr}
+        return accumulator.join() | {"train/grad_norm": norm, "train/lr": lr}
 
     def accumulate(
         self, micro_batches: list[MicroBatch], loss: LossInParts, totals: Totals, before: Totals | None
@@ -171,7 +171,7 @@ class MegatronTrainer:
         """See TrainerRank."""
         with torch.no_grad():
             outputs = self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=False)
-        return _tally(outputs, Tally()).join()
+        return _accumulator(outputs, MetricAccumulator()).join()
 
     def layout(self, dtype: str | None = None) -> hf_folder.Layout:
         """See TrainerRank."""
@@ -235,18 +235,18 @@ class MegatronTrainer:
 
     def _gradients(
         self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
-    ) -> Tally:
+    ) -> MetricAccumulator:
         """Of the update so far, summed into the gradient buffers."""
-        tally = self._carried(loss, totals, before)
+        accumulator = self._carried(loss, totals, before)
         outputs = self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=True)
-        return _tally(outputs, tally)
+        return _accumulator(outputs, accumulator)
 
-    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> Tally:
+    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> MetricAccumulator:
         """Where an update begins, or goes on with what its earlier parts left."""
         begun, self._begun = self._begun, None
         if before is None:
             self._optimizer.zero_grad()
-            return Tally()
+            return MetricAccumulator()
         return carry_on(begun, self._optimizer.gradients(), loss, before, totals)
 
     def _passes(
@@ -258,7 +258,7 @@ class MegatronTrainer:
 
         def forward(waiting: Iterator[tuple[Packed, bool]], model: Any) -> tuple[Tensor, Any]:
             packed, real = next(waiting)
-            given = self._feed(packed)
+            given = self._buffer(packed)
             hidden = model(given.tokens, given.positions, given.pack)
             return hidden, partial(self._finished, finish, rows, packed, given, real)
 
@@ -376,9 +376,9 @@ def _of_loss(
     return output.loss, output
 
 
-def _tally(outputs: list[LossOutput], tally: Tally) -> Tally:
+def _accumulator(outputs: list[LossOutput], accumulator: MetricAccumulator) -> MetricAccumulator:
     """With these added; of the ranks of the last stage one counts."""
     first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
     for output in outputs if first else ():
-        tally.add(output)
-    return tally
+        accumulator.add(output)
+    return accumulator

@@ -15,7 +15,7 @@ from rlctl.grpo.loss import GrpoLoss
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import plan_micro_batches
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 from rlctl.training.worker import trainer_class
 
 TEMPERATURE = 0.8
@@ -56,27 +56,29 @@ class WeightedLoss:
         return before.sequences / now.sequences if name == "train/share" else before.tokens / now.tokens
 
 
-def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[Sequence]:
+def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSample]:
     """Of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
     rng = np.random.default_rng(seed)
     made = []
     for length in rng.integers(2, 21, count):
         fields = {"advantage": rng.normal(size=length).astype(np.float32)}
         mask = np.arange(length) >= rng.integers(1, length)
-        made.append(Sequence(rng.integers(1, vocab, length).astype(np.int32), mask, fields))
+        made.append(TrainingSample(rng.integers(1, vocab, length).astype(np.int32), mask, fields))
     return made
 
 
-def totals(data: list[Sequence]) -> Totals:
+def totals(data: list[TrainingSample]) -> Totals:
     return Totals(tokens=int(sum(s.mask.sum() for s in data)), sequences=len(data))
 
 
-def share(data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
+def share(data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
     plan = plan_micro_batches([len(s) for s in data], world, max_tokens)
     return [[data[i] for i in batch] for batch in plan[rank]]
 
 
-def train_in_parts(one: Any, data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, float]:
+def train_in_parts(
+    one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
+) -> dict[str, float]:
     """One update in three parts, of which the last has nothing left; between them engines may ask for the weights."""
     loss, before = WeightedLoss(), None
     for part in (data[:2], data[2:]):
@@ -88,7 +90,7 @@ def train_in_parts(one: Any, data: list[Sequence], max_tokens: int, rank: int = 
     return metrics
 
 
-def refused(one: Any, data: list[Sequence], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
+def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """A NaN among the generator's log-probs, which leaves the gradient finite: what an update says of it, whole and in
     parts, and the weights and log-probs before and after."""
     config = load("grpo", None, []).config
@@ -96,7 +98,7 @@ def refused(one: Any, data: list[Sequence], max_tokens: int, rank: int = 0, worl
     loss, poisoned = GrpoLoss.from_config(config), []
     for index, sequence in enumerate(data):
         behaviour = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
-        poisoned.append(replace(sequence, fields={**sequence.fields, "behaviour_log_prob": behaviour}))
+        poisoned.append(replace(sequence, fields={**sequence.fields, "rollout_log_prob": behaviour}))
     mine, first, last = (share(part, max_tokens, rank, world) for part in (poisoned, poisoned[:2], poisoned[2:]))
     seen: dict[str, Any] = {"before": weights(one), "said": []}
     for in_parts in (False, True):
@@ -127,7 +129,7 @@ def trainer(
         one.close()
 
 
-def assert_compiled_trains_alike(model: Path, folder: Path, data: list[Sequence], **options: Any) -> None:
+def assert_compiled_trains_alike(model: Path, folder: Path, data: list[TrainingSample], **options: Any) -> None:
     """Compiled and not: micro-batches of many shapes, as a run has them, with passes without a gradient between."""
     results, loss = [], WeightedLoss()
     for on in (False, True):
@@ -149,14 +151,14 @@ def weights(one: Any) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in one.export()}
 
 
-def plain_log_probs(lm: Any, sequence: Sequence) -> tuple[Tensor, Tensor]:
+def plain_log_probs(lm: Any, sequence: TrainingSample) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy [T - 1] of tokens 1.. of one sequence, from transformers' own logits."""
     tokens = torch.from_numpy(sequence.tokens.astype(np.int64))
     log_p = (lm(tokens[None], use_cache=False).logits[0, :-1].float() / TEMPERATURE).log_softmax(-1)
     return log_p.gather(1, tokens[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def plain_loss(lm: Any, data: list[Sequence]) -> Tensor:
+def plain_loss(lm: Any, data: list[TrainingSample]) -> Tensor:
     """WeightedLoss, one sequence at a time."""
     loss = torch.zeros(())
     for sequence in data:

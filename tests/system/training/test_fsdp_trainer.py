@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 from rlctl.training.schedule import learning_rate
 from tests.compiled import new_graphs
 from tests.system.training.scenario import (
@@ -328,7 +328,7 @@ def test_a_loss_that_is_not_finite_stops_it_though_the_gradient_is(models: dict[
 
 
 def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_path: Path) -> None:
-    silent = [Sequence(s.tokens, np.zeros_like(s.mask), s.fields) for s in DATA[:3]]
+    silent = [TrainingSample(s.tokens, np.zeros_like(s.mask), s.fields) for s in DATA[:3]]
     with trainer(models["qwen3"], tmp_path) as one:
         with_silent = one.train([silent, DATA], LOSS, totals(DATA))
     with trainer(models["qwen3"], tmp_path) as one:

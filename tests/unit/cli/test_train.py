@@ -7,7 +7,7 @@ from rlctl.cli import train
 from rlctl.config.schema import RunConfig
 from rlctl.data.load import RowReader
 from rlctl.launch import assemble_grpo
-from rlctl.launch.runtime import Ground
+from rlctl.launch.runtime import Runtime
 from rlctl.preflight import machine
 from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints
@@ -23,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     calls: Started = []
 
     def run(
-        config: RunConfig, resolved: str, ground: Ground, resume: Path | None, probe_only: bool, reader: RowReader
+        config: RunConfig, resolved: str, runtime: Runtime, resume: Path | None, probe_only: bool, reader: RowReader
     ) -> int:
         calls.append((config, resume, probe_only))
         return 130

@@ -4,7 +4,7 @@ import pytest
 
 from rlctl.config.compose import compose, find_recipe
 from rlctl.config.errors import ConfigError
-from rlctl.config.provenance import Node, leaves, plain
+from rlctl.config.provenance import ConfigNode, leaves, plain
 
 
 def write(path: Path, text: str) -> Path:
@@ -12,7 +12,7 @@ def write(path: Path, text: str) -> Path:
     return path.resolve()
 
 
-def origin_of(root: Node, key: str) -> str:
+def origin_of(root: ConfigNode, key: str) -> str:
     return str(dict(leaves(root))[key].origin)
 
 

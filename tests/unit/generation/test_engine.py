@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.active_requests import Running
+from rlctl.generation.active_requests import ActiveRequests
 from rlctl.generation.engine import Engine
-from rlctl.generation.requests import SampleRequest
-from rlctl.generation.token_versions import Boundaries
+from rlctl.generation.requests import TurnRequest
+from rlctl.generation.token_versions import TokenVersions
 from rlctl.generation.vllm_worker import answered
 from rlctl.refit.protocol import Header, RefitError
 
@@ -15,13 +15,13 @@ from rlctl.refit.protocol import Header, RefitError
 def engine() -> Any:
     """Without vLLM, and without its thread."""
     one: Any = Engine.__new__(Engine)
-    one._running, one._boundaries, one._poisoned, one._version = Running(), Boundaries(), "", 4
+    one._running, one._boundaries, one._poisoned, one._version = ActiveRequests(), TokenVersions(), "", 4
     return one
 
 
 def test_what_runs_ends_with_the_refit_that_failed() -> None:
     one = engine()
-    group = one._running.add(SampleRequest("a", [1], 2, 8, 1.0, 0))
+    group = one._running.add(TurnRequest("a", [1], 2, 8, 1.0, 0))
     for rollout in group.rollouts():
         one._boundaries.begin(rollout, 4)
 
@@ -34,7 +34,7 @@ def test_what_runs_ends_with_the_refit_that_failed() -> None:
     assert isinstance(group.done.exception(timeout=0), RefitError)
     assert one._version == 4
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
-        one._add([SampleRequest("b", [1], 1, 8, 1.0, 0)])
+        one._add([TurnRequest("b", [1], 1, 8, 1.0, 0)])
 
 
 class Workers:

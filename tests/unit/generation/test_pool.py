@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.generation.pool import GeneratorPool, share_out
-from rlctl.generation.requests import FINISHES, Columns, SampleRequest
+from rlctl.generation.requests import FINISHES, PackedRollouts, TurnRequest
 from rlctl.workers.errors import WorkerTimeout
 
 requests = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 8), st.integers(1, 64)), max_size=40).map(
-    lambda rows: [SampleRequest(f"r{i}", [1] * p, n, t, 1.0, i) for i, (p, n, t) in enumerate(rows)]
+    lambda rows: [TurnRequest(f"r{i}", [1] * p, n, t, 1.0, i) for i, (p, n, t) in enumerate(rows)]
 )
 
 
 @given(requests, st.integers(1, 5))
-def test_every_request_goes_to_one_engine_and_loads_are_even(batch: list[SampleRequest], engines: int) -> None:
+def test_every_request_goes_to_one_engine_and_loads_are_even(batch: list[TurnRequest], engines: int) -> None:
     shares = share_out(batch, engines)
     assert len(shares) == engines
     assert sorted(request.id for share in shares for request in share) == sorted(request.id for request in batch)
@@ -26,7 +26,7 @@ def test_every_request_goes_to_one_engine_and_loads_are_even(batch: list[SampleR
 
 
 @given(requests, st.integers(1, 5))
-def test_an_engine_keeps_the_order_of_its_requests(batch: list[SampleRequest], engines: int) -> None:
+def test_an_engine_keeps_the_order_of_its_requests(batch: list[TurnRequest], engines: int) -> None:
     places = {request.id: place for place, request in enumerate(batch)}
     for share in share_out(batch, engines):
         order = [places[request.id] for request in share]
@@ -34,7 +34,7 @@ def test_an_engine_keeps_the_order_of_its_requests(batch: list[SampleRequest], e
 
 
 @given(requests, st.integers(1, 5))
-def test_the_busiest_engine_is_within_one_request_of_the_mean(batch: list[SampleRequest], engines: int) -> None:
+def test_the_busiest_engine_is_within_one_request_of_the_mean(batch: list[TurnRequest], engines: int) -> None:
     # List scheduling (Graham 1966): at most mean + (1 - 1/m) of the costliest request.
     costs = [request.cost for request in batch]
     busiest = max(sum(request.cost for request in share) for share in share_out(batch, engines))
@@ -42,20 +42,20 @@ def test_the_busiest_engine_is_within_one_request_of_the_mean(batch: list[Sample
 
 
 def test_more_engines_than_requests_leave_some_idle() -> None:
-    batch = [SampleRequest("a", [1], 1, 4, 1.0, 0)]
+    batch = [TurnRequest("a", [1], 1, 4, 1.0, 0)]
     assert share_out(batch, 3) == [batch, [], []]
 
 
 def test_a_request_costs_its_prompt_once_and_every_rollout_in_full() -> None:
-    assert SampleRequest("a", [1] * 100, 4, 50, 1.0, 0).cost == 300
+    assert TurnRequest("a", [1] * 100, 4, 50, 1.0, 0).cost == 300
 
 
 @given(requests, st.data())
-def test_columns_give_each_request_its_own_rollouts_whole(batch: list[SampleRequest], data: st.DataObject) -> None:
+def test_columns_give_each_request_its_own_rollouts_whole(batch: list[TurnRequest], data: st.DataObject) -> None:
     rollouts = sum(request.num_samples for request in batch)
     lengths = data.draw(st.lists(st.integers(0, 5), min_size=rollouts, max_size=rollouts))
     owners = np.repeat(np.arange(rollouts), lengths)
-    columns = Columns(
+    columns = PackedRollouts(
         lengths=np.array(lengths, np.int32),
         tokens=owners.astype(np.int32),
         log_probs=-owners.astype(np.float32),
@@ -74,14 +74,14 @@ def test_columns_give_each_request_its_own_rollouts_whole(batch: list[SampleRequ
 
 
 def test_columns_split_into_the_completions_of_each_request() -> None:
-    columns = Columns(
+    columns = PackedRollouts(
         lengths=np.array([2, 1, 3], np.int32),
         tokens=np.arange(6, dtype=np.int32),
         log_probs=-np.arange(6, dtype=np.float32),
         versions=np.full(6, 4, np.int32),
         finishes=np.array([0, 1, 2], np.int8),
     )
-    first, second = columns.split([SampleRequest("a", [1], 2, 8, 1.0, 0), SampleRequest("b", [1], 1, 8, 1.0, 0)])
+    first, second = columns.split([TurnRequest("a", [1], 2, 8, 1.0, 0), TurnRequest("b", [1], 1, 8, 1.0, 0)])
     assert [(one.request_id, one.tokens.tolist(), one.finish) for one in first] == [
         ("a", [0, 1], "stop"),
         ("a", [2], "length"),

@@ -10,24 +10,24 @@ from hypothesis import strategies as st
 
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
-from rlctl.generation.requests import Completion
-from rlctl.grpo.batch import NOT_FINITE, Batch, Group, add_log_probs, make_batch, with_field
+from rlctl.generation.requests import Rollout
+from rlctl.grpo.batch import NOT_FINITE, RolloutGroup, TrainingBatch, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
 
-LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, None, 1.0)
+LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
 
 
 def config(skip: bool) -> GrpoSection:
     return GrpoSection(1, 4, 4, 1, skip, AdvantageSection("group_mean", False), LOSS)
 
 
-def group(name: str, values: list[float | None]) -> Group:
+def group(name: str, values: list[float | None]) -> RolloutGroup:
     prompt = Prompt(name, [7, 8], "?", "!")
     completions = [
-        Completion(name, np.full(3, i, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
+        Rollout(name, np.full(3, i, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
         for i in range(len(values))
     ]
-    return Group(prompt, completions, [Score(value, {}, None, False) for value in values])
+    return RolloutGroup(prompt, completions, [Score(value, {}, None, False) for value in values])
 
 
 values = st.lists(st.one_of(st.none(), st.sampled_from([0.0, 1.0])), min_size=1, max_size=5)
@@ -37,10 +37,10 @@ values = st.lists(st.one_of(st.none(), st.sampled_from([0.0, 1.0])), min_size=1,
 def test_each_prompt_ends_once_and_shares_are_whole_groups(rows: list, skip: bool, count: int) -> None:
     groups = [group(f"p{i}", row) for i, row in enumerate(rows)]
     batch = make_batch(groups, config(skip))
-    ended = [*batch.fates.trained, *(p for ids in batch.fates.filtered.values() for p in ids)]
-    ended += [p for ids in batch.fates.dropped.values() for p in ids]
+    ended = [*batch.outcomes.trained, *(p for ids in batch.outcomes.filtered.values() for p in ids)]
+    ended += [p for ids in batch.outcomes.dropped.values() for p in ids]
     assert sorted(ended) == sorted(g.prompt.id for g in groups)
-    trained = [g for g in groups if g.prompt.id in batch.fates.trained]
+    trained = [g for g in groups if g.prompt.id in batch.outcomes.trained]
     assert len(batch.sequences) == sum(score.value is not None for g in trained for score in g.scores)
     shares = batch.shares(count)
     assert sum(map(len, shares)) == len(batch.sequences)
@@ -48,7 +48,7 @@ def test_each_prompt_ends_once_and_shares_are_whole_groups(rows: list, skip: boo
     assert max(sizes, default=0) - min(sizes, default=0) <= 1
 
 
-def _rows(batch: Batch, shares: list) -> list[list[int]]:
+def _rows(batch: TrainingBatch, shares: list) -> list[list[int]]:
     order = {id(sequence): index for index, sequence in enumerate(batch.sequences)}
     return [[order[id(sequence)] for sequence in share] for share in shares]
 
@@ -56,25 +56,27 @@ def _rows(batch: Batch, shares: list) -> list[list[int]]:
 def test_rollouts_without_a_score_and_uniform_groups_say_why_they_are_missing() -> None:
     groups = [group("a", [1.0, None, 0.0]), group("b", [None, None]), group("c", [1.0, 1.0])]
     batch = make_batch(groups, config(skip=True))
-    assert batch.fates.trained == ["a"]
-    assert batch.fates.dropped == {"no rollout could be scored": ["b"]}
-    assert batch.fates.filtered == {"all rewards equal": ["c"]}
+    assert batch.outcomes.trained == ["a"]
+    assert batch.outcomes.dropped == {"no rollout could be scored": ["b"]}
+    assert batch.outcomes.filtered == {"all rewards equal": ["c"]}
     first, second = batch.sequences
     assert first.tokens.tolist() == [7, 8, 0, 0, 0]
     assert first.mask.tolist() == [False, False, True, True, True]
     assert first.fields["advantage"].tolist() == pytest.approx([0, 0, 0.5, 0.5, 0.5])
-    assert first.fields["behaviour_log_prob"].tolist() == [0, 0, -0.5, -0.5, -0.5]
+    assert first.fields["rollout_log_prob"].tolist() == [0, 0, -0.5, -0.5, -0.5]
     assert second.tokens[-1] == 2
 
 
 def test_a_uniform_group_is_trained_unless_it_is_to_be_skipped_and_pulls_nowhere() -> None:
     batch = make_batch([group("c", [1.0, 1.0])], config(skip=False))
-    assert batch.fates.trained == ["c"] and not batch.fates.filtered
+    assert batch.outcomes.trained == ["c"] and not batch.outcomes.filtered
     assert [sequence.fields["advantage"].tolist() for sequence in batch.sequences] == [[0.0] * 5] * 2
 
 
 def test_failed_rollouts_do_not_hide_that_the_others_are_equal() -> None:
-    assert make_batch([group("d", [1.0, None, 1.0])], config(skip=True)).fates.filtered == {"all rewards equal": ["d"]}
+    assert make_batch([group("d", [1.0, None, 1.0])], config(skip=True)).outcomes.filtered == {
+        "all rewards equal": ["d"]
+    }
 
 
 def test_groups_are_told_apart_by_draw_though_their_prompts_are_equal() -> None:
@@ -111,22 +113,24 @@ def test_parts_joined_are_the_batch_of_all_groups() -> None:
     groups = [group("a", [1.0, 0.0]), group("b", [None]), group("c", [1.0, 1.0]), group("d", [0.0, None, 1.0])]
     whole = make_batch(groups, config(skip=True))
     parts = [groups[:2], groups[2:3], groups[3:]]
-    joined = Batch.joined([make_batch(part, config(skip=True)) for part in parts], [len(part) for part in parts])
+    joined = TrainingBatch.joined(
+        [make_batch(part, config(skip=True)) for part in parts], [len(part) for part in parts]
+    )
     assert joined.owners.tolist() == whole.owners.tolist() == [0, 0, 3, 3]
-    assert joined.fates == whole.fates
+    assert joined.outcomes == whole.outcomes
     for one, other in zip(joined.sequences, whole.sequences, strict=True):
         assert np.array_equal(one.tokens, other.tokens)
         assert np.array_equal(one.fields["advantage"], other.fields["advantage"])
 
 
-def spoiled(whole: Group, places: dict[int, tuple[int, float]]) -> Group:
+def spoiled(whole: RolloutGroup, places: dict[int, tuple[int, float]]) -> RolloutGroup:
     """The group with a log-prob of some rollouts, rollout -> (token, value), replaced."""
     completions = list(whole.completions)
     for place, (token, value) in places.items():
         log_probs = completions[place].log_probs.copy()
         log_probs[token] = value
         completions[place] = replace(completions[place], log_probs=log_probs)
-    return Group(whole.prompt, completions, whole.scores)
+    return RolloutGroup(whole.prompt, completions, whole.scores)
 
 
 def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_baseline() -> None:
@@ -141,9 +145,9 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
     ]
     assert batch.places == [("a", 1), ("a", 2)]
     assert [sequence.fields["advantage"][-1] for sequence in batch.sequences] == [-0.5, 0.5]
-    assert batch.fates.trained == ["a"]
-    assert batch.fates.dropped == {NOT_FINITE: ["b"]}
-    assert all(np.isfinite(sequence.fields["behaviour_log_prob"]).all() for sequence in batch.sequences)
+    assert batch.outcomes.trained == ["a"]
+    assert batch.outcomes.dropped == {NOT_FINITE: ["b"]}
+    assert all(np.isfinite(sequence.fields["rollout_log_prob"]).all() for sequence in batch.sequences)
 
 
 @pytest.mark.parametrize("source", ["trainer", "reference"])
@@ -159,8 +163,8 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Lite
         f"prompt b, rollout 0, token 0: nan of the {source}",
     ]
     assert (after.places, after.owners.tolist()) == ([("a", 0), ("c", 0)], [0, 2])
-    assert after.fates.trained == ["a", "c"]
-    assert after.fates.dropped == {NOT_FINITE: ["b"]}
+    assert after.outcomes.trained == ["a", "c"]
+    assert after.outcomes.dropped == {NOT_FINITE: ["b"]}
     name = {"trainer": "proximal_log_prob", "reference": "reference_log_prob"}[source]
     assert [sequence.fields[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
     # The rollout was sampled and scored like the others: its reward stays in the baseline.
@@ -169,7 +173,7 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Lite
 
 def test_parts_of_a_step_keep_their_places_and_who_was_left_out() -> None:
     parts = [[spoiled(group("a", [1.0, 0.0]), {1: (0, np.nan)})], [group("b", [1.0, 0.0]), group("c", [1.0])]]
-    joined = Batch.joined([make_batch(part, config(skip=False)) for part in parts], [1, 2])
+    joined = TrainingBatch.joined([make_batch(part, config(skip=False)) for part in parts], [1, 2])
     assert joined.places == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
     assert joined.owners.tolist() == [0, 1, 1, 2]
     assert [each.rollout for each in joined.left_out] == [1]

@@ -15,16 +15,16 @@ def arrays(lengths: list[int], seed: int) -> list[NDArray[np.float32]]:
 
 
 def test_equals_the_definition_token_by_token() -> None:
-    behaviour, trainer = arrays([5, 1, 8], 0), arrays([5, 1, 8], 1)
-    mask = [np.arange(len(one)) % 3 != 0 for one in behaviour]
+    rollout, trainer = arrays([5, 1, 8], 0), arrays([5, 1, 8], 1)
+    mask = [np.arange(len(one)) % 3 != 0 for one in rollout]
     errors, kls, gaps = [], [], []
-    for g_row, o_row, m_row in zip(behaviour, trainer, mask):
+    for g_row, o_row, m_row in zip(rollout, trainer, mask):
         for g, o, m in zip(g_row.tolist(), o_row.tolist(), m_row.tolist()):
             if m:
                 gaps.append(max(g - o, o - g))
                 errors.append(max(math.exp(g) / math.exp(o), math.exp(o) / math.exp(g)))
                 kls.append(math.exp(o) / math.exp(g) - 1 - (o - g))
-    result = mismatch(behaviour, trainer, mask)
+    result = mismatch(rollout, trainer, mask)
     assert result.token_mult_prob_error == pytest.approx(sum(errors) / len(errors), rel=1e-9)
     assert result.kl == pytest.approx(sum(kls) / len(kls), rel=1e-9)
     assert result.max_abs_diff == pytest.approx(max(gaps), rel=1e-9)

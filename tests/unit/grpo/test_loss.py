@@ -17,9 +17,9 @@ from rlctl.grpo.loss import GrpoLoss
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 
-PLAIN = GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, 1.0, 0)
+PLAIN = GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, 1.0, 0)
 FULL = GrpoLoss(0.2, 0.28, 3.0, 0.3, "k3", 0.05, "sequence", "recompute", 1.5, (0.4, 2.5), (0.8, 1.3), 0.9, 2)
-FIELDS = ("advantage", "behaviour_log_prob", "proximal_log_prob", "reference_log_prob", "age")
+FIELDS = ("advantage", "rollout_log_prob", "proximal_log_prob", "reference_log_prob", "age")
 
 losses = st.builds(
     GrpoLoss,
@@ -30,7 +30,7 @@ losses = st.builds(
     kl_estimator=st.sampled_from(["k1", "k2", "k3"]),
     entropy_coef=st.sampled_from([0.0, 0.1]),
     reduction=st.sampled_from(["token", "sequence"]),
-    proximal=st.sampled_from(["behaviour", "recompute", "current"]),
+    proximal=st.sampled_from(["rollout", "recompute", "current"]),
     importance_cap=st.sampled_from([None, 1.2]),
     importance_mask=st.sampled_from([None, (0.7, 1.5)]),
     sequence_mask=st.sampled_from([None, (0.8, 1.3)]),
@@ -92,7 +92,7 @@ def inside(value: float, bounds: tuple[float, float] | None) -> bool:
 def geometric(loss: GrpoLoss, row: Row) -> float:
     """Of q / mu over the sequence's masked tokens."""
     old = row.fields["proximal_log_prob"] if loss.proximal == "recompute" else row.log_probs.detach()
-    return math.exp((old - row.fields["behaviour_log_prob"])[row.mask].mean().item())
+    return math.exp((old - row.fields["rollout_log_prob"])[row.mask].mean().item())
 
 
 def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, float], float]:
@@ -112,7 +112,7 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
             mu, prox, ref = (math.exp(row.fields[name][t].item()) for name in FIELDS[1:4])
             age = int(row.fields["age"][t].item())
             shrink = loss.age_decay**age if loss.max_age else 1.0
-            q = {"behaviour": mu, "recompute": prox, "current": pi}[loss.proximal]
+            q = {"rollout": mu, "recompute": prox, "current": pi}[loss.proximal]
             r = pi / q
             low, high = 1 - loss.clip_low * shrink, 1 + loss.clip_high * shrink
             clipped = min(max(r, low), high)
@@ -120,7 +120,7 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
             if loss.dual_clip is not None and a < 0:
                 surrogate = max(surrogate, loss.dual_clip * a)
             w = 1.0
-            if loss.proximal != "behaviour":
+            if loss.proximal != "rollout":
                 add("importance/mean", q / mu / totals.tokens)
                 if loss.importance_cap is not None:
                     cap = 1 + (loss.importance_cap - 1) * shrink
@@ -131,7 +131,7 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
                     w *= kept
                     add("importance/masked", (not kept) / totals.tokens)
             if loss.max_age:
-                error = max(pi / mu, mu / pi) if loss.proximal == "behaviour" else max(q / mu, mu / q)
+                error = max(pi / mu, mu / pi) if loss.proximal == "rollout" else max(q / mu, mu / q)
                 for steps in range(3):
                     add(f"age/share_{steps}", (steps == age) / totals.tokens)
                     add(f"age/error_{steps}", (steps == age) * error / totals.tokens)
@@ -283,14 +283,14 @@ def test_clipping_case_by_case(
     ratio: float, advantage: float, dual_clip: float | None, value: float, gradient: float
 ) -> None:
     loss = replace(PLAIN, dual_clip=dual_clip)
-    output, slope = one(loss, math.log(ratio) - 1.0, behaviour_log_prob=-1.0, advantage=advantage)
+    output, slope = one(loss, math.log(ratio) - 1.0, rollout_log_prob=-1.0, advantage=advantage)
     assert (output.loss.item(), slope) == pytest.approx((value, gradient), rel=1e-5)
 
 
 @pytest.mark.parametrize(("mu", "weight"), [(-1.0, 1.0), (-1.5, math.exp(0.5)), (-3.0, 2.0), (-0.5, math.exp(-0.5))])
 def test_importance_weights_are_truncated_above_only(mu: float, weight: float) -> None:
     loss = replace(PLAIN, proximal="recompute", importance_cap=2.0)
-    output, slope = one(loss, -1.0, proximal_log_prob=-1.0, behaviour_log_prob=mu, advantage=1.0)
+    output, slope = one(loss, -1.0, proximal_log_prob=-1.0, rollout_log_prob=mu, advantage=1.0)
     assert (output.loss.item(), slope) == pytest.approx((-weight, -weight), rel=1e-6)
     assert output.sums["importance/truncated"].item() == (weight == 2.0)
 
@@ -306,18 +306,18 @@ def test_extreme_log_probs_stay_finite(log_prob: float, others: float, kl: Any) 
 
 
 def test_a_nan_log_prob_is_not_hidden() -> None:
-    assert math.isnan(one(PLAIN, math.nan, behaviour_log_prob=-1.0, advantage=1.0)[0].loss.item())
+    assert math.isnan(one(PLAIN, math.nan, rollout_log_prob=-1.0, advantage=1.0)[0].loss.item())
 
 
 def test_without_kl_no_reference_and_without_recompute_no_proximal_is_needed() -> None:
-    output, _ = one(PLAIN, -1.0, behaviour_log_prob=-1.0, advantage=1.0)
+    output, _ = one(PLAIN, -1.0, rollout_log_prob=-1.0, advantage=1.0)
     assert "loss/kl" not in output.sums and "importance/mean" not in output.sums
     for loss, missing in (
         (replace(PLAIN, kl_coef=0.1), "reference"),
         (replace(PLAIN, proximal="recompute"), "proximal"),
     ):
         with pytest.raises(KeyError, match=missing):
-            one(loss, -1.0, behaviour_log_prob=-1.0, advantage=1.0)
+            one(loss, -1.0, rollout_log_prob=-1.0, advantage=1.0)
 
 
 def test_entropy_is_reported_but_without_a_bonus_has_no_gradient() -> None:
@@ -339,7 +339,7 @@ def test_is_built_from_the_config_and_travels_by_pickle() -> None:
         assert isinstance(config, GrpoConfig)
         return GrpoLoss.from_config(config)
 
-    assert built() == GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "behaviour", 2.0, None, None, 1.0, 0)
+    assert built() == GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "rollout", 2.0, None, None, 1.0, 0)
     async_ = built("async.enabled=true", "grpo.loss.importance_mask=[0.5, 5]", "async.max_trajectory_age_steps=3")
     assert async_ == GrpoLoss(0.2, 0.28, None, 0.0, "k3", 0.0, "token", "current", 2.0, (0.5, 5.0), None, 1.0, 3)
     assert built("async.enabled=true", "grpo.updates_per_step=2").proximal == "recompute"
@@ -362,7 +362,7 @@ def test_current_is_recompute_without_the_pass_while_the_policy_is_unchanged() -
 def test_a_sequence_that_drifted_is_left_out_whole() -> None:
     chosen = rows(5, [6, 6])
     far = chosen[0]
-    far.fields["proximal_log_prob"] = far.fields["behaviour_log_prob"] + 2.0
+    far.fields["proximal_log_prob"] = far.fields["rollout_log_prob"] + 2.0
     loss = replace(PLAIN, proximal="recompute", sequence_mask=(0.5, 2.0))
     grads = gradients(loss(pack(chosen), totals_of(chosen)).loss, chosen)
     assert not grads[0].any()

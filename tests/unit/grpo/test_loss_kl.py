@@ -16,7 +16,7 @@ def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: 
     for token in range(len(mu)):
         fields = {
             "advantage": torch.zeros(1),
-            "behaviour_log_prob": mu[token : token + 1].log(),
+            "rollout_log_prob": mu[token : token + 1].log(),
             "proximal_log_prob": torch.tensor([-1.0]),
             "reference_log_prob": reference[token : token + 1].log(),
         }
@@ -27,7 +27,7 @@ def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: 
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("proximal", ["behaviour", "recompute"])
+@pytest.mark.parametrize("proximal", ["rollout", "recompute"])
 def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, proximal: Any) -> None:
     """k1, k3: that of KL(pi || ref); k2: that of E_pi[k2]; whatever policy drew the tokens."""
     random = torch.Generator().manual_seed(1)

@@ -5,11 +5,11 @@ import pytest
 
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
-from rlctl.generation.active_requests import Counters
-from rlctl.generation.requests import Completion, Finish
-from rlctl.grpo.batch import Group, make_batch
+from rlctl.generation.active_requests import EngineStats
+from rlctl.generation.requests import Finish, Rollout
+from rlctl.grpo.batch import RolloutGroup, make_batch
 from rlctl.grpo.metrics import (
-    Lane,
+    EngineInterval,
     generator_metrics,
     rollout_metrics,
     speed_metrics,
@@ -19,22 +19,22 @@ from rlctl.grpo.metrics import (
 )
 from rlctl.rewards.scorer import Score
 
-LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "behaviour", None, None, None, None, 1.0)
+LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
 CONFIG = GrpoSection(1, 4, 4, 1, True, AdvantageSection("group_mean", False), LOSS)
 TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
 
 
-def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> Group:
+def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> RolloutGroup:
     """A prompt of so many tokens, and of each rollout its length, reward and finish."""
     completions = [
-        Completion("p", np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), finish)
+        Rollout("p", np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), finish)
         for length, _, finish in rollouts
     ]
     scores = [Score(value, {"exact": value}, None, value == 1.0) for _, value, _ in rollouts]
-    return Group(Prompt("p", [1] * prompt, "?", "!"), completions, scores)
+    return RolloutGroup(Prompt("p", [1] * prompt, "?", "!"), completions, scores)
 
 
-def measured(groups: list[Group]) -> dict[str, float]:
+def measured(groups: list[RolloutGroup]) -> dict[str, float]:
     return rollout_metrics(groups, make_batch(groups, CONFIG))
 
 
@@ -77,7 +77,7 @@ def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
         Score(1.5, {"exact": 1.0, "brevity": 0.5}, None, True),
         Score(None, {"exact": 0.0, "brevity": None}, "no", False),
     ]
-    numbers = rollout_metrics([Group(one.prompt, one.completions, scores)], make_batch([one], CONFIG))
+    numbers = rollout_metrics([RolloutGroup(one.prompt, one.completions, scores)], make_batch([one], CONFIG))
     own = {name: value for name, value in numbers.items() if name.count("/") == 2}
     assert own == {
         "reward/exact/mean": 0.5,
@@ -118,7 +118,7 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
         group(1, [(1, 1.0, "stop"), (1, 0.0, "stop")]),
     ]
     batch = make_batch(groups, CONFIG)
-    assert len(batch.fates.filtered["all rewards equal"]) == 1
+    assert len(batch.outcomes.filtered["all rewards equal"]) == 1
     assert rollout_metrics(groups, batch)["groups/uniform"] == pytest.approx(1 / 3)
 
 
@@ -143,9 +143,9 @@ def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> No
 
 
 def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
-    before = [Counters(10.0, 1.0, 100, 20, 50.0), Counters(20.0, 1.0, 200, 40, 9.0), Counters(5.0, 0.0, 50)]
-    after = [Counters(13.0, 1.5, 400, 60, 54.0), Counters(26.0, 1.0, 500, 100, 15.0), Counters(1.0, 0.0, 10)]
-    assert generator_metrics(Lane(before, after, devices=4)) == pytest.approx(
+    before = [EngineStats(10.0, 1.0, 100, 20, 50.0), EngineStats(20.0, 1.0, 200, 40, 9.0), EngineStats(5.0, 0.0, 50)]
+    after = [EngineStats(13.0, 1.5, 400, 60, 54.0), EngineStats(26.0, 1.0, 500, 100, 15.0), EngineStats(1.0, 0.0, 10)]
+    assert generator_metrics(EngineInterval(before, after, devices=4)) == pytest.approx(
         {
             "throughput/generation": 600 / 9 * 3 / 4,
             "idle/generator": 1 - 9 / 10,
@@ -155,9 +155,9 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
             "tokens/sampled": 600,
         }
     )
-    unheard = [Counters()]
-    assert generator_metrics(Lane(unheard, after[:1], devices=1)) == {}
-    assert generator_metrics(Lane(after, after, devices=4)) == {}
+    unheard = [EngineStats()]
+    assert generator_metrics(EngineInterval(unheard, after[:1], devices=1)) == {}
+    assert generator_metrics(EngineInterval(after, after, devices=4)) == {}
 
 
 def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampled() -> None:

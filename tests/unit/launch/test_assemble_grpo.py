@@ -11,7 +11,7 @@ from rlctl.data.prompts import Prompt
 from rlctl.launch.assemble_grpo import processes_of
 from rlctl.launch.loading import check_room
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import place, pools, this_machine
+from rlctl.preflight.placement import place, resources, this_machine
 from rlctl.telemetry.events import EventLog
 
 
@@ -37,7 +37,7 @@ def test_the_dashboard_counts_the_ranks_and_engines_of_a_placement(
     tmp_path: Path, gpus: int, overrides: list[str], expected: str
 ) -> None:
     config = load("grpo", "grpo-tiny", overrides).config
-    placement = place(this_machine(gpus), pools(config))
+    placement = place(this_machine(gpus), resources(config))
     EventLog(tmp_path / "events.jsonl").emit("run_started", num_steps=1, **processes_of(placement))
     shown = "".join(segment.text for segment in render(read_state(tmp_path), 80, 24).rows[2])
     assert shown.endswith(f" {expected} │")

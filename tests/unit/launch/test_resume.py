@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlctl.launch.runtime import ThisMachine
+from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints
@@ -27,20 +27,20 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def body(session: Session) -> None:
         assert session.start == 0 and not session.resumed
         for step in (1, 2, 3, 4, 5):
-            session.keeper.step(step, {})
-            session.keeper.rollouts(step, {}, list)
+            session.recorder.step(step, {})
+            session.recorder.rollouts(step, {}, list)
             if step in (2, 4):
-                session.keeper.save(step, {}, lambda folder, export, dtype: None)
+                session.recorder.save(step, {}, lambda folder, export, dtype: None)
         raise RuntimeError("lost")
 
     config = load("grpo", "grpo.recipe.yaml", ["run.name=mine", "telemetry.dashboard=off"])
-    assert run_session(config.config, config.to_yaml(), None, body, ThisMachine()) == 1
+    assert run_session(config.config, config.to_yaml(), None, body, LocalRuntime()) == 1
     return Path("runs/mine")
 
 
 def resume(run: Path, body: Body, *overrides: str) -> int:
     config = load("grpo", str(run / "config.yaml"), list(overrides), resume=True)
-    return run_session(config.config, config.to_yaml(), run, body, ThisMachine())
+    return run_session(config.config, config.to_yaml(), run, body, LocalRuntime())
 
 
 def files(run: Path) -> dict[str, bytes]:
@@ -146,9 +146,9 @@ def test_rows_that_are_not_those_of_the_checkpoint_are_bad_input(run: Path, caps
 
 def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
     def body(session: Session) -> None:
-        session.keeper.made_with = {"keys": {"run.seed": 0}}
+        session.recorder.made_with = {"keys": {"run.seed": 0}}
         session.depend_on_rows("digest")
-        session.keeper.save(6, {}, lambda folder, export, dtype: None)
+        session.recorder.save(6, {}, lambda folder, export, dtype: None)
 
     for name in ("step_2", "step_4"):
         (run / "checkpoints" / name).rename(run / f"{name}_gone")

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from rlctl.cli.main import app
 from rlctl.launch.assemble_grpo import announce
-from rlctl.launch.runtime import ThisMachine
+from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import place, pools, this_machine
+from rlctl.preflight.placement import place, resources, this_machine
 
 SECRET = "a-secret-of-the-environment"
 
@@ -33,10 +33,10 @@ def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
     composed = load("sft", recipe, [f"run.dir={root}", "run.name=x", "telemetry.dashboard=off"])
 
     def whole(session: Session) -> None:
-        announce(session, composed.config, 4, place(this_machine(0), pools(composed.config)))
+        announce(session, composed.config, 4, place(this_machine(0), resources(composed.config)))
         body(session)
 
-    return run_session(composed.config, composed.to_yaml(), None, whole, ThisMachine())
+    return run_session(composed.config, composed.to_yaml(), None, whole, LocalRuntime())
 
 
 def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(

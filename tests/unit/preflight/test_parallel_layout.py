@@ -15,7 +15,7 @@ from rlctl.models.model_sizes import Architecture, read_architecture
 from rlctl.preflight import check_inputs
 from rlctl.preflight.load import load
 from rlctl.preflight.parallel_layout import Layout, cpu_offload_problem, layout
-from rlctl.preflight.plan import Plan, make_plan
+from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.suggest_layout import clashes, nearest
 from tests.unit.folders import MODEL
 
@@ -48,7 +48,7 @@ def model(home: Path, **sizes: object) -> None:
     (home / "model/config.json").write_text(json.dumps({**MODEL, **sizes}))
 
 
-def plan(home: Path, *overrides: str, kind: str = "grpo") -> Plan:
+def plan(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
     config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
     return make_plan(config, read_architecture(home / "model/config.json"), 0, None)
 

@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.launch.runtime import Site
-from rlctl.launch.worker_specs import engine_seats, usual_transport
+from rlctl.launch.runtime import Allocation
+from rlctl.launch.worker_specs import engine_slots, usual_transport
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import Pools, Room, Seat, Strategy, place, this_machine
+from rlctl.preflight.placement import NodeResources, PlacementSlot, ResourceRequest, Strategy, place, this_machine
 from rlctl.utils.devices import count_gpus
 from rlctl.workers.waits import Waits
 
 few = st.integers(1, 6)
 strategies = st.sampled_from(["pack", "spread"])
-NODES = [Room("a", 4, 8.0), Room("b", 4, 8.0), Room("c", 4, 8.0)]
+NODES = [NodeResources("a", 4, 8.0), NodeResources("b", 4, 8.0), NodeResources("c", 4, 8.0)]
 
 WAITS = Waits(60.0, print)
 
@@ -22,11 +22,11 @@ WAITS = Waits(60.0, print)
 def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_many_are_needed(
     gpus: list[int], ranks: int, engines: int, size: int, shared: bool, trainer: Strategy, generator: Strategy
 ) -> None:
-    rooms = [Room(f"n{index}", count) for index, count in enumerate(gpus)]
+    rooms = [NodeResources(f"n{index}", count) for index, count in enumerate(gpus)]
     wanted = engines * size
     needed = max(ranks, wanted) if shared else ranks + wanted
     try:
-        placement = place(rooms, Pools(ranks, engines, size, shared, trainer, generator), "cuda")
+        placement = place(rooms, ResourceRequest(ranks, engines, size, shared, trainer, generator), "cuda")
     except ValueError as error:
         if f"{needed} GPUs of one node needed" in str(error):
             assert shared and max(gpus) < needed <= sum(gpus)
@@ -35,9 +35,9 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
         # Enough in all is too few only where engines take several of one node.
         assert sum(gpus) < needed or (size > 1 and not shared)
         return
-    trained = [(seat.node, device) for seat in placement.trainers for device in seat.devices]
-    sampled = [(seat.node, device) for seat in placement.engines for device in seat.devices]
-    assert [len(seat.devices) for seat in placement.engines] == [size] * engines
+    trained = [(slot.node, device) for slot in placement.trainers for device in slot.devices]
+    sampled = [(slot.node, device) for slot in placement.engines for device in slot.devices]
+    assert [len(slot.devices) for slot in placement.engines] == [size] * engines
     assert len(set(trained)) == len(trained) == ranks == placement.trainer_devices
     assert len(set(sampled)) == len(sampled) == wanted == placement.generator_devices
     assert shared or not {*trained} & {*sampled}
@@ -53,94 +53,106 @@ def test_every_part_has_devices_of_its_own_on_one_node_or_the_error_says_how_man
 def test_processes_on_cpus_take_no_more_than_a_node_has(
     cpus: list[int], ranks: int, engines: int, each: float, strategy: Strategy
 ) -> None:
-    rooms = [Room(f"n{index}", 0, float(count)) for index, count in enumerate(cpus)]
+    rooms = [NodeResources(f"n{index}", 0, float(count)) for index, count in enumerate(cpus)]
     room = sum(int(count / each) for count in cpus)
-    pools = Pools(ranks, engines, trainer=strategy, generator=strategy, cpus_per_process=each)
+    resources = ResourceRequest(ranks, engines, trainer=strategy, generator=strategy, cpus_per_process=each)
     if ranks + engines > room:
         with pytest.raises(ValueError, match=rf"^{(ranks + engines) * each:g} CPUs needed for .* the cluster has"):
-            place(rooms, pools)
+            place(rooms, resources)
         return
-    placement = place(rooms, pools)
+    placement = place(rooms, resources)
     assert (placement.device, placement.shared) == ("cpu", True)
     assert all(placement.cpus_on(node) <= cpus[node] for node in placement.used)
 
 
 def test_on_a_cpu_everything_shares_the_one_machine() -> None:
-    placement = place(this_machine(0), Pools(ranks=2, engines=3, colocated=False))
+    placement = place(this_machine(0), ResourceRequest(ranks=2, engines=3, colocated=False))
     assert (placement.device, placement.shared) == ("cpu", True)
     assert (len(placement.trainers), len(placement.engines)) == (2, 3)
     assert (placement.trainer_devices, placement.generator_devices, placement.all_devices) == (1, 1, 1)
 
 
 def test_colocated_engines_take_the_trainers_devices() -> None:
-    placement = place(this_machine(4), Pools(ranks=4, engines=2, tensor_parallel_size=2, colocated=True))
-    assert placement.trainers == [Seat(0, (0,)), Seat(0, (1,)), Seat(0, (2,)), Seat(0, (3,))]
-    assert placement.engines == [Seat(0, (0, 1)), Seat(0, (2, 3))]
+    placement = place(this_machine(4), ResourceRequest(ranks=4, engines=2, tensor_parallel_size=2, colocated=True))
+    assert placement.trainers == [
+        PlacementSlot(0, (0,)),
+        PlacementSlot(0, (1,)),
+        PlacementSlot(0, (2,)),
+        PlacementSlot(0, (3,)),
+    ]
+    assert placement.engines == [PlacementSlot(0, (0, 1)), PlacementSlot(0, (2, 3))]
     assert (placement.shared, placement.all_devices) == (True, 4)
 
 
 def test_engines_apart_stand_behind_the_trainers() -> None:
-    placement = place(this_machine(8), Pools(ranks=4, engines=2, tensor_parallel_size=2, colocated=False))
-    assert placement.engines == [Seat(0, (4, 5)), Seat(0, (6, 7))]
+    placement = place(this_machine(8), ResourceRequest(ranks=4, engines=2, tensor_parallel_size=2, colocated=False))
+    assert placement.engines == [PlacementSlot(0, (4, 5)), PlacementSlot(0, (6, 7))]
     assert (placement.trainer_devices, placement.generator_devices, placement.all_devices) == (4, 4, 8)
 
 
 def test_too_few_devices_are_an_error_with_the_arithmetic() -> None:
-    pools = Pools(ranks=2, engines=2, tensor_parallel_size=2, colocated=False)
+    resources = ResourceRequest(ranks=2, engines=2, tensor_parallel_size=2, colocated=False)
     with pytest.raises(ValueError, match=r"6 GPUs needed, apart for 2 trainer ranks and 2 engines x 2 .* has 4$"):
-        place(this_machine(4), pools)
+        place(this_machine(4), resources)
     with pytest.raises(ValueError, match=r"the cluster has 5 GPUs free: a 4, b 1$"):
-        place([Room("a", 4), Room("b", 1)], pools)
+        place([NodeResources("a", 4), NodeResources("b", 1)], resources)
     with pytest.raises(ValueError, match=r"6 GPUs free: a 3, b 3; an engine's are of one node$"):
-        place([Room("a", 3), Room("b", 3)], Pools(ranks=2, engines=1, tensor_parallel_size=4, colocated=False))
+        place(
+            [NodeResources("a", 3), NodeResources("b", 3)],
+            ResourceRequest(ranks=2, engines=1, tensor_parallel_size=4, colocated=False),
+        )
 
 
 def test_pack_fills_a_node_that_holds_them_all_and_spread_takes_turns() -> None:
-    packed = place(NODES, Pools(ranks=4, engines=4, colocated=False))
-    assert [seat.node for seat in packed.trainers] == [0, 0, 0, 0]
-    assert [seat.node for seat in packed.engines] == [1, 1, 1, 1]
-    spread = place(NODES, Pools(ranks=4, engines=3, colocated=False, trainer="spread", generator="spread"))
-    assert [seat.node for seat in spread.trainers] == [0, 1, 2, 0]
-    assert [seat.node for seat in spread.engines] == [0, 1, 2]
-    larger = place([Room("a", 2), Room("b", 8)], Pools(ranks=6, engines=2, colocated=False))
-    assert {seat.node for seat in larger.trainers} == {1}
+    packed = place(NODES, ResourceRequest(ranks=4, engines=4, colocated=False))
+    assert [slot.node for slot in packed.trainers] == [0, 0, 0, 0]
+    assert [slot.node for slot in packed.engines] == [1, 1, 1, 1]
+    spread = place(NODES, ResourceRequest(ranks=4, engines=3, colocated=False, trainer="spread", generator="spread"))
+    assert [slot.node for slot in spread.trainers] == [0, 1, 2, 0]
+    assert [slot.node for slot in spread.engines] == [0, 1, 2]
+    larger = place([NodeResources("a", 2), NodeResources("b", 8)], ResourceRequest(ranks=6, engines=2, colocated=False))
+    assert {slot.node for slot in larger.trainers} == {1}
 
 
 def test_colocated_engines_stay_on_one_node_with_the_trainer() -> None:
-    assert place(NODES, Pools(ranks=4, engines=2, tensor_parallel_size=2)).used == [0]
-    assert place([Room("a", 2), Room("b", 4)], Pools(ranks=2, engines=2, tensor_parallel_size=2)).used == [1]
+    assert place(NODES, ResourceRequest(ranks=4, engines=2, tensor_parallel_size=2)).used == [0]
+    assert place(
+        [NodeResources("a", 2), NodeResources("b", 4)], ResourceRequest(ranks=2, engines=2, tensor_parallel_size=2)
+    ).used == [1]
     with pytest.raises(ValueError, match=r"^6 GPUs of one node needed, .* 12 GPUs free: a 4, b 4, c 4$"):
-        place(NODES, Pools(ranks=6, engines=2))
-    assert place(NODES, Pools(ranks=6)).used == [0, 1]
+        place(NODES, ResourceRequest(ranks=6, engines=2))
+    assert place(NODES, ResourceRequest(ranks=6)).used == [0, 1]
 
 
 def test_a_cluster_with_gpus_is_not_trained_on_by_its_cpus() -> None:
     with pytest.raises(ValueError, match="1 GPUs needed"):
-        place([Room("a", 0, 16.0)], Pools(ranks=1), "cuda")
+        place([NodeResources("a", 0, 16.0)], ResourceRequest(ranks=1), "cuda")
 
 
 def test_a_process_gets_the_devices_that_the_driver_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a")
-    placement = place(this_machine(count_gpus()), Pools(ranks=1, engines=1, tensor_parallel_size=2, colocated=False))
-    site = Site(placement, [None], lambda prefix, root: "")
-    assert site.devices(placement.trainers[0]) == ["6"]
-    assert site.devices(placement.engines[0]) == ["3", "GPU-1a"]
+    placement = place(
+        this_machine(count_gpus()), ResourceRequest(ranks=1, engines=1, tensor_parallel_size=2, colocated=False)
+    )
+    allocation = Allocation(placement, [None], lambda prefix, root: "")
+    assert allocation.devices(placement.trainers[0]) == ["6"]
+    assert allocation.devices(placement.engines[0]) == ["3", "GPU-1a"]
 
 
 def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,3,GPU-1a,2")
-    apart = place(this_machine(4), Pools(ranks=2, engines=1, colocated=False))
+    apart = place(this_machine(4), ResourceRequest(ranks=2, engines=1, colocated=False))
     config = load("grpo", None, []).config
-    one = place(this_machine(4), Pools(ranks=1, engines=1, colocated=False))
-    (seat,) = engine_seats(config, Site(one, [None], lambda prefix, root: ""), WAITS)
-    assert seat.environment["CUDA_VISIBLE_DEVICES"] == "3,6"
-    (seat,) = engine_seats(config, Site(apart, [None], lambda prefix, root: ""), WAITS)
-    assert seat.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a", "by broadcast it reads no other's memory"
-    shared = place(this_machine(4), Pools(ranks=2, engines=2, colocated=True))
-    seats = engine_seats(config, Site(shared, [None], lambda prefix, root: ""), WAITS)
-    assert [seat.environment["CUDA_VISIBLE_DEVICES"] for seat in seats] == ["6,3", "3,6"]
-    nodes = place([Room("a", 2), Room("b", 2)], Pools(ranks=2, engines=2, colocated=False))
-    assert [nodes.beside(seat) for seat in nodes.engines] == [(), ()]
+    one = place(this_machine(4), ResourceRequest(ranks=1, engines=1, colocated=False))
+    (slot,) = engine_slots(config, Allocation(one, [None], lambda prefix, root: ""), WAITS)
+    assert slot.environment["CUDA_VISIBLE_DEVICES"] == "3,6"
+    (slot,) = engine_slots(config, Allocation(apart, [None], lambda prefix, root: ""), WAITS)
+    assert slot.environment["CUDA_VISIBLE_DEVICES"] == "GPU-1a", "by broadcast it reads no other's memory"
+    shared = place(this_machine(4), ResourceRequest(ranks=2, engines=2, colocated=True))
+    slots = engine_slots(config, Allocation(shared, [None], lambda prefix, root: ""), WAITS)
+    assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["6,3", "3,6"]
+    nodes = place([NodeResources("a", 2), NodeResources("b", 2)], ResourceRequest(ranks=2, engines=2, colocated=False))
+    assert [nodes.beside(slot) for slot in nodes.engines] == [(), ()]
 
 
 @pytest.mark.parametrize(
@@ -156,9 +168,11 @@ def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: 
 def test_weights_go_by_what_was_measured_to_be_fastest(
     ranks: int, engines: int, shared: bool, rooms: int, expected: str
 ) -> None:
-    placement = place([Room(f"n{index}", 4) for index in range(rooms)], Pools(ranks, engines, 1, shared), "cuda")
+    placement = place(
+        [NodeResources(f"n{index}", 4) for index in range(rooms)], ResourceRequest(ranks, engines, 1, shared), "cuda"
+    )
     assert usual_transport(placement, engines) == expected
 
 
 def test_on_a_cpu_weights_go_through_shared_memory() -> None:
-    assert usual_transport(place([Room("", 0, 4.0)], Pools(2, 2), "cpu"), 2) == "shm"
+    assert usual_transport(place([NodeResources("", 0, 4.0)], ResourceRequest(2, 2), "cpu"), 2) == "shm"

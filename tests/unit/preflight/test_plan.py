@@ -6,8 +6,8 @@ import pytest
 from rlctl.models.model_sizes import Architecture, read_architecture
 from rlctl.preflight.load import load
 from rlctl.preflight.memory import activation_bytes
-from rlctl.preflight.plan import Plan, make_plan
-from rlctl.preflight.state_memory import Standing
+from rlctl.preflight.plan import RunPlan, make_plan
+from rlctl.preflight.state_memory import PlacedState
 
 GIB = 1 << 30
 ONE_LAYER = Architecture(
@@ -17,7 +17,7 @@ ONE_LAYER = Architecture(
 )  # fmt: skip
 
 
-def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> Plan:
+def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> RunPlan:
     config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
     return make_plan(config, read_architecture(home / "model/config.json"), gpus, memory)
 
@@ -143,7 +143,9 @@ def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
         home, "trainer.offload_optimizer_for_generation=true", "grpo.loss.kl_coef=0.1", gpus=1, memory=GIB
     ).memory
     assert moved and moved.state_peak == kept.state_peak
-    away = {phase for phase, states in moved.standing.items() if states["optimizer"] == Standing("host", 0, 2 * state)}
+    away = {
+        phase for phase, states in moved.standing.items() if states["optimizer"] == PlacedState("host", 0, 2 * state)
+    }
     assert away == {"generate", "log_probs", "refit", "checkpoint"}
     assert moved.peak == max(sum(moved.trainer.values()), state + sum(moved.engine.values()))
     assert kept.peak - moved.peak == 2 * state
@@ -152,7 +154,7 @@ def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
 def test_on_a_cpu_all_state_stands_in_host_memory_and_a_note_says_so(home: Path) -> None:
     found = plan(home, "trainer.offload_optimizer_for_generation=true")
     assert found.memory and found.memory.state_peak == 0
-    assert found.memory.standing["train"]["optimizer"] == Standing("host", 0, 8 * parameters(home))
+    assert found.memory.standing["train"]["optimizer"] == PlacedState("host", 0, 8 * parameters(home))
     assert "nothing is offloaded on a CPU: optimizer state is in host memory at all times" in found.notes
 
 

@@ -42,7 +42,7 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("grpo.num_generations_per_prompt=1", "must be at least 2, not 1"),
         ("generation.top_p=1.5", "must be above 0 and at most 1, not 1.5"),
         ("trainer.optimizer.lr=.nan", "must be above 0, not nan"),
-        ("grpo.loss.proximal=recomput", "must be one of auto, behaviour, recompute, not 'recomput'; did you mean "
+        ("grpo.loss.proximal=recomput", "must be one of auto, rollout, recompute, not 'recomput'; did you mean "
          "recompute?"),
         ("trainer.optimizer.schedule=cos", "must be one of constant, linear, cosine, not 'cos'; did you mean cosine?"),
         # Files.
@@ -77,7 +77,7 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("trainer.micro_batch_tokens=100", "must hold the longest sequence, 128 tokens, not 100; raise it, or lower "
          "model.max_length or data.max_prompt_length"),
         ("generation.tensor_parallel_size=3", "must divide the model's 4 attention heads (1, 2, 4), not 3"),
-        ("generation.top_p=0.9", "with grpo.loss.proximal=behaviour the ratios would be off; keep 1 or set "
+        ("generation.top_p=0.9", "with grpo.loss.proximal=rollout the ratios would be off; keep 1 or set "
          "grpo.loss.proximal=recompute"),
         ("trainer.optimizer.betas=[0.9]", "must be two numbers, not 1"),
         ("validation.num_generations=4", "4 greedy answers are all the same; set validation.temperature above 0, or 1 "
@@ -266,7 +266,7 @@ OLD = "async.max_trajectory_age_steps=2"
     [
         ([ASYNC, "placement.colocated=true"], "placement.colocated", "devices of their own"),
         ([ASYNC, OLD, "async.in_flight_weight_updates=false"], "async.max_trajectory_age_steps", "2 needs async.in_fl"),
-        ([ASYNC, OLD, "grpo.loss.proximal=behaviour"], "grpo.loss.proximal", "lets training collapse"),
+        ([ASYNC, OLD, "grpo.loss.proximal=rollout"], "grpo.loss.proximal", "lets training collapse"),
         ([ASYNC, "grpo.loss.importance_cap=null"], "grpo.loss.importance_cap", "null without a mask leaves"),
         (["grpo.loss.importance_mask=[0.5, 5]"], "grpo.loss.importance_mask", "needs grpo.loss.proximal=recompute"),
         ([ASYNC, "grpo.loss.sequence_mask=[2, 1]"], "grpo.loss.sequence_mask", "must be [low, high] with low below"),
@@ -287,7 +287,7 @@ def test_asynchronous_runs_that_are_fine(home: Path) -> None:
     for overrides in (
         [ASYNC, OLD],
         [ASYNC, "async.in_flight_weight_updates=false"],
-        [ASYNC, "grpo.loss.proximal=behaviour"],
+        [ASYNC, "grpo.loss.proximal=rollout"],
         [ASYNC, "grpo.loss.importance_cap=null", "grpo.loss.importance_mask=[0.5, 5]"],
         [ASYNC, "async.on_bound=requeue", "async.policy=ready_first"],
     ):
@@ -304,7 +304,7 @@ def test_asynchronous_runs_that_are_fine(home: Path) -> None:
 def test_an_override_without_effect_is_a_note_and_a_default_without_effect_is_none(home: Path) -> None:
     assert load("grpo", "grpo.recipe.yaml", []).notes == []
     assert load("grpo", "grpo.recipe.yaml", ["grpo.loss.importance_cap=4"]).notes == [
-        "override 1: grpo.loss.importance_cap=4: no effect while grpo.loss.proximal is behaviour"
+        "override 1: grpo.loss.importance_cap=4: no effect while grpo.loss.proximal is rollout"
     ]
 
 

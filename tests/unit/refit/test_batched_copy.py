@@ -3,7 +3,7 @@
 import torch
 
 from rlctl.refit import batched_copy
-from rlctl.refit.batched_copy import Copies
+from rlctl.refit.batched_copy import BatchedCopy
 
 
 def test_every_kind_of_pair_is_copied_each_time() -> None:
@@ -16,7 +16,7 @@ def test_every_kind_of_pair_is_copied_each_time() -> None:
         (torch.zeros(()), torch.tensor(3.5)),
         (torch.zeros(batched_copy._LARGE // 4), torch.randn(batched_copy._LARGE // 4)),
     ]
-    prepared = Copies(pairs)
+    prepared = BatchedCopy(pairs)
     for _ in range(2):
         for _, source in pairs:
             source.add_(1)
@@ -26,4 +26,4 @@ def test_every_kind_of_pair_is_copied_each_time() -> None:
 
 
 def test_nothing_to_copy_is_no_error() -> None:
-    Copies([]).run()
+    BatchedCopy([]).run()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.refit.batched_copy import Copies
-from rlctl.refit.plan import Plan
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec
-from rlctl.refit.sink import WholeSink
+from rlctl.refit.sink import WholeTensorSink
 from rlctl.refit.transport import open_receiver, open_sender
 from rlctl.utils.ports import free_port
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
@@ -25,21 +25,21 @@ def make_spec(timeout_s: float, receivers: int = 1) -> TransportSpec:
     return TransportSpec("broadcast", receivers, timeout_s, host="127.0.0.1", port=free_port())
 
 
-class Damaging(WholeSink):
+class Damaging(WholeTensorSink):
     """Changes the last number of `large` once it has arrived."""
 
-    def copies(self, arrived: Iterable[tuple[int, torch.Tensor]]) -> Copies:
+    def copies(self, arrived: Iterable[tuple[int, torch.Tensor]]) -> BatchedCopy:
         damage = (dict(self.tensors())["large"][-1, -1], torch.tensor(1e9))
-        return Copies([*((self._place(number), data) for number, data in arrived), damage])
+        return BatchedCopy([*((self._place(number), data) for number, data in arrived), damage])
 
 
 def receive(
     spec: TransportSpec,
-    plan: Plan,
+    plan: RefitPlan,
     versions: list[int],
     checks: Checks,
     rank: int = 1,
-    sinks: type[WholeSink] = WholeSink,
+    sinks: type[WholeTensorSink] = WholeTensorSink,
 ) -> list[Answer]:
     """A receiving process: for each version what arrived, or what the RefitError says."""
     receiver = open_receiver(spec, plan, rank, CPU)
@@ -55,7 +55,9 @@ def receive(
     return answers
 
 
-def send(spec: TransportSpec, plan: Plan, versions: list[int], checks: Checks, rank: int, world: int) -> list[float]:
+def send(
+    spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Checks, rank: int, world: int
+) -> list[float]:
     """A sending process: bytes of each version."""
     held = tensors()
     sender = open_sender(spec, source_of(plan, held, rank, world), CPU)
@@ -150,7 +152,7 @@ def test_a_sender_that_never_sends_is_named_in_time(others: ProcessPoolExecutor)
     sender.close()
 
 
-def leave(spec: TransportSpec, plan: Plan) -> None:
+def leave(spec: TransportSpec, plan: RefitPlan) -> None:
     """Joins, then is gone."""
     open_receiver(spec, plan, 1, CPU).close()
 

@@ -4,25 +4,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlctl.refit.param_slices import Region, RegionSink, Twins, verify_complete
-from rlctl.refit.plan import Box, Plan
+from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
+from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
 
 Q, K = torch.arange(24.0).view(6, 4), torch.arange(100.0, 108.0).view(2, 4)
 LAYOUT = [("q", (6, 4), "float32"), ("k", (2, 4), "float32")]
 
 
-def fused() -> tuple[Tensor, list[Region]]:
+def fused() -> tuple[Tensor, list[ParamSlice]]:
     """q and k stacked in one parameter, as fused projections are."""
     parameter = torch.zeros(8, 4)
     regions = [
-        Region(Box("q", (0, 0), (6, 4)), parameter[:6]),
-        Region(Box("k", (0, 0), (2, 4)), parameter[6:]),
+        ParamSlice(TensorSlice("q", (0, 0), (6, 4)), parameter[:6]),
+        ParamSlice(TensorSlice("k", (0, 0), (2, 4)), parameter[6:]),
     ]
     return parameter, regions
 
 
-def fill(sink: RegionSink, plan: Plan) -> None:
+def fill(sink: ParamSliceSink, plan: RefitPlan) -> None:
     tensors = {"q": Q, "k": K}
     sink.copies((n, tensors[item.box.name][item.box.slices()]) for n, item in enumerate(plan.items)).run()
 
@@ -30,8 +30,8 @@ def fill(sink: RegionSink, plan: Plan) -> None:
 @pytest.mark.parametrize("buffer_bytes", [1 << 20, 48, 32, 16])
 def test_items_of_any_cut_land_in_place(buffer_bytes: int) -> None:
     parameter, regions = fused()
-    plan = Plan.build(LAYOUT, buffer_bytes=buffer_bytes)
-    sink = RegionSink(plan, regions)
+    plan = RefitPlan.build(LAYOUT, buffer_bytes=buffer_bytes)
+    sink = ParamSliceSink(plan, regions)
     targets = [sink.target(number) for number in range(len(plan.items))]
     assert all(target is not None and target.shape == item.box.shape for target, item in zip(targets, plan.items))
     fill(sink, plan)
@@ -40,7 +40,7 @@ def test_items_of_any_cut_land_in_place(buffer_bytes: int) -> None:
 
 def test_a_tensor_parallel_rank_keeps_its_part_and_has_no_target_for_more() -> None:
     parameter = torch.zeros(6, 2)
-    sink = RegionSink(plan := Plan.build(LAYOUT), [Region(Box("q", (0, 2), (6, 2)), parameter)])
+    sink = ParamSliceSink(plan := RefitPlan.build(LAYOUT), [ParamSlice(TensorSlice("q", (0, 2), (6, 2)), parameter)])
     assert [sink.target(number) for number in range(len(plan.items))] == [None, None]
     fill(sink, plan)
     assert torch.equal(parameter, Q[:, 2:])
@@ -48,8 +48,8 @@ def test_a_tensor_parallel_rank_keeps_its_part_and_has_no_target_for_more() -> N
 
 def test_an_item_over_two_parameters_reaches_both_and_another_dtype_is_converted() -> None:
     upper, lower = torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.bfloat16)
-    regions = [Region(Box("q", (0, 0), (3, 4)), upper), Region(Box("q", (3, 0), (3, 4)), lower)]
-    sink = RegionSink(plan := Plan.build(LAYOUT), regions)
+    regions = [ParamSlice(TensorSlice("q", (0, 0), (3, 4)), upper), ParamSlice(TensorSlice("q", (3, 0), (3, 4)), lower)]
+    sink = ParamSliceSink(plan := RefitPlan.build(LAYOUT), regions)
     assert sink.target(0) is None
     fill(sink, plan)
     assert torch.equal(upper, Q[:3])
@@ -58,12 +58,15 @@ def test_an_item_over_two_parameters_reaches_both_and_another_dtype_is_converted
 
 def test_twins_change_nothing_live_until_the_commit_and_padding_survives_it() -> None:
     live = torch.full((10, 4), -1.0)
-    regions = [Region(Box("q", (0, 0), (6, 4)), live[:6]), Region(Box("k", (0, 0), (2, 4)), live[6:8])]
-    twins = Twins({"w": live}, regions)
-    assert twins.nbytes == live.numel() * 4
-    fill(RegionSink(plan := Plan.build(LAYOUT), twins.regions), plan)
+    regions = [
+        ParamSlice(TensorSlice("q", (0, 0), (6, 4)), live[:6]),
+        ParamSlice(TensorSlice("k", (0, 0), (2, 4)), live[6:8]),
+    ]
+    shadow = ShadowParams({"w": live}, regions)
+    assert shadow.nbytes == live.numel() * 4
+    fill(ParamSliceSink(plan := RefitPlan.build(LAYOUT), shadow.regions), plan)
     assert (live == -1).all()
-    twins.commit()
+    shadow.commit()
     assert torch.equal(live[:8], torch.cat([Q, K]))
     assert (live[8:] == -1).all()
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.refit.plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, Box, Plan
+from rlctl.refit.plan import ALIGNMENT, ITEM_BYTES, PACKED_BYTES, SAMPLE, RefitPlan, TensorSlice
 from rlctl.refit.protocol import Header, RefitError
 from tests.unit.refit.weights import layout, plan_for, tensors
 
@@ -21,23 +21,23 @@ layouts = st.dictionaries(st.text(min_size=1, max_size=4), st.tuples(shapes, dty
 )
 
 
-def row_boxes(rows: list[Row], world: int) -> list[list[Box]]:
+def row_boxes(rows: list[Row], world: int) -> list[list[TensorSlice]]:
     """Every tensor in runs of rows; scalars are held by all ranks."""
-    boxes: list[list[Box]] = [[] for _ in range(world)]
+    boxes: list[list[TensorSlice]] = [[] for _ in range(world)]
     for name, shape, _ in rows:
         for rank in range(world):
             if not shape:
-                boxes[rank].append(Box(name, (), ()))
+                boxes[rank].append(TensorSlice(name, (), ()))
                 continue
             size = -(-shape[0] // world)
             begin, end = min(rank * size, shape[0]), min((rank + 1) * size, shape[0])
             if end > begin:
-                boxes[rank].append(Box(name, (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:])))
+                boxes[rank].append(TensorSlice(name, (begin, *[0] * (len(shape) - 1)), (end - begin, *shape[1:])))
     return boxes
 
 
 def test_entries_keep_their_order_and_are_aligned() -> None:
-    plan = Plan.build(LAYOUT)
+    plan = RefitPlan.build(LAYOUT)
     assert [entry.name for entry in plan.entries] == ["a", "b", "c"]
     assert [entry.nbytes for entry in plan.entries] == [60, 2, 4000]
     assert [entry.offset for entry in plan.entries] == [0, ALIGNMENT, 2 * ALIGNMENT]
@@ -50,7 +50,7 @@ def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(
     rows: list[Row], world: int, limit: int, edge: int
 ) -> None:
     widest = max((prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in rows), default=0)
-    plan = Plan.build(rows, row_boxes(rows, world), max(limit, widest), edge)
+    plan = RefitPlan.build(rows, row_boxes(rows, world), max(limit, widest), edge)
     covered = [0] * len(rows)
     for item in plan.items:
         covered[item.entry] += prod(item.box.shape)
@@ -66,7 +66,7 @@ def test_every_number_travels_exactly_once_in_chunks_that_fit_a_buffer(
 
 @given(layouts, st.integers(1, 4))
 def test_segments_are_one_large_item_or_a_run_of_small_ones(rows: list[Row], world: int) -> None:
-    plan = Plan.build(rows, row_boxes(rows, world))
+    plan = RefitPlan.build(rows, row_boxes(rows, world))
     for chunk in plan.chunks:
         for segment in chunk.segments:
             first, last = plan.items[segment.first], plan.items[segment.last - 1]
@@ -82,17 +82,17 @@ def test_large_tensors_travel_alone_and_small_ones_between_them_together() -> No
         ("s2", (4,), "float32"),
         ("big2", (PACKED_BYTES // 4,), "float32"),
     ]
-    (chunk,) = Plan.build(rows).chunks
+    (chunk,) = RefitPlan.build(rows).chunks
     assert [(segment.first, segment.last) for segment in chunk.segments] == [(0, 1), (1, 3), (3, 4)]
 
 
 def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
     rows = [("m", (8, 1024), "float32"), ("shared", (100,), "float32")]
     boxes = [
-        [Box("m", (0, 0), (6, 1024)), Box("shared", (0,), (100,))],
-        [Box("m", (6, 0), (2, 1024)), Box("shared", (0,), (100,))],
+        [TensorSlice("m", (0, 0), (6, 1024)), TensorSlice("shared", (0,), (100,))],
+        [TensorSlice("m", (6, 0), (2, 1024)), TensorSlice("shared", (0,), (100,))],
     ]
-    plan = Plan.build(rows, boxes, buffer_bytes=8192)
+    plan = RefitPlan.build(rows, boxes, buffer_bytes=8192)
     assert [chunk.owner for chunk in plan.chunks] == [0, 1, 0, 1, 0]
     assert [plan.names(chunk) for chunk in plan.chunks] == ["m", "m", "m", "shared", "m"]
     assert plan.owners == (0, 1)
@@ -105,7 +105,7 @@ def test_owners_take_turns_and_what_all_hold_goes_to_the_least_loaded() -> None:
 
 @given(layouts, st.integers(1, 4), st.integers(1, 5))
 def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Row], world: int, receiver: int) -> None:
-    plan = Plan.build(rows, row_boxes(rows, world)[::-1], 1 << 20, 2_000)
+    plan = RefitPlan.build(rows, row_boxes(rows, world)[::-1], 1 << 20, 2_000)
     if not plan.chunks:
         return
     taken = plan.taken_by(receiver)
@@ -117,7 +117,7 @@ def test_every_receiver_takes_every_chunk_and_each_owners_in_order(rows: list[Ro
 
 def test_chunks_are_small_at_both_ends_and_grow_towards_the_middle() -> None:
     rows = [(name, (256, 16), "float32") for name in "abcd"]
-    sizes = [chunk.nbytes for chunk in Plan.build(rows, buffer_bytes=16384, edge_bytes=2048).chunks]
+    sizes = [chunk.nbytes for chunk in RefitPlan.build(rows, buffer_bytes=16384, edge_bytes=2048).chunks]
     assert sizes[:4] == [2048, 2048, 4096, 8192]
     assert sizes[-1] <= 2048
     assert max(sizes) == 16384
@@ -127,27 +127,30 @@ def test_chunks_are_small_at_both_ends_and_grow_towards_the_middle() -> None:
 @pytest.mark.parametrize(
     ("boxes", "message"),
     [
-        ([[Box("m", (0, 0), (3, 4))]], r"m: the trainer ranks hold 12 of its 32 numbers"),
-        ([[Box("m", (6, 0), (4, 4))]], r"m: a trainer rank holds \(4, 4\) from \(6, 0\), outside \(8, 4\)"),
-        ([[Box("x", (0, 0), (8, 4))]], r"trainer rank 0 holds x, which its layout does not list"),
-        ([[Box("m", (0, 0), (8, 4))], [Box("m", (0, 0), (4, 4))]], r"m: the trainer ranks hold 48 of its 32"),
+        ([[TensorSlice("m", (0, 0), (3, 4))]], r"m: the trainer ranks hold 12 of its 32 numbers"),
+        ([[TensorSlice("m", (6, 0), (4, 4))]], r"m: a trainer rank holds \(4, 4\) from \(6, 0\), outside \(8, 4\)"),
+        ([[TensorSlice("x", (0, 0), (8, 4))]], r"trainer rank 0 holds x, which its layout does not list"),
+        (
+            [[TensorSlice("m", (0, 0), (8, 4))], [TensorSlice("m", (0, 0), (4, 4))]],
+            r"m: the trainer ranks hold 48 of its 32",
+        ),
     ],
     ids=["gap", "outside", "unknown", "overlap"],
 )
-def test_boxes_that_do_not_make_up_the_tensors_are_named(boxes: list[list[Box]], message: str) -> None:
+def test_boxes_that_do_not_make_up_the_tensors_are_named(boxes: list[list[TensorSlice]], message: str) -> None:
     with pytest.raises(RefitError, match=message):
-        Plan.build([("m", (8, 4), "float32")], boxes)
+        RefitPlan.build([("m", (8, 4), "float32")], boxes)
 
 
 def test_a_row_that_fits_no_buffer_names_the_knob() -> None:
     with pytest.raises(RefitError, match=r"m: one row has 4096 bytes, a buffer 4000: raise refit.buffer_memory_ratio"):
-        Plan.build([("m", (2, 1024), "float32")], buffer_bytes=4000)
+        RefitPlan.build([("m", (2, 1024), "float32")], buffer_bytes=4000)
 
 
 @given(layouts, layouts)
 def test_two_layouts_share_a_digest_only_if_they_are_the_same(one: list[Row], other: list[Row]) -> None:
-    assert (Plan.build(one).digest == Plan.build(other).digest) == (one == other)
-    assert Plan.build(one).digest == Plan.build(list(one)).digest
+    assert (RefitPlan.build(one).digest == RefitPlan.build(other).digest) == (one == other)
+    assert RefitPlan.build(one).digest == RefitPlan.build(list(one)).digest
 
 
 def test_another_owner_or_boundary_is_another_digest() -> None:
@@ -157,10 +160,10 @@ def test_another_owner_or_boundary_is_another_digest() -> None:
 
 
 def test_a_header_of_another_plan_is_refused() -> None:
-    plan = Plan.build(LAYOUT)
+    plan = RefitPlan.build(LAYOUT)
     plan.verify(Header(1, plan.digest, "all"))
     with pytest.raises(RefitError, match=f"this end was given plan {plan.digest}"):
-        plan.verify(Header(1, Plan.build(LAYOUT[:1]).digest, "all"))
+        plan.verify(Header(1, RefitPlan.build(LAYOUT[:1]).digest, "all"))
 
 
 def test_sampled_checks_reach_every_item_within_a_sample_of_versions() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
 from rlctl.refit.shm import ShmReceiver, ShmSender
-from rlctl.refit.sink import WholeSink
+from rlctl.refit.sink import WholeTensorSink
 from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
 
 
@@ -17,7 +17,7 @@ def spec(folder: Path, timeout_s: float = 1.0) -> TransportSpec:
     return TransportSpec("shm", 1, timeout_s, folder=str(folder))
 
 
-def header(plan: Plan, version: int) -> Header:
+def header(plan: RefitPlan, version: int) -> Header:
     return Header(version, plan.digest, "all")
 
 
@@ -26,7 +26,7 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_from_every_rank(tmp_path: Pat
     held = tensors()
     plan = plan_for(held, world)
     senders = [ShmSender(spec(tmp_path), source_of(plan, held, rank, world)) for rank in range(world)]
-    receiver, sink = ShmReceiver(plan, tmp_path), WholeSink(plan, CPU)
+    receiver, sink = ShmReceiver(plan, tmp_path), WholeTensorSink(plan, CPU)
     for version in (3, 4, 5):
         for name, tensor in tensors(version).items():
             held[name].copy_(tensor)
@@ -47,9 +47,9 @@ def test_every_dtype_and_shape_arrives_bit_for_bit_from_every_rank(tmp_path: Pat
 
 def test_weights_travel_in_the_dtype_of_the_plan(tmp_path: Path) -> None:
     held = {"w": torch.randn(5, 7)}
-    plan = Plan.build([("w", (5, 7), "bfloat16")])
+    plan = RefitPlan.build([("w", (5, 7), "bfloat16")])
     ShmSender(spec(tmp_path), source_of(plan, held)).send(header(plan, 1))
-    sink = WholeSink(plan, CPU)
+    sink = WholeTensorSink(plan, CPU)
     ShmReceiver(plan, tmp_path).receive(header(plan, 1), sink)
     assert torch.equal(dict(sink.tensors())["w"], held["w"].bfloat16())
 
@@ -60,10 +60,10 @@ def test_a_version_stays_readable_until_the_next_but_one(tmp_path: Path) -> None
     sender = ShmSender(spec(tmp_path), source_of(plan, held))
     for version in (1, 2):
         sender.send(header(plan, version))
-    ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
+    ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeTensorSink(plan, CPU))
     sender.send(header(plan, 3))
     with pytest.raises(RefitError, match="expected version 1: the part of trainer rank 0 holds version 3"):
-        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
+        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeTensorSink(plan, CPU))
 
 
 def test_a_part_that_a_rank_has_not_written_is_named(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_part_that_a_rank_has_not_written_is_named(tmp_path: Path) -> None:
     senders = [ShmSender(spec(tmp_path), source_of(plan, held, rank, 2)) for rank in range(2)]
     senders[0].send(header(plan, 1))
     with pytest.raises(RefitError, match="the part of trainer rank 1 is being written"):
-        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
+        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeTensorSink(plan, CPU))
 
 
 def test_a_version_never_written_and_a_foreign_plan_are_errors(tmp_path: Path) -> None:
@@ -80,12 +80,12 @@ def test_a_version_never_written_and_a_foreign_plan_are_errors(tmp_path: Path) -
     plan = plan_for(held)
     receiver = ShmReceiver(plan, tmp_path)
     with pytest.raises(RefitError, match="version 9 was never written"):
-        receiver.receive(header(plan, 9), WholeSink(plan, CPU))
+        receiver.receive(header(plan, 9), WholeTensorSink(plan, CPU))
     with pytest.raises(RefitError, match="this end was given plan"):
-        receiver.receive(Header(9, "0" * 16, "all"), WholeSink(plan, CPU))
+        receiver.receive(Header(9, "0" * 16, "all"), WholeTensorSink(plan, CPU))
     ShmSender(spec(tmp_path), source_of(plan, held))
     with pytest.raises(RefitError, match=f"version 9 of plan {plan.digest} was never written"):
-        receiver.receive(header(plan, 9), WholeSink(plan, CPU))
+        receiver.receive(header(plan, 9), WholeTensorSink(plan, CPU))
 
 
 @pytest.mark.parametrize("name", ["matrix", "large", "last"])
@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_named_with_its_tensor(tmp_path: Path, name: str) -> No
         file.seek(entry.offset + entry.nbytes - 1)
         file.write(bytes([byte ^ 1]))
     with pytest.raises(RefitError, match=f"{name} arrived changed"):
-        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeSink(plan, CPU))
+        ShmReceiver(plan, tmp_path).receive(header(plan, 1), WholeTensorSink(plan, CPU))
 
 
 def test_a_rank_whose_first_rank_never_opens_says_so_in_time(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from rlctl.refit.plan import Plan
+from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import RefitError
-from rlctl.refit.source import Shard, Source
-from rlctl.refit.staging import Packing, Slots
+from rlctl.refit.source import Shard, WeightSource
+from rlctl.refit.staging import ChunkWriter, StagingBuffers
 from tests.unit.refit.weights import CPU, plan_for, shards_of, source_of, tensors
 
 
@@ -25,7 +25,7 @@ def test_every_item_of_every_rank_is_a_view_of_the_weights(world: int) -> None:
 
 def test_only_contiguous_memory_of_the_right_dtype_is_sent_as_it_lies() -> None:
     held = {"right": torch.randn(4, 4), "across": torch.randn(4, 4).T, "wide": torch.randn(4, dtype=torch.float64)}
-    plan = Plan.build([(name, tuple(tensor.shape), "float32") for name, tensor in held.items()])
+    plan = RefitPlan.build([(name, tuple(tensor.shape), "float32") for name, tensor in held.items()])
     source = source_of(plan, held)
     assert [source.ready(n) for n in range(3)] == [True, False, False]
 
@@ -40,18 +40,18 @@ def test_weights_that_moved_are_found_out() -> None:
 
 
 def test_an_item_that_a_rank_does_not_hold_is_named() -> None:
-    plan = Plan.build([("w", (4, 2), "float32")])
+    plan = RefitPlan.build([("w", (4, 2), "float32")])
     with pytest.raises(RefitError, match=r"w: this rank does not hold \(4, 2\) from \(0, 0\)"):
-        Source(plan, 0, [Shard("w", (0, 0), torch.zeros(3, 2))])
+        WeightSource(plan, 0, [Shard("w", (0, 0), torch.zeros(3, 2))])
 
 
 def test_a_packed_segment_is_one_run_of_bytes_converted_on_the_way() -> None:
     held = {"a": torch.randn(3, 5), "b": torch.randn(2, 2).T, "c": torch.randn(7)}
-    plan = Plan.build([(name, tuple(tensor.shape), "bfloat16") for name, tensor in held.items()])
+    plan = RefitPlan.build([(name, tuple(tensor.shape), "bfloat16") for name, tensor in held.items()])
     (chunk,) = plan.chunks
     (segment,) = chunk.segments
-    slots = Slots(plan, plan.chunks, 2, CPU, in_place=())
-    Packing(slots, source_of(plan, held)).run(0, chunk, 1)
+    slots = StagingBuffers(plan, plan.chunks, 2, CPU, in_place=())
+    ChunkWriter(slots, source_of(plan, held)).run(0, chunk, 1)
     assert slots.run(segment, 1).numel() == segment.nbytes
     for n, tensor in enumerate(held.values()):
         assert torch.equal(slots.view(segment, n, 1), tensor.bfloat16())
@@ -61,6 +61,6 @@ def test_buffers_are_as_large_as_the_fullest_chunk_needs_and_none_if_all_lies_ri
     held = {"a": torch.randn(1024, 512), "b": torch.randn(256, 512)}
     plan = plan_for(held, buffer_bytes=1 << 20)
     everything = set(range(len(plan.items)))
-    assert Slots(plan, plan.chunks, 3, CPU, everything).nbytes == 0
-    assert Slots(plan, plan.chunks, 3, CPU, everything - {2}).nbytes == 3 * plan.items[2].nbytes
-    assert Slots(plan, plan.chunks, 2, CPU, ()).nbytes == 2 * max(chunk.nbytes for chunk in plan.chunks)
+    assert StagingBuffers(plan, plan.chunks, 3, CPU, everything).nbytes == 0
+    assert StagingBuffers(plan, plan.chunks, 3, CPU, everything - {2}).nbytes == 3 * plan.items[2].nbytes
+    assert StagingBuffers(plan, plan.chunks, 2, CPU, ()).nbytes == 2 * max(chunk.nbytes for chunk in plan.chunks)

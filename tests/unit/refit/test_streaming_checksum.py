@@ -3,27 +3,27 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlctl.refit.streaming_checksum import Sums
-from rlctl.utils.device_stream import Lane
+from rlctl.refit.streaming_checksum import StreamingChecksums
+from rlctl.utils.device_stream import DeviceStream
 from tests.checksums import checksum
 
 CPU = torch.device("cpu")
 
 
 def test_every_refit_has_the_checksums_of_what_lies_there_then() -> None:
-    sums, held = Sums(CPU), {number: torch.randn(700 + number, 3) for number in range(5)}
+    sums, held = StreamingChecksums(CPU), {number: torch.randn(700 + number, 3) for number in range(5)}
     for checked in ([0, 3], [4], [], [1, 2]):
         for tensor in held.values():
             tensor.normal_()
         sums.start(len(checked))
         sums.here(checked[:1], held.__getitem__, slot=0)
-        sums.beside({number: held[number] for number in checked[1:]}, Lane(CPU).mark())
+        sums.beside({number: held[number] for number in checked[1:]}, DeviceStream(CPU).mark())
         sums.end()
         assert sums.values() == {number: checksum(held[number]) for number in checked}
 
 
 def test_items_of_two_slots_are_not_mixed_up() -> None:
-    sums, slots = Sums(CPU), [torch.full((4096,), value) for value in (1.0, 2.0)]
+    sums, slots = StreamingChecksums(CPU), [torch.full((4096,), value) for value in (1.0, 2.0)]
     for version in range(4):
         sums.start(1)
         sums.here([0], lambda _, slot=version % 2: slots[slot], slot=version % 2)  # type: ignore[misc]
@@ -40,7 +40,7 @@ def test_what_is_made_for_a_checksum_is_let_go_before_the_next_is_made() -> None
         memory.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
-    sums = Sums(CPU)
+    sums = StreamingChecksums(CPU)
     sums.start(4)
     sums.here(range(4), made)
     assert len(memory) == 4

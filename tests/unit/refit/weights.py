@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import Plan
-from rlctl.refit.source import Shard, Source
+from rlctl.refit.plan import RefitPlan
+from rlctl.refit.source import Shard, WeightSource
 
 CPU = torch.device("cpu")
 
@@ -43,10 +43,10 @@ def shards_of(held: dict[str, Tensor], rank: int, world: int) -> list[Shard]:
     return found
 
 
-def plan_for(held: dict[str, Tensor], world: int = 1, buffer_bytes: int = 1 << 20) -> Plan:
+def plan_for(held: dict[str, Tensor], world: int = 1, buffer_bytes: int = 1 << 20) -> RefitPlan:
     boxes = [[shard.box for shard in shards_of(held, rank, world)] for rank in range(world)]
-    return Plan.build(layout(held), boxes, buffer_bytes)
+    return RefitPlan.build(layout(held), boxes, buffer_bytes)
 
 
-def source_of(plan: Plan, held: dict[str, Tensor], rank: int = 0, world: int = 1) -> Source:
-    return Source(plan, rank, shards_of(held, rank, world))
+def source_of(plan: RefitPlan, held: dict[str, Tensor], rank: int = 0, world: int = 1) -> WeightSource:
+    return WeightSource(plan, rank, shards_of(held, rank, world))

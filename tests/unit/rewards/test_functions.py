@@ -1,13 +1,13 @@
 import pytest
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Failure, Item, RewardError, attempt, load_function
+from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt, load_function
 
 
 def scored(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:
     section = RewardSection(name, 1.0, None, pattern, 5.0)
-    outcome = attempt(load_function(section), Item("p", completion, answer, {}))
-    return str(outcome) if isinstance(outcome, Failure) else outcome
+    outcome = attempt(load_function(section), RewardInput("p", completion, answer, {}))
+    return str(outcome) if isinstance(outcome, RewardFailure) else outcome
 
 
 @pytest.mark.parametrize(("completion", "value"), [("19", 1.0), (" 19\n", 1.0), ("019", 0.0), ("", 0.0)])

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Item, RewardError
+from rlctl.rewards.base import RewardError, RewardInput
 from rlctl.rewards.failures import MAX_CAUSES
 from rlctl.rewards.scorer import Scorer
 
@@ -118,14 +118,14 @@ def section(
     return RewardSection(name, weight, correct_at, pattern, timeout_s)
 
 
-def items(*completions: str, answer: str | None = "19") -> list[Item]:
-    return [Item("12+7=", completion, answer, {}) for completion in completions]
+def items(*completions: str, answer: str | None = "19") -> list[RewardInput]:
+    return [RewardInput("12+7=", completion, answer, {}) for completion in completions]
 
 
 @pytest.mark.parametrize("name", ["my_rewards:behave", "my_rewards.py:behave"])
 def test_a_hook_is_found_by_module_and_by_path(hooks, name):
     with Scorer([section(name)]) as scorer:
-        score = scorer.score([Item("p", "fine", None, {"worth": 0.25})])[0]
+        score = scorer.score([RewardInput("p", "fine", None, {"worth": 0.25})])[0]
     assert (score.value, score.parts, score.failed) == (0.25, {"behave": 0.25}, None)
 
 
@@ -199,7 +199,7 @@ def test_causes_are_bounded_in_number(hooks):
 
 def test_the_value_is_the_weighted_sum_and_the_first_reward_decides_what_is_right(hooks):
     with Scorer([section("exact", weight=2.0), section("my_rewards:behave", weight=0.1)]) as scorer:
-        right, wrong = scorer.score([Item("p", c, "19", {"worth": 0.5}) for c in ("19", "20")])
+        right, wrong = scorer.score([RewardInput("p", c, "19", {"worth": 0.5}) for c in ("19", "20")])
     assert (right.value, right.right) == (2.05, True)
     assert (wrong.value, wrong.right) == (0.05, False)
     assert wrong.parts == {"exact": 0.0, "behave": 0.5}
@@ -208,12 +208,12 @@ def test_the_value_is_the_weighted_sum_and_the_first_reward_decides_what_is_righ
 @pytest.mark.parametrize(("worth", "right"), [(0.69, False), (0.7, True), (3.0, True)])
 def test_another_reward_decides_where_the_config_says_so(hooks, worth, right):
     with Scorer([section("exact"), section("my_rewards:behave", weight=-1.0, correct_at=0.7)]) as scorer:
-        assert scorer.score([Item("p", "20", "19", {"worth": worth})])[0].right is right
+        assert scorer.score([RewardInput("p", "20", "19", {"worth": worth})])[0].right is right
 
 
 def test_a_sum_that_overflows_costs_that_rollout_alone(hooks):
     with Scorer([section("my_rewards:behave", weight=10.0)]) as scorer:
-        scores = scorer.score([Item("p", "fine", None, {"worth": worth}) for worth in (1.0, 1e308)])
+        scores = scorer.score([RewardInput("p", "fine", None, {"worth": worth}) for worth in (1.0, 1e308)])
     assert scores[0].value == 10.0
     assert (scores[1].value, scores[1].failed) == (None, "sum: no finite number: inf of {'behave': 1e+308}")
 
@@ -226,13 +226,13 @@ def test_two_rewards_of_one_name_keep_their_parts_apart(hooks):
 
 @pytest.mark.parametrize("how", ["in Python", "below Python"])
 def test_a_forked_child_never_answers_for_its_parent(hooks, how):
-    batch = [Item("p", how, None, {"worth": float(n)}) for n in range(40)]
+    batch = [RewardInput("p", how, None, {"worth": float(n)}) for n in range(40)]
     with Scorer([section("my_rewards:forks", timeout_s=10)]) as scorer:
         assert [score.value for score in scorer.score(batch)] == list(map(float, range(40)))
 
 
 def test_a_reward_may_use_processes_of_its_own(hooks):
-    batch = [Item("p", "", None, {"worth": float(n)}) for n in range(4)]
+    batch = [RewardInput("p", "", None, {"worth": float(n)}) for n in range(4)]
     with Scorer([section("my_rewards:pools", timeout_s=10)]) as scorer:
         assert [score.value for score in scorer.score(batch)] == [0.0, 1.0, 2.0, 3.0]
     with Scorer([section("my_rewards:ends_its_child", timeout_s=10)]) as scorer:
@@ -281,7 +281,7 @@ def test_a_pattern_that_backtracks_for_ever_costs_that_rollout(hooks):
 
 
 def test_many_items_keep_their_order_over_several_workers(hooks):
-    batch = [Item("p", "fine", None, {"worth": float(n)}) for n in range(500)]
+    batch = [RewardInput("p", "fine", None, {"worth": float(n)}) for n in range(500)]
     with Scorer([section("my_rewards:behave")]) as scorer:
         assert [score.value for score in scorer.score(batch)] == list(map(float, range(500)))
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from rlctl.generation.requests import Completion
+from rlctl.generation.requests import Rollout
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 
 
-def completion(length: int, version: int) -> Completion:
+def completion(length: int, version: int) -> Rollout:
     numbers = np.arange(length)
     log_probs = (-numbers / 3).astype(np.float32)
-    return Completion("x", numbers.astype(np.int32), log_probs, np.full(length, version, np.int32), "length")
+    return Rollout("x", numbers.astype(np.int32), log_probs, np.full(length, version, np.int32), "length")
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -24,9 +24,9 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     save_groups(tmp_path, groups)
     loaded = load_groups(tmp_path)
     assert list(loaded) == [7, 9, 11]
-    for ordinal, (completions, scores) in groups.items():
-        assert loaded[ordinal][1] == scores
-        for one, other in zip(completions, loaded[ordinal][0], strict=True):
+    for group_id, (completions, scores) in groups.items():
+        assert loaded[group_id][1] == scores
+        for one, other in zip(completions, loaded[group_id][0], strict=True):
             assert one.finish == other.finish
             for name in ("tokens", "log_probs", "versions"):
                 mine, theirs = getattr(one, name), getattr(other, name)

@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.rollout.staleness import Policy, Staleness
+from rlctl.rollout.staleness import Policy, StalenessScheduler
 
 POLICIES: tuple[Policy, ...] = ("windowed_fifo", "in_order", "ready_first")
 
 
-class Numbered(Staleness):
+class Numbered(StalenessScheduler):
     """Admits by number: 0, 1, 2 and so on."""
 
     next = 0
 
     def fill(self, version: int) -> list[int]:
-        ordinals = list(range(self.next, self.next + self.room()))
-        self.next += len(ordinals)
-        self.admit(ordinals, version)
-        return ordinals
+        group_ids = list(range(self.next, self.next + self.room()))
+        self.next += len(group_ids)
+        self.admit(group_ids, version)
+        return group_ids
 
 
-def finish(staleness: Staleness, *ordinals: int) -> None:
-    for ordinal in ordinals:
-        staleness.sampled(ordinal)
-        staleness.ready(ordinal)
+def finish(staleness: StalenessScheduler, *group_ids: int) -> None:
+    for group_id in group_ids:
+        staleness.sampled(group_id)
+        staleness.ready(group_id)
 
 
 def step(staleness: Numbered, version: int, taken: list[int]) -> None:
@@ -50,8 +50,8 @@ class Schedule:
         self.admit()
 
     def admit(self) -> None:
-        for ordinal in self.staleness.fill(self.version):
-            self.started_at[ordinal] = self.version
+        for group_id in self.staleness.fill(self.version):
+            self.started_at[group_id] = self.version
 
     def run(self, steps: int) -> None:
         while self.version < steps:
@@ -79,9 +79,9 @@ class Schedule:
         if running and luck < 0.1:
             self.restart(self.random.choice(running), failed=True)
         elif luck < 0.2 and (overdue := self.staleness.overdue(self.version)):
-            for ordinal in overdue:
-                self.staleness.redraw(ordinal, self.version)
-                self.started_at[ordinal] = self.version
+            for group_id in overdue:
+                self.staleness.redraw(group_id, self.version)
+                self.started_at[group_id] = self.version
         elif sampled and (luck < 0.6 or not running):
             self.staleness.ready(self.random.choice(sampled))
         else:
@@ -89,14 +89,14 @@ class Schedule:
             pool = running if luck < 0.8 else running[len(running) // 2 :]
             self.staleness.sampled(self.random.choice(pool))
 
-    def restart(self, ordinal: int, failed: bool) -> None:
-        self.staleness.restart(ordinal, self.version, failed=failed)
-        self.started_at[ordinal] = self.version
+    def restart(self, group_id: int, failed: bool) -> None:
+        self.staleness.restart(group_id, self.version, failed=failed)
+        self.started_at[group_id] = self.version
 
     def train(self) -> None:
         prompts, max_age, *_ = self.shape
         assert len(self.chosen) == prompts
-        assert all(self.version - self.started_at[ordinal] <= max_age for ordinal in self.chosen)
+        assert all(self.version - self.started_at[group_id] <= max_age for group_id in self.chosen)
         assert self.staleness.release() == self.chosen
         self.trained += self.chosen
         self.version += 1
@@ -115,8 +115,8 @@ class Schedule:
         self.staleness.next = number
         again, beyond = self.staleness.load_state_dict(state, self.version)
         assert not beyond
-        for ordinal in again:
-            self.started_at[ordinal] = self.version
+        for group_id in again:
+            self.started_at[group_id] = self.version
         self.admit()
 
     def _save(self) -> tuple[int, dict[str, Any], dict[int, int], list[int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.data.prompts import Prompt, Sample
+from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.preflight.load import load
 from rlctl.run.fingerprint import contradictions, digest_rows, made_with
 from tests.unit import folders
@@ -116,5 +116,5 @@ def test_rows_have_a_digest_that_each_of_them_changes() -> None:
     others = [prompts[::-1], prompts[:1], [replace(prompts[0], answer="4"), prompts[1]]]
     others.append([replace(prompts[0], tokens=[1, 2, 4]), replace(prompts[1], tokens=[])])
     assert ours not in map(digest_rows, others)
-    samples = [Sample("r0", np.array([1, 2], np.int32), np.array([False, True]))]
+    samples = [SupervisedSample("r0", np.array([1, 2], np.int32), np.array([False, True]))]
     assert digest_rows(samples) != digest_rows([replace(samples[0], mask=np.array([True, True]))])

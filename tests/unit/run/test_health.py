@@ -8,10 +8,10 @@ import pytest
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.health import grpo_health
 from rlctl.preflight.load import load
-from rlctl.run.health import Ceiling, Check, Decline, Health, Jump
+from rlctl.run.health import Ceiling, Decline, Health, HealthCheck, Jump
 
 
-def warned(check: Check, metric: str, values: Iterable[float]) -> list[int]:
+def warned(check: HealthCheck, metric: str, values: Iterable[float]) -> list[int]:
     """The steps at which a check warns."""
     health = Health([check], stop=False)
     return [step for step, value in enumerate(values, 1) if health.look(step, {metric: value})]
@@ -65,7 +65,7 @@ def test_held_out_loss_may_not_rise_far_above_its_start() -> None:
 
 
 def test_a_resume_goes_on_with_what_was_measured_and_said() -> None:
-    def checks() -> list[Check]:
+    def checks() -> list[HealthCheck]:
         return [Jump("grad_norm", "g", 20, 4, ""), Decline("accuracy", "a", 0.1, -1, ""), Ceiling("m", "m", 1, "")]
 
     before = Health(checks(), stop=False)

@@ -9,7 +9,7 @@ from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationS
 from rlctl.data.cursor import Cursor
 from rlctl.run.health import Ceiling, Health, HealthStop
 from rlctl.run.loop import Loop
-from rlctl.run.recorder import Keeper
+from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
@@ -33,7 +33,7 @@ class Diary(Loop):
     ) -> None:
         run = RunDir.create("r", root)
         events = EventLog(run.events)
-        keeper = Keeper(
+        recorder = RunRecorder(
             run,
             events,
             MetricsLog(run.metrics, events),
@@ -43,9 +43,9 @@ class Diary(Loop):
         )
         self.book: list[str] = []
         self.run_dir, self._ill_at, self._broken_at = run, ill_at, broken_at
-        self.kept = keeper.checkpoints
+        self.kept = recorder.checkpoints
         health = Health([Ceiling("height", "height", 2, "height {value}, at most {bound}")], stop=True)
-        super().__init__(steps, keeper, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)
+        super().__init__(steps, recorder, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)
 
     def step(self) -> None:
         if self.done + 1 == self._broken_at:
@@ -53,7 +53,7 @@ class Diary(Loop):
         self._cursor.draw(1)
         self.done += 1
         self.book.append(f"step {self.done}")
-        self._keeper.step(self.done, {"height": 3.0 if self.done == self._ill_at else 1.0})
+        self._recorder.step(self.done, {"height": 3.0 if self.done == self._ill_at else 1.0})
 
     def validate(self) -> None:
         self.book.append(f"validate {self.done}")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
-from rlctl.run.recorder import Keeper
+from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 
@@ -20,12 +20,12 @@ def make_keeper(
     at_end: bool = True,
     metric: str = "validation/accuracy",
     export: bool = False,
-) -> Keeper:
+) -> RunRecorder:
     run = RunDir.create("r", root)
     events = EventLog(run.events)
     checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto")
     validation = ValidationSection(every, False, 1, 0.0, None)
-    return Keeper(run, events, MetricsLog(run.metrics, events), checkpoint, validation, _shown(1))
+    return RunRecorder(run, events, MetricsLog(run.metrics, events), checkpoint, validation, _shown(1))
 
 
 def _shown(rollouts: int) -> TelemetrySection:
@@ -43,13 +43,13 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def validate(keeper: Keeper, step: int, accuracy: float) -> None:
-    with keeper.validation(step) as metrics:
+def validate(recorder: RunRecorder, step: int, accuracy: float) -> None:
+    with recorder.validation(step) as metrics:
         metrics["validation/accuracy"] = accuracy
 
 
-def score(keeper: Keeper, step: int) -> float | None:
-    value: float | None = keeper.save(step, {}, write).state["score"]
+def score(recorder: RunRecorder, step: int) -> float | None:
+    value: float | None = recorder.save(step, {}, write).state["score"]
     return value
 
 
@@ -57,52 +57,52 @@ def score(keeper: Keeper, step: int) -> float | None:
 def test_validation_comes_every_so_many_steps_and_after_the_last_unless_it_is_off(
     tmp_path: Path, every: int, due: list[int]
 ) -> None:
-    keeper = make_keeper(tmp_path, every=every)
-    assert [step for step in range(1, 6) if keeper.validation_due(step, last=step == 5)] == due
+    recorder = make_keeper(tmp_path, every=every)
+    assert [step for step in range(1, 6) if recorder.validation_due(step, last=step == 5)] == due
 
 
 @pytest.mark.parametrize(("every", "due"), [(0, [5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_a_checkpoint_comes_every_so_many_steps_and_always_after_the_last(
     tmp_path: Path, every: int, due: list[int]
 ) -> None:
-    keeper = make_keeper(tmp_path, save_every=every)
-    assert [step for step in range(1, 6) if keeper.checkpoint_due(step, last=step == 5)] == due
+    recorder = make_keeper(tmp_path, save_every=every)
+    assert [step for step in range(1, 6) if recorder.checkpoint_due(step, last=step == 5)] == due
 
 
 def test_without_a_checkpoint_at_the_end_only_the_turn_counts(tmp_path: Path) -> None:
-    keeper = make_keeper(tmp_path, save_every=2, at_end=False)
-    assert [step for step in range(1, 6) if keeper.checkpoint_due(step, last=step == 5)] == [2, 4]
+    recorder = make_keeper(tmp_path, save_every=2, at_end=False)
+    assert [step for step in range(1, 6) if recorder.checkpoint_due(step, last=step == 5)] == [2, 4]
 
 
 def test_the_score_is_the_named_metric_of_the_same_step(tmp_path: Path) -> None:
-    keeper = make_keeper(tmp_path)
-    keeper.step(10, {"loss": 2.0})
-    validate(keeper, 10, 0.75)
-    assert score(keeper, 10) == 0.75
+    recorder = make_keeper(tmp_path)
+    recorder.step(10, {"loss": 2.0})
+    validate(recorder, 10, 0.75)
+    assert score(recorder, 10) == 0.75
 
 
 def test_weights_that_were_not_measured_have_no_score(tmp_path: Path) -> None:
-    keeper = make_keeper(tmp_path)
-    validate(keeper, 0, 0.5)
-    keeper.step(1, {"loss": 2.0})
-    assert score(keeper, 1) is None
+    recorder = make_keeper(tmp_path)
+    validate(recorder, 0, 0.5)
+    recorder.step(1, {"loss": 2.0})
+    assert score(recorder, 1) is None
 
 
 def test_a_leading_minus_makes_the_smaller_the_better(tmp_path: Path) -> None:
-    keeper = make_keeper(tmp_path, metric="-loss")
-    keeper.step(1, {"loss": 2.0})
-    assert score(keeper, 1) == -2.0
+    recorder = make_keeper(tmp_path, metric="-loss")
+    recorder.step(1, {"loss": 2.0})
+    assert score(recorder, 1) == -2.0
 
 
 def test_a_zero_is_a_score(tmp_path: Path) -> None:
-    keeper = make_keeper(tmp_path)
-    validate(keeper, 1, 0.0)
-    assert score(keeper, 1) == 0.0
+    recorder = make_keeper(tmp_path)
+    validate(recorder, 1, 0.0)
+    assert score(recorder, 1) == 0.0
 
 
 def test_a_validation_is_announced_before_and_recorded_after_with_its_seconds(tmp_path: Path) -> None:
-    keeper, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
-    with keeper.validation(3) as metrics:
+    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    with recorder.validation(3) as metrics:
         assert [event["kind"] for event in records(run.events)] == ["validation_started"]
         assert not run.metrics.exists()
         metrics["validation/accuracy"] = 0.5
@@ -112,22 +112,22 @@ def test_a_validation_is_announced_before_and_recorded_after_with_its_seconds(tm
 
 
 def test_a_validation_that_fails_leaves_no_record(tmp_path: Path) -> None:
-    keeper = make_keeper(tmp_path)
-    with pytest.raises(RuntimeError, match="engine"), keeper.validation(3):
+    recorder = make_keeper(tmp_path)
+    with pytest.raises(RuntimeError, match="engine"), recorder.validation(3):
         raise RuntimeError("engine lost")
     assert not RunDir(tmp_path / "r").metrics.exists()
 
 
 def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: Path) -> None:
-    keeper, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
-    keeper.step(2, {"loss": 1.0})
-    validate(keeper, 2, 0.5)
-    saved = keeper.save(2, {"version": 2}, write)
+    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder.step(2, {"loss": 1.0})
+    validate(recorder, 2, 0.5)
+    saved = recorder.save(2, {"version": 2}, write)
     assert [(record["kind"], record["step"]) for record in records(run.metrics)] == [("step", 2), ("validation", 2)]
     events = records(run.events)
     assert [event["kind"] for event in events] == ["validation_started", "phase", "checkpoint"]
     assert events[-1]["path"] == str(saved.path) == str(run.checkpoints / "step_2")
-    assert keeper.saved == 2
+    assert recorder.saved == 2
 
 
 def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_path: Path) -> None:
@@ -138,20 +138,20 @@ def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_pa
 
 
 def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_path: Path) -> None:
-    keeper, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")
 
     with pytest.raises(RuntimeError, match="no checkpoint of step 1"):
-        keeper.save(1, {}, full)
-    assert keeper.saved is None
+        recorder.save(1, {}, full)
+    assert recorder.saved is None
     assert [event["kind"] for event in records(run.events)] == ["phase"]
 
 
 def test_rollouts_are_written_up_to_the_number_asked_for_behind_the_fates_of_all(tmp_path: Path) -> None:
-    keeper, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
-    keeper.rollouts(4, {"trained": ["a"], "filtered": {}}, lambda: [{"text": "one"}, {"text": "two"}])
+    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder.rollouts(4, {"trained": ["a"], "filtered": {}}, lambda: [{"text": "one"}, {"text": "two"}])
     assert records(run.rollouts) == [
         {"kind": "prompts", "step": 4, "trained": ["a"], "filtered": {}},
         {"kind": "rollout", "step": 4, "text": "one"},

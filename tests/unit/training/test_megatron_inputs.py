@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlctl.training.packing import pack
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 
 pytest.importorskip("megatron.core")
 CPU = torch.device("cpu")
@@ -18,19 +18,19 @@ def table(like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return both, -both
 
 
-def sequence(*tokens: int) -> Sequence:
-    return Sequence(np.array(tokens, np.int32), np.ones(len(tokens), bool))
+def sequence(*tokens: int) -> TrainingSample:
+    return TrainingSample(np.array(tokens, np.int32), np.ones(len(tokens), bool))
 
 
 @pytest.mark.parametrize(("lengths", "multiple", "total"), [([3, 2], 4, 8), ([7, 5], 4, 12), ([9], 4, 12), ([5], 1, 5)])
 def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
     lengths: list[int], multiple: int, total: int
 ) -> None:
-    from rlctl.training.megatron.inputs import Feed
+    from rlctl.training.megatron.inputs import PackSlicer
 
     packed = pack([sequence(*range(1, length + 1)) for length in lengths], CPU)
     ranks = min(2, multiple)
-    parts = [Feed(table, torch.float32, multiple, rank, ranks)(packed) for rank in range(ranks)]
+    parts = [PackSlicer(table, torch.float32, multiple, rank, ranks)(packed) for rank in range(ranks)]
     assert [len(part.tokens) for part in parts] == [total // ranks] * ranks
     tokens, positions = (torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "positions"))
     assert tokens[: sum(lengths)].equal(packed.tokens)
@@ -46,7 +46,7 @@ def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])
 def test_a_rank_without_work_has_two_tokens_for_each_of_those_that_share_them(multiple: int) -> None:
-    from rlctl.training.megatron.inputs import Feed
+    from rlctl.training.megatron.inputs import PackSlicer
 
-    given = Feed(table, torch.float32, multiple, 0, 1)(pack([], CPU))
+    given = PackSlicer(table, torch.float32, multiple, 0, 1)(pack([], CPU))
     assert len(given.tokens) == 2 * multiple

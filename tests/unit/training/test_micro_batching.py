@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.micro_batching import Packing, packing, plan_micro_batches
+from rlctl.training.micro_batching import PackingStats, packing, plan_micro_batches
 
 lengths_and_limit = st.lists(st.integers(1, 50), max_size=60).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 120))
@@ -54,10 +54,10 @@ def test_a_sequence_above_the_limit_names_the_knob() -> None:
 
 def test_packing_counts_room_that_only_keeps_ranks_in_step() -> None:
     # Rank 0 gets 60 and rank 1 40 and 10: one micro-batch each.
-    assert packing([[60, 40, 10]], 2, 100) == Packing(1, 1.0, 110 / 200, pytest.approx(60 / 55))
+    assert packing([[60, 40, 10]], 2, 100) == PackingStats(1, 1.0, 110 / 200, pytest.approx(60 / 55))
     # One rank needs two micro-batches, so the other has a second one, empty.
     whole = packing([[90, 80, 20], [50]], 2, 100)
-    assert whole == Packing(2, 1.0, 240 / 400, pytest.approx((100 + 50) * 2 / 240))
+    assert whole == PackingStats(2, 1.0, 240 / 400, pytest.approx((100 + 50) * 2 / 240))
     assert str(packing([[100, 100, 50]], 1, 100)) == "3 micro-batches a rank and step, 83% full"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlctl.preflight.offload_plan import PHASES, Residency
 from rlctl.training import offload
-from rlctl.training.offload import Mover, Residence
+from rlctl.training.offload import OffloadedTensors, OffloadManager
 
 
 def tensors() -> list[Tensor]:
@@ -43,80 +43,80 @@ def everything_moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_way_out_frees_the_device_and_the_way_back_brings_every_bit() -> None:
     mine, expected = tensors(), tensors()
-    mover = Mover(mine)
-    assert mover.nbytes == held(mine) == OWN_BYTES
+    offloaded = OffloadedTensors(mine)
+    assert offloaded.nbytes == held(mine) == OWN_BYTES
     for _ in range(2):
-        assert mover.move("host") == OWN_BYTES
-        assert (held(mine), mover.place) == (0, "host")
-        assert mover.move("device") == OWN_BYTES
-        mover.wait()
+        assert offloaded.move("host") == OWN_BYTES
+        assert (held(mine), offloaded.place) == (0, "host")
+        assert offloaded.move("device") == OWN_BYTES
+        offloaded.wait()
         assert all(torch.equal(a, b) for a, b in zip(mine, expected))
 
 
 def test_who_is_there_already_does_not_move() -> None:
-    mover = Mover(tensors())
-    assert mover.move("device") == 0
-    mover.move("host")
-    assert mover.move("host") == 0
+    offloaded = OffloadedTensors(tensors())
+    assert offloaded.move("device") == 0
+    offloaded.move("host")
+    assert offloaded.move("host") == 0
 
 
 def test_the_host_buffer_is_made_once() -> None:
     mine = tensors()
-    mover = Mover(mine)
+    offloaded = OffloadedTensors(mine)
     places = []
     for _ in range(3):
-        mover.move("host")
-        mover.settle()
-        places.append(mover.at_hand(mine[0]).data_ptr())
-        mover.move("device")
+        offloaded.move("host")
+        offloaded.settle()
+        places.append(offloaded.at_hand(mine[0]).data_ptr())
+        offloaded.move("device")
     assert len(set(places)) == 1
 
 
 def test_what_is_away_is_at_hand_on_the_host_to_read_and_to_write() -> None:
     mine, expected, stranger = tensors(), tensors(), torch.ones(2)
-    mover = Mover(mine)
-    assert all(mover.at_hand(t) is t for t in mine)
-    mover.move("host")
-    mover.settle()
-    assert all(torch.equal(mover.at_hand(a), b) for a, b in zip(mine, expected))
-    assert mover.at_hand(stranger) is stranger
-    mover.at_hand(mine[1]).fill_(-1)
-    mover.move("device")
+    offloaded = OffloadedTensors(mine)
+    assert all(offloaded.at_hand(t) is t for t in mine)
+    offloaded.move("host")
+    offloaded.settle()
+    assert all(torch.equal(offloaded.at_hand(a), b) for a, b in zip(mine, expected))
+    assert offloaded.at_hand(stranger) is stranger
+    offloaded.at_hand(mine[1]).fill_(-1)
+    offloaded.move("device")
     assert mine[0][2:8].tolist() == [2, -1, -1, -1, -1, 7]
 
 
 def test_what_was_nowhere_comes_back_as_zeros() -> None:
     mine = tensors()
-    mover = Mover(mine)
-    assert mover.move("none") == 0 and held(mine) == 0
-    assert mover.move("device") == 0 and held(mine) == OWN_BYTES
+    offloaded = OffloadedTensors(mine)
+    assert offloaded.move("none") == 0 and held(mine) == 0
+    assert offloaded.move("device") == 0 and held(mine) == OWN_BYTES
     assert all(not t.any() for t in mine)
 
 
 def test_nothing_to_move_is_fine() -> None:
-    mover = Mover([])
-    assert mover.move("host") == mover.move("device") == mover.nbytes == 0
+    offloaded = OffloadedTensors([])
+    assert offloaded.move("host") == offloaded.move("device") == offloaded.nbytes == 0
 
 
 @pytest.mark.usefixtures("everything_moves")
 def test_a_phase_moves_what_the_table_says_and_counts_it(table: Residency) -> None:
     mine = tensors()
-    residence = Residence(table, {"optimizer": mine})
+    offload_manager = OffloadManager(table, {"optimizer": mine})
     for phase in ("generate", "log_probs", "log_probs", "train", "refit", "checkpoint", "log_probs"):
-        residence.enter(phase)  # type: ignore[arg-type]
+        offload_manager.enter(phase)  # type: ignore[arg-type]
     assert held(mine) == 0
-    ways = {phase: (each["to_host"], each["to_device"]) for phase, each in residence.moved.items()}
+    ways = {phase: (each["to_host"], each["to_device"]) for phase, each in offload_manager.moved.items()}
     assert ways.pop("log_probs") == (2 * OWN_BYTES, 0)
     assert ways.pop("train") == (0, OWN_BYTES)
     assert set(ways.values()) == {(0, 0)}
-    assert residence.totals() == {"moved_to_host": 2 * OWN_BYTES, "moved_to_device": OWN_BYTES}
-    residence.settle()
-    assert torch.equal(residence.at_hand(mine[0]), tensors()[0])
+    assert offload_manager.totals() == {"moved_to_host": 2 * OWN_BYTES, "moved_to_device": OWN_BYTES}
+    offload_manager.settle()
+    assert torch.equal(offload_manager.at_hand(mine[0]), tensors()[0])
 
 
 def test_what_stands_in_host_memory_anyway_stays(table: Residency) -> None:
     mine = tensors()
-    residence = Residence(table, {"optimizer": mine})
-    residence.enter("log_probs")
-    assert held(mine) == OWN_BYTES and residence.totals() == {"moved_to_host": 0, "moved_to_device": 0}
-    assert residence.at_hand(mine[0]) is mine[0]
+    offload_manager = OffloadManager(table, {"optimizer": mine})
+    offload_manager.enter("log_probs")
+    assert held(mine) == OWN_BYTES and offload_manager.totals() == {"moved_to_host": 0, "moved_to_device": 0}
+    assert offload_manager.at_hand(mine[0]) is mine[0]

@@ -3,14 +3,14 @@ import pytest
 import torch
 
 from rlctl.training.packing import pack
-from rlctl.training.sample import Sequence
+from rlctl.training.sample import TrainingSample
 
 CPU = torch.device("cpu")
 
 
-def sequence(*tokens: int, **fields: list[float]) -> Sequence:
+def sequence(*tokens: int, **fields: list[float]) -> TrainingSample:
     values = {name: np.array(value, np.float32) for name, value in fields.items()}
-    return Sequence(np.array(tokens, np.int32), np.ones(len(tokens), bool), values)
+    return TrainingSample(np.array(tokens, np.int32), np.ones(len(tokens), bool), values)
 
 
 def test_sequences_lie_end_to_end_and_positions_start_again() -> None:

@@ -4,18 +4,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.sample import Sequence
-from rlctl.training.worker import Share
+from rlctl.training.sample import TrainingSample
+from rlctl.training.worker import RankBatch
 
 
-def sequence(length: int, start: int) -> Sequence:
+def sequence(length: int, start: int) -> TrainingSample:
     tokens = np.arange(start, start + length, dtype=np.int32)
-    return Sequence(tokens, tokens % 2 == 0, {"advantage": tokens.astype(np.float32) / 7})
+    return TrainingSample(tokens, tokens % 2 == 0, {"advantage": tokens.astype(np.float32) / 7})
 
 
 def test_micro_batches_come_back_as_they_went() -> None:
     sent = [[sequence(3, 0), sequence(5, 10)], [], [sequence(1, 20)]]
-    back = Share.of(sent).micro_batches()
+    back = RankBatch.of(sent).micro_batches()
     assert [len(batch) for batch in back] == [2, 0, 1]
     for ours, theirs in zip((s for b in sent for s in b), (s for b in back for s in b)):
         assert np.array_equal(ours.tokens, theirs.tokens)
@@ -26,7 +26,7 @@ def test_micro_batches_come_back_as_they_went() -> None:
 @given(st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=5))
 def test_any_packing_survives(lengths: list[list[int]]) -> None:
     sent = [[sequence(length, 10 * length) for length in batch] for batch in lengths]
-    share = Share.of(sent)
+    share = RankBatch.of(sent)
     assert (share.tokens.dtype, share.mask.dtype, share.lengths.dtype) == (np.int32, np.bool_, np.int32)
     assert all(column.dtype == np.float32 for column in share.fields.values())
     assert len(share.tokens) == len(share.mask) == sum(map(sum, lengths))
@@ -35,11 +35,11 @@ def test_any_packing_survives(lengths: list[list[int]]) -> None:
 
 
 def test_sequences_that_come_back_are_views_of_the_columns() -> None:
-    share = Share.of([[sequence(3, 0), sequence(2, 5)]])
+    share = RankBatch.of([[sequence(3, 0), sequence(2, 5)]])
     for one in share.micro_batches()[0]:
         assert np.shares_memory(one.tokens, share.tokens)
         assert np.shares_memory(one.fields["advantage"], share.fields["advantage"])
 
 
 def test_a_rank_without_sequences_has_empty_columns() -> None:
-    assert Share.of([[], []]).micro_batches() == [[], []]
+    assert RankBatch.of([[], []]).micro_batches() == [[], []]

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rlctl.preflight.load import load
-from rlctl.training.interface import Sequence, Totals
-from rlctl.training.trainer_group import TrainerClient
+from rlctl.training.interface import Totals, TrainingSample
+from rlctl.training.trainer_group import TrainerGroup
 
 
-def sequence(length: int) -> Sequence:
-    return Sequence(np.arange(length, dtype=np.int32), np.ones(length, np.bool_))
+def sequence(length: int) -> TrainingSample:
+    return TrainingSample(np.arange(length, dtype=np.int32), np.ones(length, np.bool_))
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"tensor": 2, "pipeline": 3}, {"context": 2}])
@@ -20,7 +20,7 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
     sizes = [f"trainer.megatron.{names[name]}_parallel_size={size}" for name, size in layout.items()]
     backend = ["trainer.backend=megatron"] if layout else []
     section = load("sft", None, [*backend, "trainer.num_ranks=6", *sizes]).config.trainer
-    ready = TrainerClient(cast(Any, None), section).prepare([sequence(n) for n in (9, 30, 4, 17)])
+    ready = TrainerGroup(cast(Any, None), section).prepare([sequence(n) for n in (9, 30, 4, 17)])
     assert sorted(ready.lengths) == [4, 9, 17, 30]
     assert len(ready.shares) == 6
     copies = int(np.prod([*layout.values()], dtype=int))
@@ -40,7 +40,7 @@ class Recorder:
 
 def test_parts_are_divided_by_all_that_there_was_so_far_and_an_empty_last_one_still_updates() -> None:
     section, group = load("grpo", None, ["trainer.num_ranks=2"]).config.trainer, Recorder()
-    client = TrainerClient(cast(Any, group), section)
+    client = TrainerGroup(cast(Any, group), section)
     loss = cast(Any, "loss")
     first = client.accumulate([sequence(5), sequence(3)], loss, None)
     second = client.accumulate([sequence(4)], loss, first)

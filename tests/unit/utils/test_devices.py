@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rlctl.preflight.machine import read_machine
-from rlctl.telemetry.resource_monitor import Vitals
+from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.utils.devices import count_gpus, utilization_meter, visible_gpus
 
 
@@ -100,6 +100,6 @@ def test_use_that_cannot_be_told_is_left_out_and_ends_no_run(
     monkeypatch.setitem(sys.modules, "pynvml", driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert utilization_meter("cuda")() == pytest.approx(share, nan_ok=True)
-    read = Vitals("cuda", {}).read()
+    read = ResourceMonitor("cuda", {}).read()
     assert read["memory/driver_gib"] > 0
     assert ("device/utilization" in read) == (not math.isnan(share))

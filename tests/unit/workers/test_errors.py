@@ -4,7 +4,7 @@ import pickle
 import socket
 
 from rlctl.utils.ports import free_port
-from rlctl.workers.actor import Host
+from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 
 FAILURES = [Failure(f"trainer-{rank}", "ValueError", f"no {rank}", f"Traceback {rank}") for rank in range(3)]
@@ -34,7 +34,7 @@ def test_a_silence_says_who_waits_for_whom_how_long_and_what_to_turn() -> None:
 
 
 def test_a_host_hands_back_what_was_raised_as_a_value_that_travels() -> None:
-    host = Host("engine-0", lambda: [3, 1, 2], {}, None, threads=1)
+    host = WorkerActor("engine-0", lambda: [3, 1, 2], {}, None, threads=1)
     assert host.build() is None
     assert host.call("index", (1,), {}) == (None, 1)
     failure, result = host.call("index", (9,), {})
@@ -47,7 +47,7 @@ def test_a_host_hands_back_what_was_raised_as_a_value_that_travels() -> None:
 
 
 def test_a_worker_that_cannot_be_built_is_a_value_too() -> None:
-    failure = Host("engine-0", lambda: 1 // 0, {}, None, threads=1).build()
+    failure = WorkerActor("engine-0", lambda: 1 // 0, {}, None, threads=1).build()
     assert failure is not None and failure.type == "ZeroDivisionError"
 
 

@@ -10,8 +10,8 @@ from rlctl.cluster.fleet.inspect import add_resources
 from rlctl.cluster.fleet.kubernetes.kubectl import Kubectl
 from rlctl.cluster.fleet.kubernetes.manifest import DASHBOARD_PORT, as_yaml, ray_cluster, ray_job
 from rlctl.cluster.fleet.kubernetes.pods import is_hopeless, is_ready, node_of, waits_for
-from rlctl.cluster.fleet.launchers import LogPlace, Prepared, Say
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store
+from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store
 from rlctl.cluster.fleet.status import NodeSeen, Seen
 from rlctl.config.cluster_schema import KubernetesCluster
 
@@ -22,11 +22,11 @@ _DELETE_S = 180.0
 class Kubernetes:
     """The kind `kubernetes`."""
 
-    def prepare(self, config: KubernetesCluster, store: Store, say: Say) -> Prepared:
+    def prepare(self, config: KubernetesCluster, store: Store, say: Say) -> PreparedCluster:
         state = State(store.name, config.kind, "starting", config.python, "", False, time.time())
         state.context, state.namespace = config.context or "", config.namespace or ""
         state.storage = config.storage.rstrip("/")
-        state.nodes = [Node("head", "", "", True, "")]
+        state.nodes = [ClusterNode("head", "", "", True, "")]
         kubectl, manifest = _kubectl(state), as_yaml(ray_cluster(config))
         say("doing", "asking Kubernetes")
         # The server looks at all of it, as it would if it were meant.
@@ -34,7 +34,7 @@ class Kubernetes:
         if kubectl.get("raycluster", store.name):
             what = f"there is a RayCluster {store.name} already, which is not ours: set another name=..."
             raise ClusterError(f"{what}, or kubectl delete raycluster {store.name}")
-        return Prepared(state, _Starter(config, store, state, manifest, say).start)
+        return PreparedCluster(state, _Starter(config, store, state, manifest, say).start)
 
     def dry_run(self, config: KubernetesCluster, store: Store, job: str | None) -> str:
         if job is None:

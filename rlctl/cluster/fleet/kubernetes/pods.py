@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from rlctl.cluster.fleet.state import Node
+from rlctl.cluster.fleet.state import ClusterNode
 
 # A pod that waits for one of these waits for ever.
 HOPELESS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CrashLoopBackOff")
 
 
-def node_of(pod: dict[str, Any]) -> Node:
+def node_of(pod: dict[str, Any]) -> ClusterNode:
     """A pod as a node of the cluster."""
     name, head = pod["metadata"]["name"], pod["metadata"]["labels"].get("ray.io/node-type") == "head"
-    return Node(name, name, "/tmp/ray", head, pod.get("status", {}).get("podIP", ""))
+    return ClusterNode(name, name, "/tmp/ray", head, pod.get("status", {}).get("podIP", ""))
 
 
 def is_ready(pod: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rlctl.cluster.fleet.hosts import shown
 from rlctl.cluster.fleet.plan import Place, start_request
-from rlctl.cluster.fleet.state import Node, State, folder_name
+from rlctl.cluster.fleet.state import ClusterNode, State, folder_name
 from rlctl.config.cluster_schema import SlurmCluster
 
 # What a task needs beside it, of `remote_scripts/`.
@@ -38,7 +38,7 @@ def job_plan(config: SlurmCluster, state: State, too_slow: str) -> dict[str, Any
     """
     gpus = config.gpus_per_node if config.num_gpus is None else config.num_gpus
     config = replace(config, num_gpus=gpus)
-    nodes = [Node("{name}", f"{{{role}}}", "", role == "head", "{address}") for role in ("head", "other")]
+    nodes = [ClusterNode("{name}", f"{{{role}}}", "", role == "head", "{address}") for role in ("head", "other")]
     state = replace(state, address="{head}", nodes=nodes)
     place = Place("{name}", "", "{address}", "", 0, dashboard=True)
     head, other = (start_request(config, state, node, place, "") for node in nodes)

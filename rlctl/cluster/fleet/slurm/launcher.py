@@ -17,12 +17,12 @@ from pathlib import Path
 from rlctl.cluster.fleet.host_launcher import tunnel
 from rlctl.cluster.fleet.hosts import Host
 from rlctl.cluster.fleet.inspect import look_at_hosts
-from rlctl.cluster.fleet.launchers import LogPlace, Prepared, Say
+from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say
 from rlctl.cluster.fleet.slurm import queue
 from rlctl.cluster.fleet.slurm.batch import batch_script
 from rlctl.cluster.fleet.slurm.folder import Shared
 from rlctl.cluster.fleet.slurm.start import JobStarter
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, folder_name
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
 from rlctl.cluster.fleet.status import NodeSeen, Seen
 from rlctl.config.cluster_schema import SlurmCluster
 
@@ -34,7 +34,7 @@ _SOON_MINUTES = 10
 class Slurm:
     """The kind `slurm`."""
 
-    def prepare(self, config: SlurmCluster, store: Store, say: Say) -> Prepared:
+    def prepare(self, config: SlurmCluster, store: Store, say: Say) -> PreparedCluster:
         queue.must_be_here()
         token, digest = store.new_token()
         python = config.python or sys.executable
@@ -43,8 +43,8 @@ class Slurm:
         state.job_name, state.shared = _names(config, store)
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
         # What they are called is known once Slurm has chosen them.
-        state.nodes = [Node(title, "", "", title == "head", "") for title in titles]
-        return Prepared(state, JobStarter(config, store, state, Shared(state.shared), token, say).start)
+        state.nodes = [ClusterNode(title, "", "", title == "head", "") for title in titles]
+        return PreparedCluster(state, JobStarter(config, store, state, Shared(state.shared), token, say).start)
 
     def dry_run(self, config: SlurmCluster, store: Store, job: str | None) -> str:
         if job is not None:

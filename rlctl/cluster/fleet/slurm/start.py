@@ -9,7 +9,7 @@ from rlctl.cluster.fleet.slurm import queue
 from rlctl.cluster.fleet.slurm.batch import batch_script, job_plan
 from rlctl.cluster.fleet.slurm.folder import Shared
 from rlctl.cluster.fleet.start import TOO_SLOW
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store
 from rlctl.config.cluster_schema import SlurmCluster
 
 # Between two questions to Slurm, whose controller all users share.
@@ -105,7 +105,7 @@ class JobStarter:
     def _record(self, index: int, card: dict[str, object]) -> None:
         state = self._state
         pid, began = int(str(card["pid"])), float(str(card["create_time"]))
-        node = Node(
+        node = ClusterNode(
             str(card["name"]), str(card["host"]), str(card["folder"]), index == 0, str(card["address"]), pid, began
         )
         state.nodes[index] = node

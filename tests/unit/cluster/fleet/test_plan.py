@@ -3,7 +3,7 @@
 from typing import Any
 
 from rlctl.cluster.fleet.plan import Place, joined, start_request
-from rlctl.cluster.fleet.state import Node, State
+from rlctl.cluster.fleet.state import ClusterNode, State
 from rlctl.config.load_cluster import load_cluster
 
 HEADS_OWN = ("--port=6379", "--dashboard-port=8265")
@@ -13,7 +13,7 @@ def requests(cluster: str, overrides: list[str], addresses: list[str], shm: int 
     config = load_cluster(cluster, overrides)
     hosts = [f"h{index}" if cluster == "ssh" else "" for index in range(len(addresses))]
     nodes = [
-        Node(f"n{index}", host, f"/tmp/rlctl-{index}", index == 0, address)
+        ClusterNode(f"n{index}", host, f"/tmp/rlctl-{index}", index == 0, address)
         for index, (host, address) in enumerate(zip(hosts, addresses))
     ]
     state = State("x", config.kind, "starting", "python", "", False, 0.0, address="10.0.0.1:6379", nodes=nodes)

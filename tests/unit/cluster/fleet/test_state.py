@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cluster.fleet.state import ClusterError, Node, State, Store, known_clusters, standing_clusters
+from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, known_clusters, standing_clusters
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def saved(store: Store) -> State:
     _, digest = store.new_token()
-    node = Node("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, 8.5)
+    node = ClusterNode("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, 8.5)
     state = State(store.name, "local", "up", "python", digest, False, 1.0, address="127.0.0.1:1", nodes=[node])
     store.save(state)
     return state

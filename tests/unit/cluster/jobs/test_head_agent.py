@@ -9,7 +9,7 @@ import pytest
 
 from rlctl.cluster.jobs import head_agent
 from rlctl.dashboard.state import read_state
-from rlctl.launch.runtime import ThisMachine
+from rlctl.launch.runtime import LocalRuntime
 from rlctl.run.job_record import JobRecord
 from rlctl.run.run_dir import RunDir, RunDirError
 from rlctl.telemetry.events import EventLog
@@ -100,9 +100,9 @@ def test_one_process_at_a_time_has_a_run(tmp_path: Path) -> None:
 def test_a_run_of_a_cluster_is_not_gone_on_with_beside_its_driver(tmp_path: Path) -> None:
     run = run_of(tmp_path, "submitted")
     with pytest.raises(RunDirError, match=r"is driven by job mine-1: stop it .*, or add --cluster lab$"):
-        ThisMachine().refuse(RunDir(run))
+        LocalRuntime().refuse(RunDir(run))
     EventLog(run / "events.jsonl").emit("run_ended", status="interrupted")
-    ThisMachine().refuse(RunDir(run))
+    LocalRuntime().refuse(RunDir(run))
     JobRecord("lab", "mine-1", "/work", remote="/there/mine").write(run)
     with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
-        ThisMachine().refuse(RunDir(run))
+        LocalRuntime().refuse(RunDir(run))
