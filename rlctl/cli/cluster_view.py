@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from rlctl.cli.output import console
-from rlctl.cluster.fleet.launchers import launcher_of
+from rlctl.cluster.fleet.launchers import NodeSeen, Seen, launcher_of
 from rlctl.cluster.fleet.requirements import GIB
 from rlctl.cluster.fleet.state import State
-from rlctl.cluster.fleet.status import NodeSeen, Seen, open_ports, summary
+from rlctl.cluster.fleet.status import open_ports, summary
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -14,19 +14,10 @@ from rlctl.config.schema import GrpoSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Rollout
 from rlctl.grpo.advantages import advantages
-from rlctl.rewards.scorer import Score
+from rlctl.rollout.scoring import RolloutGroup
 from rlctl.training.sample import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
-
-
-@dataclass(frozen=True)
-class RolloutGroup:
-    """A prompt's rollouts and their scores, side by side."""
-
-    prompt: Prompt
-    completions: list[Rollout]
-    scores: list[Score]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from rlctl.data.prompts import Prompt
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import TurnRequest
-from rlctl.grpo.batch import RolloutGroup, TrainingBatch, add_log_probs, make_batch
+from rlctl.grpo.batch import TrainingBatch, add_log_probs, make_batch
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.loss import GrpoLoss
@@ -42,7 +42,7 @@ from rlctl.refit.refit import Refit
 from rlctl.refit.transport import Report
 from rlctl.rollout.buffer import RolloutBuffer, Span
 from rlctl.rollout.dispatcher import Deliver, RolloutDispatcher
-from rlctl.rollout.scoring import GroupScorer
+from rlctl.rollout.scoring import GroupScorer, RolloutGroup
 from rlctl.rollout.seeds import VALIDATION, rollout_seeds
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop

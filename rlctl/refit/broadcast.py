@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, RefitPlan, Segment
 from rlctl.refit.process_group import BroadcastGroup, rendezvous
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
@@ -24,7 +25,6 @@ from rlctl.refit.shared_counters import Deadline, digest_word
 from rlctl.refit.sink import WeightSink
 from rlctl.refit.source import WeightSource
 from rlctl.refit.staging import ChunkWriter, StagingBuffers
-from rlctl.refit.streaming_checksum import StreamingChecksums
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 
 # Version and plan.

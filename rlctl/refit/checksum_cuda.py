@@ -9,17 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlctl.refit.checksum import FACTOR, ROW
-
 _ROWS = 8
 
 
-def add(raw: Tensor, totals: Tensor, place: int) -> None:
-    """Add to totals[place] (int64) the checksum of `raw`, uint8 [n], which begins at a multiple of 8 bytes."""
+def add(raw: Tensor, totals: Tensor, place: int, row: int, factor: int) -> None:
+    """Add to totals[place] (int64) the checksum of `raw`, uint8 [n], which begins at a multiple of 8 bytes.
+
+    row: words of a row. factor: weight of what lies beyond the last whole row.
+    """
     size = raw.numel()
     if size:
-        blocks = triton.cdiv(size, 8 * ROW * _ROWS)
-        _add[(blocks,)](raw, size, totals, place, ROW=ROW, ROWS=_ROWS, FACTOR=FACTOR, num_warps=8)
+        blocks = triton.cdiv(size, 8 * row * _ROWS)
+        _add[(blocks,)](raw, size, totals, place, ROW=row, ROWS=_ROWS, FACTOR=factor, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["size", "place"])

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.plan import Chunk, RefitPlan
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
 from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
 from rlctl.refit.sink import WeightSink, typed
 from rlctl.refit.source import WeightSource
 from rlctl.refit.staging import ChunkWriter, StagingBuffers
-from rlctl.refit.streaming_checksum import StreamingChecksums
 from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 
 _VERSION, _DIGEST, _READY, _FIRST = range(4)

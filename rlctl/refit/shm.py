@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlctl.refit.checksum import StreamingChecksums
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, RefitError, TransportSpec
 from rlctl.refit.shared_counters import Deadline, SharedCounters, digest_word
 from rlctl.refit.sink import WeightSink, whole
 from rlctl.refit.source import WeightSource
-from rlctl.refit.streaming_checksum import StreamingChecksums
 
 _SLOTS = 2
 

@@ -1,8 +1,8 @@
-"""What a step trains on: draws prompts, has them sampled and scored, and hands out a step's groups.
+"""Rollout buffer: admits prompts, tracks their rollouts and rewards, and yields one training batch per step.
 
-The bound on staleness, and who may be admitted when, is `StalenessScheduler`; with `max_trajectory_age_steps` 0 this is the
-synchronous loop. Everything random about a group is a function of its number, the how-manieth draw it is, so that a
-resume draws the same. Contract 8: a wait that lasts says who waits for whom.
+`StalenessScheduler` keeps the bound on staleness and decides who is admitted when; with `max_trajectory_age_steps` 0
+this is the synchronous loop. Everything random about a group is a function of its id, its index in data order, so that
+a resume draws the same. Contract 8: a wait that lasts says who waits for whom.
 """
 
 import queue
@@ -18,13 +18,13 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Rollout, TurnRequest
-from rlctl.grpo.batch import RolloutGroup
 from rlctl.preflight.derived import max_age
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.prefetch import AdaptivePrefetch
+from rlctl.rollout.scoring import RolloutGroup
 from rlctl.rollout.seeds import REDRAW, TRAIN, rollout_seeds
 from rlctl.rollout.staleness import StalenessScheduler
 

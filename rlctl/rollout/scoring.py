@@ -17,6 +17,15 @@ def sample_item(prompt: Prompt) -> RewardInput:
 
 
 @dataclass(frozen=True)
+class RolloutGroup:
+    """A prompt's rollouts and their scores, side by side."""
+
+    prompt: Prompt
+    completions: list[Rollout]
+    scores: list[Score]
+
+
+@dataclass(frozen=True)
 class GroupScorer:
     """Called with prompts and their rollouts; may be called from several threads."""
 

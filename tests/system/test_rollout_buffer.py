@@ -19,12 +19,12 @@ from rlctl.generation.active_requests import FinishedGroups
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.generation.spec import ForcedLengths
-from rlctl.grpo.batch import RolloutGroup
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.scoring import RolloutGroup
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for

@@ -7,13 +7,12 @@ from dataclasses import asdict
 
 from rlctl.cluster.fleet.down import stop_nodes
 from rlctl.cluster.fleet.inspect import look_at_hosts
-from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say
+from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say, Seen
 from rlctl.cluster.fleet.plan import driver_environment, is_loopback
 from rlctl.cluster.fleet.preflight import places
 from rlctl.cluster.fleet.repair import mend
 from rlctl.cluster.fleet.start import Starter
 from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
-from rlctl.cluster.fleet.status import Seen
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
 from rlctl.utils.process import lives
 

@@ -83,7 +83,10 @@ class Host:
         deadline_s: float,
         running: "set[subprocess.Popen[str]] | None" = None,
     ) -> dict[str, Any]:
-        """The answer of remote_scripts/PROGRAM.py's run(request). Raises HostError. running: holds the process meanwhile."""
+        """Return the answer of run(request) in remote_scripts/PROGRAM.py. Raises HostError.
+
+        running: holds the process meanwhile.
+        """
         process = self._started()
         held = running if running is not None else set()
         held.add(process)

@@ -3,9 +3,9 @@
 from typing import Any
 
 from rlctl.cluster.fleet.hosts import Asking, HostError
+from rlctl.cluster.fleet.launchers import NodeSeen, Seen
 from rlctl.cluster.fleet.requirements import warnings
 from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store
-from rlctl.cluster.fleet.status import NodeSeen, Seen
 
 _LOOK_S, _RAY_S = 40.0, 5.0
 # Where `up` brings lost nodes back.

@@ -6,13 +6,10 @@ A kind is a row of `_KINDS` and a class; `up`, `down`, `status` and `logs` know 
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rlctl.cluster.fleet.hosts import Host
-
-if TYPE_CHECKING:
-    from rlctl.cluster.fleet.state import State, Store
-    from rlctl.cluster.fleet.status import Seen
+from rlctl.cluster.fleet.state import ClusterNode, State, Store
 
 # How a command speaks while it works: (sign, text), the sign one of ok, bad, warning, doing.
 Say = Callable[[str, str], None]
@@ -28,7 +25,7 @@ _KINDS = {
 class PreparedCluster:
     """A cluster of which nothing runs yet. start: brings it up and returns warnings, keeping the state's file true."""
 
-    state: "State"
+    state: State
     start: Callable[[], list[str]]
     warnings: list[str] = field(default_factory=list)
 
@@ -43,34 +40,82 @@ class LogPlace:
     keep: str | None
 
 
+@dataclass
+class NodeSeen:
+    """A node: its processes (alive), what its host has (facts), what Ray gives out there in all and has free.
+
+    unreachable: why its host could not be asked; empty where it was.
+    """
+
+    node: ClusterNode
+    alive: bool = False
+    unreachable: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    in_ray: bool = False
+    total: dict[str, float] = field(default_factory=dict)
+    free: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def condition(self) -> str:
+        """In a word."""
+        if self.unreachable:
+            return "unreachable"
+        if not self.alive:
+            return "gone"
+        return "up" if self.in_ray else "not joined"
+
+
+@dataclass
+class Seen:
+    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each.
+
+    runs: that work on it now, as `jobs/head.py` tells of them.
+    """
+
+    nodes: list[NodeSeen]
+    warnings: list[str]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def head_alive(self) -> bool:
+        return self.nodes[0].alive
+
+    @property
+    def condition(self) -> str:
+        """up; partly up: nodes are missing; unreachable or gone: the head is."""
+        if not self.nodes[0].alive:
+            return self.nodes[0].condition
+        return "up" if all(node.condition == "up" for node in self.nodes) else "partly up"
+
+
 class Launcher(Protocol):
     """A kind of cluster. Every method raises ClusterError for what keeps it from its work."""
 
-    def prepare(self, config: Any, store: "Store", say: Say) -> PreparedCluster:
+    def prepare(self, config: Any, store: Store, say: Say) -> PreparedCluster:
         """Checks what can be checked before anything is started; writes the token."""
 
-    def dry_run(self, config: Any, store: "Store", job: str | None) -> str:
+    def dry_run(self, config: Any, store: Store, job: str | None) -> str:
         """What would be submitted, as it would be; nothing is written. job: an rlctl command that it is all for."""
 
-    def look(self, store: "Store", state: "State") -> "Seen":
+    def look(self, store: Store, state: State) -> Seen:
         """The cluster now."""
 
-    def glance(self, state: "State") -> str:
+    def glance(self, state: State) -> str:
         """Its condition in a word, without asking its nodes."""
 
-    def mend(self, config: Any, store: "Store", state: "State", seen: "Seen", say: Say) -> list[str]:
+    def mend(self, config: Any, store: Store, state: State, seen: Seen, say: Say) -> list[str]:
         """Starts nodes anew that a standing cluster has lost, and returns their names; the rest stays as it is."""
 
-    def stop(self, store: "Store", state: "State", say: Say) -> list[str]:
+    def stop(self, store: Store, state: State, say: Say) -> list[str]:
         """Ends all of it and returns the names of what could not be cleared, to which `state` is cut down."""
 
-    def logs(self, store: "Store", state: "State") -> list[LogPlace]:
+    def logs(self, store: Store, state: State) -> list[LogPlace]:
         """Where the nodes' logs are."""
 
-    def environment(self, store: "Store", state: "State") -> dict[str, str]:
+    def environment(self, store: Store, state: State) -> dict[str, str]:
         """What a Ray program of this machine needs in its environment to find the cluster."""
 
-    def dashboard(self, state: "State") -> tuple[str, str] | None:
+    def dashboard(self, state: State) -> tuple[str, str] | None:
         """(command, what it does) that opens the dashboard, where there is one."""
 
 

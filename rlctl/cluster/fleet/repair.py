@@ -4,13 +4,12 @@ A node that does not come back stays in the state, so that `status` shows it and
 """
 
 from rlctl.cluster.fleet.down import stop_nodes
-from rlctl.cluster.fleet.launchers import Say
+from rlctl.cluster.fleet.launchers import Say, Seen
 from rlctl.cluster.fleet.plan import Place
 from rlctl.cluster.fleet.preflight import places_again
 from rlctl.cluster.fleet.signals import unhurried
 from rlctl.cluster.fleet.start import Starter
 from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
-from rlctl.cluster.fleet.status import Seen
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 

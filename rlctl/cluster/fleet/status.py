@@ -1,61 +1,12 @@
 """`rlctl cluster status`: what is seen of a cluster, in words, and of all clusters in a list."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.cluster.fleet.hosts import Asking, Host
-from rlctl.cluster.fleet.launchers import launcher_of
-from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, known_clusters
+from rlctl.cluster.fleet.launchers import Seen, launcher_of
+from rlctl.cluster.fleet.state import ClusterError, State, Store, known_clusters
 
 _RUNS_S = 40.0
-
-
-@dataclass
-class NodeSeen:
-    """A node: its processes (alive), what its host has (facts), what Ray gives out there in all and has free.
-
-    unreachable: why its host could not be asked; empty where it was.
-    """
-
-    node: ClusterNode
-    alive: bool = False
-    unreachable: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-    in_ray: bool = False
-    total: dict[str, float] = field(default_factory=dict)
-    free: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def condition(self) -> str:
-        """In a word."""
-        if self.unreachable:
-            return "unreachable"
-        if not self.alive:
-            return "gone"
-        return "up" if self.in_ray else "not joined"
-
-
-@dataclass
-class Seen:
-    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each.
-
-    runs: that work on it now, as `jobs/head.py` tells of them.
-    """
-
-    nodes: list[NodeSeen]
-    warnings: list[str]
-    runs: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def head_alive(self) -> bool:
-        return self.nodes[0].alive
-
-    @property
-    def condition(self) -> str:
-        """up; partly up: nodes are missing; unreachable or gone: the head is."""
-        if not self.nodes[0].alive:
-            return self.nodes[0].condition
-        return "up" if all(node.condition == "up" for node in self.nodes) else "partly up"
 
 
 def look(store: Store, state: State) -> Seen:

@@ -1,7 +1,7 @@
 """What rlctl does on a cluster's head for a run: take it in as a Ray job, say how it is, stop it.
 
-Reached through `fleet/remote_scripts/job.py`. Secrets come in a request, rest in a file that only its owner reads, and are
-gone from there once the driver has them: Ray shows a job's environment to everybody who may see the job.
+Reached through `fleet/remote_scripts/job.py`. Secrets come in a request, rest in a file that only its owner reads, and
+are gone from there once the driver has them: Ray shows a job's environment to everybody who may see the job.
 """
 
 import base64

@@ -10,8 +10,9 @@ import yaml
 
 from rlctl.cluster.fleet.down import not_standing
 from rlctl.cluster.fleet.hosts import HostError
+from rlctl.cluster.fleet.launchers import Seen
 from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster, State, Store
-from rlctl.cluster.fleet.status import Seen, look
+from rlctl.cluster.fleet.status import look
 from rlctl.cluster.jobs.upload import pack, portable
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.placement import NodeResources

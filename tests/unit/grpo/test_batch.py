@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Rollout
-from rlctl.grpo.batch import NOT_FINITE, RolloutGroup, TrainingBatch, add_log_probs, make_batch, with_field
+from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
+from rlctl.rollout.scoring import RolloutGroup
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
 

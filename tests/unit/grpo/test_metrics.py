@@ -7,7 +7,7 @@ from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.requests import Finish, Rollout
-from rlctl.grpo.batch import RolloutGroup, make_batch
+from rlctl.grpo.batch import make_batch
 from rlctl.grpo.metrics import (
     EngineInterval,
     generator_metrics,
@@ -18,6 +18,7 @@ from rlctl.grpo.metrics import (
     validation_metrics,
 )
 from rlctl.rewards.scorer import Score
+from rlctl.rollout.scoring import RolloutGroup
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
 CONFIG = GrpoSection(1, 4, 4, 1, True, AdvantageSection("group_mean", False), LOSS)

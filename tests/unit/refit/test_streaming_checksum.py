@@ -3,7 +3,7 @@
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rlctl.refit.streaming_checksum import StreamingChecksums
+from rlctl.refit.checksum import StreamingChecksums
 from rlctl.utils.device_stream import DeviceStream
 from tests.checksums import checksum
 

@@ -10,9 +10,8 @@ from rlctl.cluster.fleet.inspect import add_resources
 from rlctl.cluster.fleet.kubernetes.kubectl import Kubectl
 from rlctl.cluster.fleet.kubernetes.manifest import DASHBOARD_PORT, as_yaml, ray_cluster, ray_job
 from rlctl.cluster.fleet.kubernetes.pods import is_hopeless, is_ready, node_of, waits_for
-from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say
+from rlctl.cluster.fleet.launchers import LogPlace, NodeSeen, PreparedCluster, Say, Seen
 from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store
-from rlctl.cluster.fleet.status import NodeSeen, Seen
 from rlctl.config.cluster_schema import KubernetesCluster
 
 _POLL_S, _QUERY_S, _GCS_PORT = 3.0, 40.0, 6379

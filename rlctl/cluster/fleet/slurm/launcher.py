@@ -1,7 +1,7 @@
 """A Ray cluster that is a Slurm job: submitted, waited for, looked at through steps of its own, cancelled.
 
-The job brings itself up: its tasks (`remote_scripts/task.py`) start the Ray nodes and say so in files of a folder that this
-machine and the nodes share.
+The job brings itself up: its tasks (`remote_scripts/task.py`) start the Ray nodes and say so in files of a folder that
+this machine and the nodes share.
 
     SHARED/              0700: job-TAG in the cluster's own folder, or shared_folder/rlctl-NAME-TAG
         job.sh           what was submitted
@@ -17,13 +17,12 @@ from pathlib import Path
 from rlctl.cluster.fleet.host_launcher import tunnel
 from rlctl.cluster.fleet.hosts import Host
 from rlctl.cluster.fleet.inspect import look_at_hosts
-from rlctl.cluster.fleet.launchers import LogPlace, PreparedCluster, Say
+from rlctl.cluster.fleet.launchers import LogPlace, NodeSeen, PreparedCluster, Say, Seen
 from rlctl.cluster.fleet.slurm import queue
 from rlctl.cluster.fleet.slurm.batch import batch_script
 from rlctl.cluster.fleet.slurm.folder import Shared
 from rlctl.cluster.fleet.slurm.start import JobStarter
 from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
-from rlctl.cluster.fleet.status import NodeSeen, Seen
 from rlctl.config.cluster_schema import SlurmCluster
 
 # From being asked to end until the last node has cleared up: Slurm's KillWait is 30 s unless a site says otherwise.
