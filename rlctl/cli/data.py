@@ -89,13 +89,13 @@ class _Seen:
 def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
     from rlctl.data.load import load_samples, read_rows
     from rlctl.data.preview import Lengths, pieces, step_lengths
-    from rlctl.preflight.parallel_layout import layout
+    from rlctl.preflight.backend import layout_of
     from rlctl.training.micro_batching import packing
 
     listed, chat = read_rows(config, section), run_chat(config)
     rows, report = load_samples(config, section, chat, listed, _longest(config))
     texts = [_sample(sample.id, pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
-    packs = packing(step_lengths(rows, config), layout(config.trainer).data, config.trainer.micro_batch_tokens)
+    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, config.trainer.micro_batch_tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
     return _Seen(
         report, chat.ends, lengths, texts, sum(int(sample.mask.sum()) for sample in rows) / lengths.total, packs

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from rlctl.config.provenance import show_path
 from rlctl.dashboard.formats import count
+from rlctl.preflight.backend import STATES
 from rlctl.preflight.memory import Memory
-from rlctl.preflight.offload_plan import STATES
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import BatchSize, RunPlan, Schedule
 from rlctl.preflight.state_memory import PlacedState

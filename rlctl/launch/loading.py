@@ -13,7 +13,7 @@ from rlctl.data.preview import step_lengths
 from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.parallel_layout import layout
+from rlctl.preflight.backend import layout_of
 from rlctl.run.fingerprint import digest_rows
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def load_run_samples(session: Session, config: SftConfig, files: ModelFiles, row
         for name, section, listed in rows.parts(config.data):
             found[name], report = load_samples(config, section, chat, listed, length)
             session.events.emit("data", what=f"{name}: {report}")
-        shards = layout(config.trainer).data
+        shards = layout_of(config.trainer).data
         packs = packing(step_lengths(found["train"], config), shards, config.trainer.micro_batch_tokens)
         session.events.emit("data", what=f"packing: {packs}")
     session.depend_on_rows(digest_rows(found["train"]))

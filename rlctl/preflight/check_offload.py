@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rlctl.config.schema import RunConfig, SftConfig, TrainerSection
 from rlctl.preflight import derived
-from rlctl.preflight.offload_plan import optimizer_on_host
+from rlctl.preflight.backend import backend_of
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob", "trainer.offload_optimizer_for_generation"
 _ON_HOST = "trainer.megatron.optimizer_cpu_offload"
@@ -14,7 +14,7 @@ def check_offload(trainer: TrainerSection) -> Iterator[tuple[str, str, tuple[str
     """(key, what is wrong, other keys)."""
     moves = {LOG_PROBS: trainer.offload_optimizer_for_logprob, GENERATION: trainer.offload_optimizer_for_generation}
     for key, wanted in moves.items():
-        if wanted and optimizer_on_host(trainer):
+        if wanted and backend_of(trainer).optimizer_on_host(trainer):
             what = f"does not go with {_ON_HOST}=true, which keeps optimizer state on the host at all times; choose one"
             yield key, what, (_ON_HOST,)
 

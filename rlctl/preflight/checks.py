@@ -26,21 +26,14 @@ from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.models.model_sizes import Architecture, architecture_of, config_file, read_architecture
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight import derived
+from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.preflight.check_checkpoint_metric import best_notes
 from rlctl.preflight.check_inputs import check_dataset, check_reward, check_run_folder, check_run_name
 from rlctl.preflight.check_offload import check_offload, idle_offload
-from rlctl.preflight.check_parallel import (
-    check_backend,
-    check_batch,
-    check_cpu_optimizer,
-    check_layout,
-    check_megatron_model,
-)
+from rlctl.preflight.check_parallel import check_backend, check_batch
 from rlctl.preflight.check_trackers import check_trackers
-from rlctl.preflight.parallel_layout import layout
 from rlctl.preflight.plan import longest_sequence
-from rlctl.preflight.suggest_layout import KEYS
 
 Problems = Iterator[Problem]
 T = TypeVar("T")
@@ -105,10 +98,10 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     Of what changes nothing only overrides: a resolved config writes every value.
     """
     given = {key: origin for key, origin in origins.items() if origin.override}
-    asked = config.trainer.megatron.sequence_parallel
-    unused = asked and not layout(config.trainer).sequence_parallel and f"{KEYS['tensor']} is 1"
-    idle: dict[str, str | bool | None] = {KEYS["sequence"]: unused, **idle_offload(config)}
-    idle["trainer.megatron.fp32_residual_connection"] = config.trainer.dtype == "float32" and "trainer.dtype is float32"
+    idle: dict[str, str | bool | None] = {
+        **backend_of(config.trainer).idle_keys(config.trainer),
+        **idle_offload(config),
+    }
     if isinstance(config, GrpoConfig):
         idle |= _idle(config)
         if not config.async_.enabled:
@@ -271,8 +264,7 @@ def _parallel(view: View) -> Problems:
     sizes = _unless_broken(lambda: view.architecture)
     # None too where there is none: `_batch` says so.
     sequences = _unless_broken(lambda: derived.sequences_per_update(view.config)) or None
-    of_model = (check_megatron_model(trainer, sizes), check_cpu_optimizer(trainer, sizes))
-    for found in (check_backend(trainer), check_layout(trainer, sizes, sequences), *of_model):
+    for found in check_backend(trainer, sizes, sequences):
         with suppress(BrokenValueError):
             yield from (view.problem(key, what, *others) for key, what, others in found)
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight import derived
-from rlctl.preflight.offload_plan import Phase, State
-from rlctl.preflight.state_memory import FLOAT32, PlacedState, parts, standing, states
+from rlctl.preflight.backend import FLOAT32, State, backend_of
+from rlctl.preflight.offload_plan import Phase
+from rlctl.preflight.state_memory import PlacedState, standing
 
 # Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
@@ -105,17 +106,17 @@ def activation_bytes(architecture: Architecture, tokens: int, size: int, residua
 
 def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[str, int]:
     trainer, size = config.trainer, compute_bytes(config.trainer.dtype, gpus)
-    shared = parts(trainer)
+    backend = backend_of(trainer)
+    shared = backend.shard_counts(trainer)
     # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
     gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
-    whole = trainer.backend == "megatron" or (trainer.num_ranks == 1 and size == FLOAT32)
-    residual = FLOAT32 if trainer.megatron.fp32_residual_connection else size
+    residual = backend.residual_bytes(trainer, size)
     tokens, checkpointing = trainer.micro_batch_tokens, trainer.activation_checkpointing
     kept = activation_bytes(architecture, tokens, size, residual, checkpointing)
-    held = states(trainer, architecture, size).values()
+    held = backend.states(trainer, architecture, size).values()
     logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {
-        "gathered layers": 0 if whole else gathered * size,
+        "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
         "logits": trainer.logprob_chunk_tokens * architecture.vocab * logit // shared.tensor,

@@ -7,15 +7,14 @@ from typing import Literal
 
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.preflight import derived
+from rlctl.preflight.backend import State, backend_of
 
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
-State = Literal["parameters", "gradients", "optimizer"]
 # none: freed, and made anew when it is needed.
 Place = Literal["device", "host", "none"]
 Residency = dict[Phase, dict[State, Place]]
 
 PHASES: tuple[Phase, ...] = ("generate", "log_probs", "train", "refit", "checkpoint")
-STATES: tuple[State, ...] = ("parameters", "gradients", "optimizer")
 
 
 def residency(trainer: TrainerSection, shared: bool) -> Residency:
@@ -25,7 +24,7 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
     what made room for them stays out. log_probs: those of policy and reference, before the update; what was out
     until then comes back for the update alone.
     """
-    pinned = optimizer_on_host(trainer)
+    pinned = backend_of(trainer).optimizer_on_host(trainer)
     for_engines = pinned or (shared and trainer.offload_optimizer_for_generation)
     for_log_probs = for_engines or trainer.offload_optimizer_for_logprob
     hosted: dict[Phase, bool] = {
@@ -43,12 +42,6 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
         }
         for phase in PHASES
     }
-
-
-def optimizer_on_host(trainer: TrainerSection) -> bool:
-    """Whether the optimizer state lives on the host and is updated there: it never moves, nor does a part of it that
-    `optimizer_offload_fraction` leaves on the device."""
-    return trainer.backend == "megatron" and trainer.megatron.optimizer_cpu_offload
 
 
 def phases(config: RunConfig) -> tuple[Phase, ...]:

@@ -8,8 +8,6 @@ second time and have no part in that.
 
 from dataclasses import dataclass
 
-from rlctl.config.schema import TrainerSection
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -48,37 +46,3 @@ class Layout:
         """`tensor 2 x pipeline 1 x context 1 x data 2, experts over 1`."""
         groups = f"tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} x data {self.data}"
         return f"{groups}, experts over {self.expert}"
-
-
-def layout(trainer: TrainerSection) -> Layout:
-    """FSDP shards weights over all ranks and splits a batch over all of them."""
-    if trainer.backend == "fsdp":
-        return Layout(trainer.num_ranks, tensor=1, pipeline=1, context=1, expert=1)
-    sizes = trainer.megatron
-    return Layout(
-        trainer.num_ranks,
-        tensor=sizes.tensor_model_parallel_size,
-        pipeline=sizes.pipeline_model_parallel_size,
-        context=sizes.context_parallel_size,
-        expert=sizes.expert_model_parallel_size,
-        sequence=sizes.sequence_parallel,
-    )
-
-
-def hosted_share(trainer: TrainerSection) -> float:
-    """Of the parameters, whose optimizer state lives on the host and is updated there."""
-    own = trainer.megatron
-    if trainer.backend == "fsdp" or not own.optimizer_cpu_offload:
-        return 0.0
-    return 1.0 if own.optimizer_offload_fraction is None else own.optimizer_offload_fraction
-
-
-def cpu_offload_problem(dtype: str) -> str | None:
-    """Why Megatron-core's CPU optimizer cannot update weights of `dtype`, or None; what `auto` means, the device says.
-
-    Under the distributed optimizer float32 weights have no main copy: their shards are views, which torch's optimizers
-    refuse (`can't optimize a non-leaf Tensor`, megatron-core 0.16.1).
-    """
-    if dtype != "float32":
-        return None
-    return "needs trainer.dtype=bfloat16: Megatron-core's CPU optimizer fails on shards of float32 weights"

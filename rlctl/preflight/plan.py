@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import Architecture
+from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.memory import Memory, compute_bytes, forecast, refit_bytes
-from rlctl.preflight.parallel_layout import Layout, layout
+from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.placement import NodeResources, Placement, place, resources, this_machine
 
 
@@ -77,6 +78,7 @@ def make_plan(
 
     rooms: the nodes of a cluster instead, which have `gpus` in all.
     """
+    backend = backend_of(config.trainer)
     placement, misplaced = _placement(config, gpus, this_machine(gpus) if rooms is None else rooms)
     longest = longest_sequence(config, architecture)
     memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
@@ -87,7 +89,7 @@ def make_plan(
         parameters=architecture.parameters if architecture else None,
         placement=placement,
         misplaced=misplaced,
-        layout=layout(config.trainer) if config.trainer.backend == "megatron" else None,
+        layout=backend.layout(config.trainer) if backend.has_layouts else None,
         batch=_batch(config, longest),
         memory=memory,
         too_large=_too_large(config, memory) if gpus else None,
@@ -123,7 +125,7 @@ def _batch(config: RunConfig, longest: int | None) -> BatchSize:
     else:
         prompts, group, updates = config.sft.batch_size, 1, 1
     rollouts = prompts * group
-    per_rank = -(-rollouts // updates // layout(config.trainer).data)
+    per_rank = -(-rollouts // updates // layout_of(config.trainer).data)
     full = config.trainer.micro_batch_tokens // longest if longest else None
     return BatchSize(
         prompts=prompts,
@@ -165,10 +167,7 @@ def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
         return None
     taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))
     trainer = config.trainer
-    if trainer.backend == "fsdp":
-        advice = f"it takes {-(-memory.state_peak * trainer.num_ranks // memory.capacity)} ranks at least"
-    else:
-        advice = "more ranks, a larger trainer.megatron.tensor_model_parallel_size or optimizer_cpu_offload take less"
+    advice = backend_of(trainer).more_room(trainer, memory.state_peak, memory.capacity)
     return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
 
 

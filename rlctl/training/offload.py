@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from rlctl.preflight.offload_plan import PHASES, STATES, Phase, Place, Residency, State
+from rlctl.preflight.backend import STATES, State
+from rlctl.preflight.offload_plan import PHASES, Phase, Place, Residency
 from rlctl.utils.device_stream import DeviceStream
 
 # Where each tensor begins in the buffer, in bytes: a multiple of what copy engines and every dtype like.

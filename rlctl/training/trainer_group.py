@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import TrainerSection
-from rlctl.preflight.parallel_layout import layout
+from rlctl.preflight.backend import layout_of
 from rlctl.training.interface import Loss, LossInParts, Totals
 from rlctl.training.micro_batching import plan_micro_batches
 from rlctl.training.sample import TrainingSample
@@ -39,7 +39,7 @@ class TrainerGroup:
     def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
         self.group = group
         self._tokens = section.micro_batch_tokens
-        shape = layout(section)
+        shape = layout_of(section)
         self._shards = shape.shards
         # Tokens that are worth a call of their own: whole groups fill the last of their micro-batches half, and a
         # pipeline needs several to keep its stages busy.

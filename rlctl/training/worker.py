@@ -3,6 +3,7 @@
 The only place that knows which backend a name stands for.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,14 +154,9 @@ def _save_tokenizer(source: str, folder: Path) -> None:
 
 
 def trainer_class(backend: str) -> Callable[..., TrainerRank]:
-    """What trains behind a name."""
-    if backend == "megatron":
-        from rlctl.training.megatron.trainer import MegatronTrainer
-
-        return MegatronTrainer
-    from rlctl.training.fsdp.trainer import FsdpTrainer
-
-    return FsdpTrainer
+    """Return the class that trains behind a backend's name."""
+    trainer: Callable[..., TrainerRank] = importlib.import_module(f"rlctl.training.{backend}.trainer").TRAINER
+    return trainer
 
 
 def _backend(spec: TrainerSpec) -> TrainerRank:

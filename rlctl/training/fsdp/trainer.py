@@ -263,3 +263,6 @@ class FsdpTrainer:
 def _dtype(name: str | None, like: Tensor) -> torch.dtype:
     chosen: torch.dtype = like.dtype if name is None else getattr(torch, name)
     return chosen
+
+
+TRAINER = FsdpTrainer

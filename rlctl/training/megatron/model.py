@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
-from rlctl.preflight.parallel_layout import layout
+from rlctl.preflight.backend import layout_of
 from rlctl.training.compile import compile_for_packs
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.megatron.experts import GroupedExperts
@@ -154,7 +154,7 @@ def _transformer_config(
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
-        sequence_parallel=layout(section).sequence_parallel,
+        sequence_parallel=layout_of(section).sequence_parallel,
         params_dtype=dtype,
         fp32_residual_connection=parallel.fp32_residual_connection,
         # Stages hand over the residual.

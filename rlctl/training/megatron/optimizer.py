@@ -16,7 +16,7 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
-from rlctl.preflight.parallel_layout import hosted_share
+from rlctl.preflight.backends.megatron import hosted_share
 from rlctl.training.metric_accumulator import check_finite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

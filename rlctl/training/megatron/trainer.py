@@ -21,8 +21,9 @@ from torch import Tensor
 from rlctl.config.schema import TrainerSection
 from rlctl.models import hf_folder
 from rlctl.models.meta_model import active_parameters, layout_of, skeleton
-from rlctl.preflight.offload_plan import State, optimizer_on_host, residency
-from rlctl.preflight.parallel_layout import cpu_offload_problem
+from rlctl.preflight.backend import State
+from rlctl.preflight.backends.megatron import cpu_offload_problem
+from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training import distributed
 from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
@@ -97,7 +98,7 @@ class MegatronTrainer:
         self._exporter = Exporter(self._named, self._mapping, self._device)
         table = residency(config, shared=config.offload_optimizer_for_generation)
         states: dict[State, list[Tensor]] = {"gradients": self._optimizer.gradients()}
-        if not optimizer_on_host(config):
+        if not config.megatron.optimizer_cpu_offload:
             states["optimizer"] = self._optimizer.device_state()
         self._state = OffloadManager(table, states)
         # Engines start beside, or measure what is free before the first step.
@@ -382,3 +383,6 @@ def _accumulator(outputs: list[LossOutput], accumulator: MetricAccumulator) -> M
     for output in outputs if first else ():
         accumulator.add(output)
     return accumulator
+
+
+TRAINER = MegatronTrainer

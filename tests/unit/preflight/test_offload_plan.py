@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 
 from rlctl.config.schema import TrainerSection
+from rlctl.preflight.backend import STATES
 from rlctl.preflight.load import load
-from rlctl.preflight.offload_plan import PHASES, STATES, Phase, phases, residency
+from rlctl.preflight.offload_plan import PHASES, Phase, phases, residency
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob=true", "trainer.offload_optimizer_for_generation=true"
 ON_HOST = ("trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true")

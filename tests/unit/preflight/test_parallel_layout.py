@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from rlctl.config.errors import ConfigError
 from rlctl.models.model_sizes import Architecture, read_architecture
 from rlctl.preflight import check_inputs
+from rlctl.preflight.backend import layout_of
+from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.load import load
-from rlctl.preflight.parallel_layout import Layout, cpu_offload_problem, layout
+from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.suggest_layout import clashes, nearest
 from tests.unit.folders import MODEL
@@ -71,10 +73,13 @@ def test_shards_are_the_ranks_of_megatrons_own_groups() -> None:
 
 def test_the_layout_of_a_config(home: Path) -> None:
     fsdp = load("grpo", "grpo.recipe.yaml", ["trainer.num_ranks=4"]).config.trainer
-    assert (layout(fsdp), layout(fsdp).shards) == (Layout(4, 1, 1, 1, 1), [0, 1, 2, 3])
+    assert (layout_of(fsdp), layout_of(fsdp).shards) == (
+        Layout(4, 1, 1, 1, 1),
+        [0, 1, 2, 3],
+    )
     megatron = load("grpo", "grpo.recipe.yaml", [MEGATRON, "trainer.num_ranks=4", f"{TENSOR}=2"]).config.trainer
-    assert layout(megatron) == Layout(4, tensor=2, pipeline=1, context=1, expert=1)
-    assert str(layout(megatron)) == "tensor 2 x pipeline 1 x context 1 x data 2, experts over 1"
+    assert layout_of(megatron) == Layout(4, tensor=2, pipeline=1, context=1, expert=1)
+    assert str(layout_of(megatron)) == "tensor 2 x pipeline 1 x context 1 x data 2, experts over 1"
 
 
 def test_sequence_parallelism_follows_tensor_parallelism_unless_told() -> None:

@@ -1,0 +1,190 @@
+"""Facts of Megatron-core: its parallel layouts, its distributed optimizer, its optimizer on the host.
+
+Every problem of a layout ends with the nearest layout that works. Two of the CPU optimizer's rules hold by
+construction: the distributed optimizer is always used, and AdamW is the only optimizer.
+"""
+
+from contextlib import suppress
+from json import dumps
+
+from rlctl.config.invalid import BrokenValueError
+from rlctl.config.schema import TrainerSection
+from rlctl.models.model_sizes import Architecture
+from rlctl.preflight.backend import FLOAT32, Found, ShardCounts, State, StateBytes
+from rlctl.preflight.check_inputs import missing_megatron
+from rlctl.preflight.parallel_layout import Layout
+from rlctl.preflight.suggest_layout import KEYS, clashes, instead, world_sizes
+
+_SECTION = "trainer.megatron"
+_MODEL = ("model.path",)
+# Keys that each key is judged against besides the model: the problem is shown where the last of them was written.
+_AGAINST = {
+    "world": ("tensor", "pipeline", "context"),
+    "context": ("tensor",),
+    "expert": ("world", "pipeline"),
+    "sequence": ("tensor",),
+}
+# Values that ask for nothing, by key; false asks for nothing either.
+_NEUTRAL = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "sequence_parallel": None,
+    "fp32_residual_connection": False,
+    "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": None,
+    "overlap_cpu_optimizer_d2h_h2d": False,
+}
+
+
+def cpu_offload_problem(dtype: str) -> str | None:
+    """Return why the CPU optimizer cannot update weights of `dtype`, or None; only the device says what `auto` is.
+
+    Under the distributed optimizer float32 weights have no main copy: their shards are views, which torch's optimizers
+    refuse (`can't optimize a non-leaf Tensor`, megatron-core 0.16.1).
+    """
+    if dtype != "float32":
+        return None
+    return "needs trainer.dtype=bfloat16: Megatron-core's CPU optimizer fails on shards of float32 weights"
+
+
+def hosted_share(trainer: TrainerSection) -> float:
+    """Return the share of the parameters whose optimizer state lives on the host."""
+    own = trainer.megatron
+    if not own.optimizer_cpu_offload:
+        return 0.0
+    return 1.0 if own.optimizer_offload_fraction is None else own.optimizer_offload_fraction
+
+
+class MegatronBackend:
+    """Megatron-core."""
+
+    shard_name, has_layouts = "data-parallel shard", True
+
+    def layout(self, trainer: TrainerSection) -> Layout:
+        """Cut the ranks by the sizes in `trainer.megatron`."""
+        sizes = trainer.megatron
+        return Layout(
+            trainer.num_ranks,
+            tensor=sizes.tensor_model_parallel_size,
+            pipeline=sizes.pipeline_model_parallel_size,
+            context=sizes.context_parallel_size,
+            expert=sizes.expert_model_parallel_size,
+            sequence=sizes.sequence_parallel,
+        )
+
+    def check_keys(self, trainer: TrainerSection) -> Found:
+        """Find that megatron-core is not installed."""
+        if what := missing_megatron():
+            yield "trainer.backend", what, ()
+
+    def check_unused(self, trainer: TrainerSection) -> Found:
+        """Find keys of `trainer.megatron` that ask for something."""
+        for name, neutral in _NEUTRAL.items():
+            # One that is broken hides no other.
+            with suppress(BrokenValueError):
+                value = getattr(trainer.megatron, name)
+                if value != neutral and value is not False:
+                    why = f"{trainer.backend} has no such thing; set {dumps(neutral)} here"
+                    what = f"{dumps(value)} needs trainer.backend=megatron: {why}"
+                    yield f"{_SECTION}.{name}", what, ("trainer.backend",)
+
+    def check_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> Found:
+        """Find sizes that contradict the model or each other, one line a key."""
+        asked = self.layout(trainer)
+        found = list(clashes(asked, sizes))
+        advice = instead(asked, sizes, sequences) if found else ""
+        for name, what in found:
+            if name == "world" and (counts := world_sizes(asked, sizes, sequences)):
+                what += f"; try {KEYS['world']}={' or '.join(map(str, counts))}, or{advice.removeprefix('; try')}"
+            else:
+                what += advice
+            yield KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ()))
+
+    def check_model(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+        """Find layers that Megatron-core, as rlctl builds them, does not have."""
+        if sizes is None:
+            return
+        biased = sizes.output_bias or sizes.mlp_bias
+        if biased or sizes.activation != "silu":
+            what = "with biases" if biased else f"with hidden_act {sizes.activation}"
+            yield "trainer.backend", f"megatron trains no {sizes.model_type} {what}; use trainer.backend=fsdp", _MODEL
+        if sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
+            what = "megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1"
+            yield "trainer.backend", f"{what}; use trainer.backend=fsdp", _MODEL
+
+    def check_optimizer(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+        """Find what `optimizer_cpu_offload` needs, and keys that need it."""
+        own, key = trainer.megatron, f"{_SECTION}.optimizer_cpu_offload"
+        if own.optimizer_cpu_offload:
+            if what := cpu_offload_problem(trainer.dtype):
+                yield key, what, ("trainer.dtype",)
+            stages = own.pipeline_model_parallel_size
+            if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
+                # Each stage chooses what goes to the host, and the two round differently: the copies would drift apart.
+                what = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
+                yield f"{_SECTION}.optimizer_offload_fraction", what, (f"{_SECTION}.pipeline_model_parallel_size",)
+            return
+        for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+            with suppress(BrokenValueError):
+                if getattr(own, name):
+                    what = f"needs {key}=true: without it nothing of the optimizer is on the host"
+                    yield f"{_SECTION}.{name}", what, (key,)
+
+    def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
+        """Return switches that this layout or dtype leaves without an effect."""
+        idle = {}
+        if trainer.megatron.sequence_parallel and not self.layout(trainer).sequence_parallel:
+            idle[KEYS["sequence"]] = f"{KEYS['tensor']} is 1"
+        if trainer.megatron.fp32_residual_connection and trainer.dtype == "float32":
+            idle[f"{_SECTION}.fp32_residual_connection"] = "trainer.dtype is float32"
+        return idle
+
+    def suggest_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int) -> str:
+        """Return the overrides of the nearest layout."""
+        return instead(self.layout(trainer), sizes, sequences)
+
+    def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
+        """Share matrices over tensor ranks, layers over stages, optimizer state over ranks with the same weights."""
+        layout, ranks = trainer.megatron, trainer.num_ranks
+        tensor, stages = layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size
+        # An expert is on one rank whole.
+        experts = stages * layout.expert_model_parallel_size
+        return ShardCounts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
+
+    def states(self, trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, StateBytes]:
+        """Return the bytes as if all stages were alike.
+
+        Weights are in the compute dtype; the optimizer has float32 masters besides if that is a half. Where the host
+        updates a share of the parameters, their masters, a copy of their gradients and their moments are all there.
+        """
+        shared = self.shard_counts(trainer)
+        weights, sharded = shared.of(architecture), -(-architecture.parameters // shared.optimizer)
+        away = hosted_share(trainer)
+        masters = FLOAT32 if size < FLOAT32 else 0
+        device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away
+        return {
+            "parameters": StateBytes(f"weights, {'bfloat16' if masters else 'float32'}", weights * size),
+            "gradients": StateBytes("gradients", weights * FLOAT32),
+            "optimizer": StateBytes("AdamW state", int(device), int(host)),
+        }
+
+    def optimizer_on_host(self, trainer: TrainerSection) -> bool:
+        """Return `optimizer_cpu_offload`; the part that `optimizer_offload_fraction` leaves on the device stays too."""
+        return trainer.megatron.optimizer_cpu_offload
+
+    def residual_bytes(self, trainer: TrainerSection, size: int) -> int:
+        """Return 4 with `fp32_residual_connection`."""
+        return FLOAT32 if trainer.megatron.fp32_residual_connection else size
+
+    def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
+        """Return False: a rank's layers are whole, or cut for good."""
+        return False
+
+    def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
+        """Return the keys that take less."""
+        return "more ranks, a larger trainer.megatron.tensor_model_parallel_size or optimizer_cpu_offload take less"
+
+
+BACKEND = MegatronBackend()
