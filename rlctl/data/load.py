@@ -15,7 +15,7 @@ from rlctl.data.datasets import Row, load_rows
 from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.data.rows import Messages, conversation, is_plain, question
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
-from rlctl.preflight.derived import needs_answers
+from rlctl.preflight.resolved import needs_answers
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from rlctl.grpo.metrics import (
     validation_metrics,
 )
 from rlctl.grpo.parity_check import parity
-from rlctl.preflight.derived import max_age, needs_log_probs, streams_training
+from rlctl.preflight.resolved import Resolved
 from rlctl.refit.refit import Refit
 from rlctl.refit.transport import Report
 from rlctl.rollout.buffer import RolloutBuffer, Span
@@ -107,8 +107,9 @@ class GrpoLoop(Loop):
         write, health = parts.trainer.save, grpo_health(config, parts.score.scorer.failures.most_common)
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, write, stop, health)
         self._config, self._parts, self._async = config, parts, config.async_.enabled
-        self._loss, self._needs_log_probs = GrpoLoss.from_config(config), needs_log_probs(config)
-        self._streams = streams_training(config)
+        resolved = Resolved(config)
+        self._loss, self._needs_log_probs = GrpoLoss.from_config(config), resolved.needs_log_probs
+        self._streams, self._max_age = resolved.streams_training, resolved.max_age
 
         def dispatcher(deliver: Deliver) -> RolloutDispatcher:
             return RolloutDispatcher(parts.pool, deliver, config.run.deadline_s)
@@ -164,8 +165,7 @@ class GrpoLoop(Loop):
         if self._streams:
             metrics["train/parts"] = float(ahead.parts + 1)
         if self._async:
-            bound = max_age(self._config)
-            metrics |= age_metrics(groups, number - 1, self._buffer.occupancy(), bound)
+            metrics |= age_metrics(groups, number - 1, self._buffer.occupancy(), self._max_age)
             metrics["buffer/target"] = float(self._buffer.target)
         # Taken in any case: they would pile up.
         lengths = self._buffer.sampled_lengths()

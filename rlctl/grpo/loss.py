@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.preflight.derived import max_age, on_policy_ratio, proximal
+from rlctl.preflight.resolved import Resolved
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 
 # exp(20) = 4.9e8: beyond it a ratio is broken anyway, and float32 sums of its square still stay finite.
@@ -65,7 +65,7 @@ class GrpoLoss:
     @classmethod
     def from_config(cls, config: GrpoConfig) -> "GrpoLoss":
         """The loss of a run."""
-        loss = config.grpo.loss
+        loss, resolved = config.grpo.loss, Resolved(config)
         return cls(
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,
@@ -74,12 +74,12 @@ class GrpoLoss:
             kl_estimator=loss.kl_estimator,
             entropy_coef=loss.entropy_coef,
             reduction=loss.reduction,
-            proximal="current" if on_policy_ratio(config) else proximal(config),
+            proximal="current" if resolved.on_policy_ratio else resolved.proximal,
             importance_cap=loss.importance_cap,
             importance_mask=_bounds(loss.importance_mask),
             sequence_mask=_bounds(loss.sequence_mask),
             age_decay=loss.age_decay,
-            max_age=max_age(config),
+            max_age=resolved.max_age,
         )
 
     def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:

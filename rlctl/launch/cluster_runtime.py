@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from rlctl.launch.ray_session import ray_session
 from rlctl.launch.runtime import Allocation, Announce, must_share
 from rlctl.preflight.placement import NodeResources, Placement, PlacementError, ResourceRequest, place
+from rlctl.preflight.resolved import Device
 from rlctl.run.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -72,5 +73,5 @@ class ClusterRuntime:
 
 def _placed(found: "list[LiveNode]", resources: ResourceRequest) -> Placement:
     """Seats on what is free; a cluster with GPUs is not trained on by its CPUs."""
-    device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
+    device: Device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
     return place([NodeResources.of(each.name, each.free) for each in found], resources, device)

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, replace
 
-from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.generation.pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.derived import shares_devices, trainer_threads
 from rlctl.preflight.placement import Placement, PlacementError
-from rlctl.refit.protocol import Checks, Kind
+from rlctl.preflight.resolved import Resolved
+from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import Options
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
@@ -32,13 +32,6 @@ class MakeTrainer:
         return TrainerWorker(self.spec)
 
 
-def compute_dtype(trainer: TrainerSection, device: str) -> str:
-    """`auto` resolved: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
-    if trainer.dtype != "auto":
-        return trainer.dtype
-    return "float32" if device == "cpu" else "bfloat16"
-
-
 def start_trainers(
     session: Session,
     config: RunConfig,
@@ -49,17 +42,20 @@ def start_trainers(
 ) -> WorkerGroup:
     """The trainer ranks, starting."""
     placement, ranks = allocation.placement, config.trainer.num_ranks
+    resolved = Resolved(config, placement.device)
     # Without engines to make room for, nothing moves for them.
-    for_engines = config.trainer.offload_optimizer_for_generation and shares_devices(config)
+    for_engines = config.trainer.offload_optimizer_for_generation and resolved.shares_devices
     init_method = f"tcp://{allocation.meeting_point()}"
     updates = config.telemetry.profile_updates
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
     for rank, slot in enumerate(placement.trainers):
         ranks_there, engines_there = placement.standing_on(slot.node)
-        threads = trainer_threads(config, allocation.cores(slot), ranks_there, engines_there)
+        threads = resolved.trainer_threads(allocation.cores(slot), ranks_there, engines_there)
         spec = TrainerSpec(
-            config=replace(config.trainer, threads=threads, offload_optimizer_for_generation=for_engines),
+            config=replace(
+                config.trainer, dtype=resolved.dtype, threads=threads, offload_optimizer_for_generation=for_engines
+            ),
             model_path=files.folder,
             tokenizer_path=config.model.tokenizer or files.folder,
             rank=rank,
@@ -91,25 +87,25 @@ def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> li
 
 
 def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
-    """What every engine of the run is made of. stops: the tokens that end an answer."""
-    generation, cpu = config.generation, placement.device == "cpu"
+    """Return what every engine of the run is made of. stops: the tokens that end an answer."""
+    generation, resolved = config.generation, Resolved(config, placement.device)
     longest = config.model.max_length or files.max_length
     if config.data.max_prompt_length:
         longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
         model_path=files.folder,
-        dtype=compute_dtype(config.trainer, placement.device) if generation.dtype == "auto" else generation.dtype,
+        dtype=resolved.generation_dtype,
         device=placement.device,
         max_model_len=longest,
         tensor_parallel_size=generation.tensor_parallel_size,
         max_num_seqs=generation.max_num_seqs,
         gpu_memory_utilization=generation.gpu_memory_utilization,
         kv_cache_mib=generation.kv_cache_mib,
-        enforce_eager=cpu if generation.enforce_eager is None else generation.enforce_eager,
+        enforce_eager=resolved.enforce_eager,
         top_p=generation.top_p,
         top_k=generation.top_k,
         stop_token_ids=stops,
-        sleeps=placement.shared and not cpu,
+        sleeps=placement.shared and placement.device != "cpu",
         seed=config.run.seed,
         load_format="auto",
         extension="rlctl.generation.vllm_worker.RefitWorker",
@@ -127,7 +123,6 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
         raise PlacementError(
             f"refit.transport={refit.transport} stays on a node, the run is on {nodes}: broadcast, or auto"
         )
-    checks: Checks = ("all" if cpu else "sampled") if refit.checksum == "auto" else refit.checksum
     return Options(
         kind=_transport(config, placement),
         dtype=dtype,
@@ -136,7 +131,7 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
         buffer_memory_ratio=refit.buffer_memory_ratio,
         timeout_s=refit.timeout_s,
         folder=folder,
-        checks=checks,
+        checks=Resolved(config, placement.device).checksum,
         colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
     )

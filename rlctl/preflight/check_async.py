@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.preflight import derived
+from rlctl.preflight.resolved import Resolved
 
 Found = Iterator[tuple[str, str, tuple[str, ...]]]
 # AReaL, arXiv 2505.24298, table 3: with the decoupled objective a lag of up to 4 cost no accuracy.
@@ -25,14 +25,14 @@ def check_async(config: GrpoConfig) -> Found:
         )
         yield "async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",)
     loss, key = config.grpo.loss, "grpo.loss.proximal"
-    if derived.proximal(config) == "rollout" and rules.max_trajectory_age_steps > 1:
+    if Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
         what = (
             f"rollout clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
             "collapse (AReaL, arXiv 2505.24298, table 3); leave it auto, or set async.max_trajectory_age_steps=1"
         )
         yield key, what, ("async.max_trajectory_age_steps", "async.enabled")
     corrections = (loss.importance_cap, loss.importance_mask, loss.sequence_mask)
-    if derived.proximal(config) == "recompute" and all(each is None for each in corrections):
+    if Resolved(config).proximal == "recompute" and all(each is None for each in corrections):
         what = "null without a mask leaves rollouts of older versions uncorrected; the default is 2.0"
         yield "grpo.loss.importance_cap", what, ("async.enabled",)
 
@@ -46,7 +46,7 @@ def check_corrections(config: GrpoConfig) -> Found:
             continue
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
             yield key, f"must be [low, high] with low below high, not {bounds}", ()
-        if derived.proximal(config) == "rollout":
+        if Resolved(config).proximal == "rollout":
             yield (
                 key,
                 "needs grpo.loss.proximal=recompute: with rollout there is no such ratio",

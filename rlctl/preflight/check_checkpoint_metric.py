@@ -7,7 +7,7 @@ import re
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.preflight.derived import reward_names
+from rlctl.preflight.resolved import reward_names
 from rlctl.telemetry.metrics import MEANING
 
 _HELD_OUT = "validation/"

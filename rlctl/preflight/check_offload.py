@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from rlctl.config.schema import RunConfig, SftConfig, TrainerSection
-from rlctl.preflight import derived
 from rlctl.preflight.backend import backend_of
+from rlctl.preflight.resolved import Resolved
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob", "trainer.offload_optimizer_for_generation"
 _ON_HOST = "trainer.megatron.optimizer_cpu_offload"
@@ -25,10 +25,10 @@ def idle_offload(config: RunConfig) -> dict[str, str]:
     if trainer.offload_optimizer_for_logprob:
         if isinstance(config, SftConfig):
             idle[LOG_PROBS] = "kind is sft"
-        elif not derived.needs_log_probs(config):
+        elif not Resolved(config).needs_log_probs:
             idle[LOG_PROBS] = "no log-probs are computed before an update"
-        elif trainer.offload_optimizer_for_generation and derived.shares_devices(config):
+        elif trainer.offload_optimizer_for_generation and Resolved(config).shares_devices:
             idle[LOG_PROBS] = f"{GENERATION} keeps it on the host until the update"
-    if trainer.offload_optimizer_for_generation and not derived.shares_devices(config):
+    if trainer.offload_optimizer_for_generation and not Resolved(config).shares_devices:
         idle[GENERATION] = "kind is sft" if isinstance(config, SftConfig) else "engines have devices of their own"
     return idle

@@ -6,7 +6,7 @@ One line a key, whatever it contradicts.
 from rlctl.config.schema import MOST_SEQUENCES, GrpoConfig, RunConfig, TrainerSection
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import Found, backend_of, other_backends
-from rlctl.preflight.derived import sequences_per_update
+from rlctl.preflight.resolved import Resolved
 
 
 def check_backend(trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> list[Found]:
@@ -36,7 +36,7 @@ def check_batch(config: RunConfig, sizes: Architecture | None) -> Found:
             yield "grpo.num_generations_per_prompt", what, ("grpo.num_prompts_per_step",)
             return
     backend = backend_of(trainer)
-    have, asked = sequences_per_update(config), backend.layout(trainer)
+    have, asked = Resolved(config).sequences_per_update, backend.layout(trainer)
     if have >= asked.data:
         return
     unit, advice = backend.shard_name, backend.suggest_layout(trainer, sizes, have)

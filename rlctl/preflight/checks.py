@@ -25,7 +25,6 @@ from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.models.model_sizes import Architecture, architecture_of, config_file, read_architecture
 from rlctl.models.weight_headers import check_weights
-from rlctl.preflight import derived
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_async import WISE_AGE, check_async, check_corrections
 from rlctl.preflight.check_checkpoint_metric import best_notes
@@ -34,6 +33,7 @@ from rlctl.preflight.check_offload import check_offload, idle_offload
 from rlctl.preflight.check_parallel import check_backend, check_batch
 from rlctl.preflight.check_trackers import check_trackers
 from rlctl.preflight.plan import longest_sequence
+from rlctl.preflight.resolved import Resolved
 
 Problems = Iterator[Problem]
 T = TypeVar("T")
@@ -108,7 +108,7 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
             idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
     said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
     age = "async.max_trajectory_age_steps"
-    if age in given and isinstance(config, GrpoConfig) and derived.max_age(config) > WISE_AGE:
+    if age in given and isinstance(config, GrpoConfig) and Resolved(config).max_age > WISE_AGE:
         said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
     return said + best_notes(config)
 
@@ -116,12 +116,12 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
 def _idle(config: GrpoConfig) -> dict[str, str | bool | None]:
     """Key -> why it has no effect, where it has none."""
     loss, schedule = config.grpo.loss, config.trainer.optimizer.schedule
-    rollout = derived.proximal(config) == "rollout" and "grpo.loss.proximal is rollout"
+    rollout = Resolved(config).proximal == "rollout" and "grpo.loss.proximal is rollout"
     return {
         "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
         "grpo.loss.force_on_policy_ratio": rollout,
         "grpo.loss.importance_cap": rollout,
-        "async.streamed_training": not derived.streams_training(config) and _not_streamed(config),
+        "async.streamed_training": not Resolved(config).streams_training and _not_streamed(config),
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
@@ -263,7 +263,7 @@ def _parallel(view: View) -> Problems:
     trainer = view.config.trainer
     sizes = _unless_broken(lambda: view.architecture)
     # None too where there is none: `_batch` says so.
-    sequences = _unless_broken(lambda: derived.sequences_per_update(view.config)) or None
+    sequences = _unless_broken(lambda: Resolved(view.config).sequences_per_update) or None
     for found in check_backend(trainer, sizes, sequences):
         with suppress(BrokenValueError):
             yield from (view.problem(key, what, *others) for key, what, others in found)
@@ -289,7 +289,7 @@ def _graph(view: View, config: SftConfig) -> Problems:
 
 
 def _sampling(view: View, config: GrpoConfig) -> Problems:
-    if derived.proximal(config) == "rollout":
+    if Resolved(config).proximal == "rollout":
         why = "with grpo.loss.proximal=rollout the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
             yield view.problem("generation.top_p", why.format("1"), "grpo.loss.proximal")

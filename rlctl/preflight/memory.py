@@ -8,11 +8,11 @@ weights take the policy's own place while they are needed.
 
 from dataclasses import dataclass
 
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import Architecture
-from rlctl.preflight import derived
 from rlctl.preflight.backend import FLOAT32, State, backend_of
 from rlctl.preflight.offload_plan import Phase
+from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
 from rlctl.preflight.state_memory import PlacedState, standing
 
 # Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
@@ -49,41 +49,29 @@ class Memory:
         return max(trainer, resident + engine)
 
 
-def forecast(
-    config: RunConfig, architecture: Architecture, longest: int | None, gpus: int, device_memory: int | None
-) -> Memory:
-    """gpus 0: everything is on the CPU, whose `device_memory` ranks and engines share at all times."""
-    trainer, size = _trainer(config, architecture, gpus), compute_bytes(config.trainer.dtype, gpus)
-    where = standing(config, architecture, size, gpus)
+def forecast(resolved: Resolved, architecture: Architecture, longest: int | None, device_memory: int | None) -> Memory:
+    """Return the forecast. On a CPU ranks and engines share `device_memory` at all times."""
+    config = resolved.config
+    trainer = _trainer(resolved, architecture)
+    where = standing(resolved, architecture)
     if not isinstance(config, GrpoConfig):
         return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, standing=where)
-    engine, per_token = _engine(config, architecture, gpus, device_memory)
+    engine, per_token = _engine(resolved, config, architecture, device_memory)
     held = engine.get("key-value cache")
     sequences = held // (per_token * longest) if held is not None and longest else None
-    if gpus == 0:
+    if resolved.device == "cpu":
         # One machine holds every rank and every engine, all awake.
         trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
         engine = {name: size * config.generation.num_engines for name, size in engine.items()}
         both = trainer | {f"engines: {name}": size for name, size in engine.items()}
         return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences, standing=where)
-    shared = derived.shares_devices(config)
+    shared = resolved.shares_devices
     return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, standing=where)
 
 
-def compute_bytes(dtype: str, gpus: int) -> int:
-    """Bytes of one number of the compute dtype; auto: float32 on CPU, bfloat16 on GPU."""
-    return FLOAT32 if dtype == "float32" or (dtype == "auto" and gpus == 0) else 2
-
-
-def generation_bytes(config: GrpoConfig, gpus: int) -> int:
-    """Bytes of one number of an engine's weights; auto: as the trainer computes."""
-    dtype = config.trainer.dtype if config.generation.dtype == "auto" else config.generation.dtype
-    return compute_bytes(dtype, gpus)
-
-
-def refit_bytes(config: GrpoConfig, architecture: Architecture, gpus: int) -> int:
-    """Bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
-    return architecture.parameters * generation_bytes(config, gpus)
+def refit_bytes(resolved: Resolved, architecture: Architecture) -> int:
+    """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
+    return architecture.parameters * DTYPE_BYTES[resolved.generation_dtype]
 
 
 def activation_bytes(architecture: Architecture, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
@@ -104,8 +92,9 @@ def activation_bytes(architecture: Architecture, tokens: int, size: int, residua
     return tokens * per_token
 
 
-def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[str, int]:
-    trainer, size = config.trainer, compute_bytes(config.trainer.dtype, gpus)
+def _trainer(resolved: Resolved, architecture: Architecture) -> dict[str, int]:
+    config, cpu = resolved.config, resolved.device == "cpu"
+    trainer, size = config.trainer, DTYPE_BYTES[resolved.dtype]
     backend = backend_of(trainer)
     shared = backend.shard_counts(trainer)
     # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
@@ -115,7 +104,7 @@ def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[s
     kept = activation_bytes(architecture, tokens, size, residual, checkpointing)
     held = backend.states(trainer, architecture, size).values()
     logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
-    items = {each.name: each.device + each.host * (gpus == 0) for each in held} | {
+    items = {each.name: each.device + each.host * cpu for each in held} | {
         "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
@@ -123,19 +112,19 @@ def _trainer(config: RunConfig, architecture: Architecture, gpus: int) -> dict[s
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": (FLOAT32 + size) * architecture.embedding_parameters // shared.tensor,
     }
-    if gpus == 0 and isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
+    if cpu and isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
         items["reference"] = shared.of(architecture) * size
     return {name: count for name, count in items.items() if count}
 
 
 def _engine(
-    config: GrpoConfig, architecture: Architecture, gpus: int, device_memory: int | None
+    resolved: Resolved, config: GrpoConfig, architecture: Architecture, device_memory: int | None
 ) -> tuple[dict[str, int], int]:
     """(memory of one device of an engine by purpose, bytes of a cached token on it)."""
-    size, devices = generation_bytes(config, gpus), config.generation.tensor_parallel_size
+    size, devices = DTYPE_BYTES[resolved.generation_dtype], config.generation.tensor_parallel_size
     per_token = -(-architecture.kv_values_per_token * size // min(devices, architecture.kv_heads))
     items = {"weights": -(-architecture.parameters * size // devices)}
-    if gpus == 0:
+    if resolved.device == "cpu":
         items["key-value cache"] = config.generation.kv_cache_mib << 20
     elif device_memory is not None:
         usable = int(device_memory * config.generation.gpu_memory_utilization)

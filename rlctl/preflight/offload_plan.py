@@ -6,8 +6,8 @@ A backend holds its tensors to it (`training.moving`), the forecast counts by it
 from typing import Literal
 
 from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
-from rlctl.preflight import derived
 from rlctl.preflight.backend import State, backend_of
+from rlctl.preflight.resolved import Resolved
 
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
 # none: freed, and made anew when it is needed.
@@ -49,8 +49,8 @@ def phases(config: RunConfig) -> tuple[Phase, ...]:
     if not isinstance(config, GrpoConfig):
         return ("train", "checkpoint")
     left_out: set[Phase] = set()
-    if not derived.shares_devices(config):
+    if not Resolved(config).shares_devices:
         left_out.add("generate")
-    if not derived.needs_log_probs(config):
+    if not Resolved(config).needs_log_probs:
         left_out.add("log_probs")
     return tuple(phase for phase in PHASES if phase not in left_out)

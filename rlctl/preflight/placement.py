@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.preflight.derived import colocated
+from rlctl.preflight.resolved import Device, Resolved
 
 Strategy = Literal["pack", "spread"]
 # Processes that share the cores of one machine without GPUs: nobody counts its CPUs, but each costs a gigabyte.
@@ -62,7 +62,7 @@ class Placement:
     shared: engines and trainers share devices and take turns; on a CPU they always share the cores.
     """
 
-    device: str
+    device: Device
     trainers: list[PlacementSlot]
     engines: list[PlacementSlot]
     shared: bool
@@ -108,8 +108,8 @@ class Placement:
         return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.standing_on(node))
 
 
-def place(rooms: Sequence[NodeResources], resources: ResourceRequest, device: str = "") -> Placement:
-    """Seats for every process. device: "cpu" or "cuda"; empty: cuda where there are GPUs.
+def place(rooms: Sequence[NodeResources], resources: ResourceRequest, device: Device | None = None) -> Placement:
+    """Return a slot for every process. device None: cuda where there are GPUs.
 
     Raises PlacementError with the arithmetic when there is too little room.
     """
@@ -140,7 +140,7 @@ def resources(config: RunConfig) -> ResourceRequest:
         return ResourceRequest(config.trainer.num_ranks, trainer=trainer, cpus_per_process=each)
     generation = config.generation
     sizes = (config.trainer.num_ranks, generation.num_engines, generation.tensor_parallel_size)
-    return ResourceRequest(*sizes, colocated(config), trainer, config.placement.generator, each)
+    return ResourceRequest(*sizes, Resolved(config).colocated, trainer, config.placement.generator, each)
 
 
 def this_machine(gpus: int) -> list[NodeResources]:
@@ -148,7 +148,7 @@ def this_machine(gpus: int) -> list[NodeResources]:
     return [NodeResources("", gpus)]
 
 
-def _slots(room: NodeResources, resources: ResourceRequest, device: str) -> int:
+def _slots(room: NodeResources, resources: ResourceRequest, device: Device) -> int:
     if device == "cuda":
         return room.gpus
     return _MOST_ON_CPU if room.cpus is None else int(room.cpus / resources.cpus_per_process + 1e-6)
@@ -192,7 +192,7 @@ def _devices(slots: Sequence[PlacementSlot]) -> int:
     return max(1, len(found) or len({slot.node for slot in slots}))
 
 
-def _too_little(rooms: Sequence[NodeResources], resources: ResourceRequest, device: str) -> str:
+def _too_little(rooms: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> str:
     ranks = f"{resources.ranks} trainer rank{'s' * (resources.ranks != 1)}"
     if device == "cpu":
         needed, each = resources.ranks + resources.engines, resources.cpus_per_process

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import backend_of, layout_of
-from rlctl.preflight.memory import Memory, compute_bytes, forecast, refit_bytes
+from rlctl.preflight.memory import Memory, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.placement import NodeResources, Placement, place, resources, this_machine
+from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, device_of
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ def make_plan(
 
     rooms: the nodes of a cluster instead, which have `gpus` in all.
     """
-    backend = backend_of(config.trainer)
+    backend, resolved = backend_of(config.trainer), Resolved(config, device_of(gpus))
     placement, misplaced = _placement(config, gpus, this_machine(gpus) if rooms is None else rooms)
     longest = longest_sequence(config, architecture)
-    memory = forecast(config, architecture, longest, gpus, device_memory) if architecture else None
-    schedule = _schedule(config, architecture, gpus)
+    memory = forecast(resolved, architecture, longest, device_memory) if architecture else None
+    schedule = _schedule(resolved, architecture)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
@@ -94,7 +95,7 @@ def make_plan(
         memory=memory,
         too_large=_too_large(config, memory) if gpus else None,
         schedule=schedule,
-        refit=refit_bytes(config, architecture, gpus) if architecture and isinstance(config, GrpoConfig) else None,
+        refit=refit_bytes(resolved, architecture) if architecture and isinstance(config, GrpoConfig) else None,
         notes=_notes(config, schedule.updates, memory, gpus),
     )
 
@@ -113,7 +114,7 @@ def longest_sequence(config: RunConfig, architecture: Architecture | None) -> in
 
 def _placement(config: RunConfig, gpus: int, rooms: Sequence[NodeResources]) -> tuple[Placement | None, str | None]:
     try:
-        return place(rooms, resources(config), "cuda" if gpus else "cpu"), None
+        return place(rooms, resources(config), device_of(gpus)), None
     except ValueError as error:
         return None, str(error)
 
@@ -141,7 +142,8 @@ def _batch(config: RunConfig, longest: int | None) -> BatchSize:
     )
 
 
-def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -> Schedule:
+def _schedule(resolved: Resolved, architecture: Architecture | None) -> Schedule:
+    config = resolved.config
     steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
@@ -154,8 +156,7 @@ def _schedule(config: RunConfig, architecture: Architecture | None, gpus: int) -
     size = None
     if architecture:
         # Weights and AdamW's two moments in float32, and the exported weights.
-        dtype = config.trainer.dtype if config.checkpoint.export_dtype == "auto" else config.checkpoint.export_dtype
-        exported = compute_bytes(dtype, gpus) * config.checkpoint.export
+        exported = DTYPE_BYTES[resolved.export_dtype] * config.checkpoint.export
         size = architecture.parameters * (12 + exported)
     kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
     return Schedule(steps, updates, validations, checkpoints, kept, size)

@@ -5,11 +5,10 @@ Exact for FSDP (float32, sharded over the ranks); for Megatron-core as if its st
 
 from dataclasses import dataclass
 
-from rlctl.config.schema import RunConfig
 from rlctl.models.model_sizes import Architecture
-from rlctl.preflight import derived
 from rlctl.preflight.backend import STATES, State, StateBytes, backend_of
 from rlctl.preflight.offload_plan import Phase, Place, phases, residency
+from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
 
 
 @dataclass(frozen=True)
@@ -24,22 +23,21 @@ class PlacedState:
     host: int
 
 
-def standing(
-    config: RunConfig, architecture: Architecture, size: int, gpus: int
-) -> dict[Phase, dict[State, PlacedState]]:
-    """By phase of the run; size as for `Backend.states`. Without a GPU all of it is in host memory."""
-    table = residency(config.trainer, derived.shares_devices(config))
-    held = backend_of(config.trainer).states(config.trainer, architecture, size)
+def standing(resolved: Resolved, architecture: Architecture) -> dict[Phase, dict[State, PlacedState]]:
+    """Return the states by phase of the run. Without a GPU all of them are in host memory."""
+    config = resolved.config
+    table = residency(config.trainer, resolved.shares_devices)
+    held = backend_of(config.trainer).states(config.trainer, architecture, DTYPE_BYTES[resolved.dtype])
+    cpu = resolved.device == "cpu"
     return {
-        phase: {state: _standing(table[phase][state], held[state], gpus) for state in STATES}
-        for phase in phases(config)
+        phase: {state: _standing(table[phase][state], held[state], cpu) for state in STATES} for phase in phases(config)
     }
 
 
-def _standing(place: Place, held: StateBytes, gpus: int) -> PlacedState:
+def _standing(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
     if place == "none":
         return PlacedState("none", 0, 0)
-    if gpus == 0:
+    if cpu:
         return PlacedState("host", 0, held.device + held.host)
     # What lives on the host has a part on the device that stays there; what moves there moves whole.
     moved = place == "host" and held.host == 0

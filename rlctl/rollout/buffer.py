@@ -18,7 +18,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import PromptSource
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Rollout, TurnRequest
-from rlctl.preflight.derived import max_age
+from rlctl.preflight.resolved import Resolved
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
@@ -58,7 +58,7 @@ class RolloutBuffer:
         emit: Emit,
     ) -> None:
         self._config, self._source, self._refit, self._score, self._emit = config, source, refit, score, emit
-        shape = (config.grpo.num_prompts_per_step, max_age(config))
+        shape = (config.grpo.num_prompts_per_step, Resolved(config).max_age)
         self._staleness = StalenessScheduler(*shape, config.async_.policy, config.async_.window_fraction)
         adaptive = config.async_.prefetch == "auto"
         self._prefetch = AdaptivePrefetch(shape[0], self._staleness.capacity, adaptive=adaptive)

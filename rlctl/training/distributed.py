@@ -32,11 +32,9 @@ def met_at(init_method: str, rank: int, world: int) -> Any:
     return open_store(url.hostname, url.port, recorder=rank == 0, timeout=default_pg_timeout, world=world)
 
 
-def compute_dtype(section: TrainerSection, device: torch.device) -> torch.dtype:
-    """auto: float32 on CPU, bfloat16 on GPU."""
-    if section.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
+def compute_dtype(section: TrainerSection) -> torch.dtype:
+    """Return the compute dtype; who builds a rank has resolved `auto`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[section.dtype]
 
 
 def memory(device: torch.device) -> dict[str, float]:

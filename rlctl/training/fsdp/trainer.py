@@ -60,7 +60,7 @@ class FsdpTrainer:
         self._device = torch.device(device)
         distributed.join(config, rank, world, init_method, self._device)
         torch.manual_seed(seed + rank)
-        self._dtype = distributed.compute_dtype(config, self._device)
+        self._dtype = distributed.compute_dtype(config)
         self._folder = hf_folder.resolve(model_path)
         mesh = init_device_mesh(self._device.type, (world,))
         self._policy = build_policy(self._folder, config, self._dtype, mesh, temperature)

@@ -67,7 +67,7 @@ class MegatronTrainer:
         """
         self._config, self._rank, self._total_updates = config, rank, total_updates
         self._device = torch.device(device)
-        self._dtype = distributed.compute_dtype(config, self._device)
+        self._dtype = distributed.compute_dtype(config)
         self._own_dtype = str(self._dtype).removeprefix("torch.")
         why = cpu_offload_problem(self._own_dtype)
         if config.megatron.optimizer_cpu_offload and why:

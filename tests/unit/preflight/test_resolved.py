@@ -3,8 +3,8 @@
 import pytest
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.preflight.derived import trainer_threads
 from rlctl.preflight.load import load
+from rlctl.preflight.resolved import Resolved
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def test_a_rank_gets_its_share_of_the_cores_that_engines_beside_it_leave(
 ) -> None:
     config = load("grpo", None, list(settings)).config
     assert isinstance(config, GrpoConfig)
-    assert trainer_threads(config, cores, config.trainer.num_ranks, config.generation.num_engines) == threads
+    assert Resolved(config).trainer_threads(cores, config.trainer.num_ranks, config.generation.num_engines) == threads
 
 
 def test_sft_has_no_engines_beside_it() -> None:
-    assert trainer_threads(load("sft", None, []).config, 4, ranks=1, engines=0) == 4
+    assert Resolved(load("sft", None, []).config).trainer_threads(4, ranks=1, engines=0) == 4

@@ -1,0 +1,156 @@
+"""Values behind every `auto` and null of a config, and values that follow others: one frozen value for all. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlctl.config.schema import GrpoConfig, RewardSection, RunConfig
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config as it runs on a kind of device. device: None before it is known, where only a stated dtype can be read.
+
+    A property is computed when it is read: a broken value ends the checks that need it, and no others. Properties of
+    generation and of the loss are those of a GRPO run.
+    """
+
+    config: RunConfig
+    device: Device | None = None
+
+    @property
+    def dtype(self) -> Dtype:
+        """Compute dtype of the trainer. auto: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
+        own = self.config.trainer.dtype
+        if own == "auto":
+            return "float32" if self._known == "cpu" else "bfloat16"
+        return own
+
+    @property
+    def generation_dtype(self) -> Dtype:
+        """Dtype of an engine's weights. auto: the trainer's."""
+        own = self._grpo.generation.dtype
+        return self.dtype if own == "auto" else own
+
+    @property
+    def export_dtype(self) -> Dtype:
+        """Dtype of an exported Hugging Face folder. auto: the trainer's."""
+        own = self.config.checkpoint.export_dtype
+        return self.dtype if own == "auto" else own
+
+    @property
+    def enforce_eager(self) -> bool:
+        """True if engines run without CUDA graphs."""
+        own = self._grpo.generation.enforce_eager
+        return self._known == "cpu" if own is None else own
+
+    @property
+    def checksum(self) -> Literal["all", "sampled", "off"]:
+        """Items whose bytes are compared at each refit."""
+        own = self._grpo.refit.checksum
+        if own == "auto":
+            return "all" if self._known == "cpu" else "sampled"
+        return own
+
+    @property
+    def max_age(self) -> int:
+        """Steps that a group's oldest token may lag behind: 0 in a synchronous run."""
+        rules = self._grpo.async_
+        return rules.max_trajectory_age_steps if rules.enabled else 0
+
+    @property
+    def colocated(self) -> bool:
+        """True if engines take turns with the trainer on its devices."""
+        own = self._grpo.placement.colocated
+        return not self._grpo.async_.enabled if own is None else own
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if engines are on the trainer's devices; on a CPU they always are, and never sleep."""
+        return isinstance(self.config, GrpoConfig) and self.colocated
+
+    @property
+    def proximal(self) -> Literal["rollout", "recompute"]:
+        """Old policy of the loss's ratio."""
+        own = self._grpo.grpo.loss.proximal
+        if own == "auto":
+            return "recompute" if self._grpo.async_.enabled else "rollout"
+        return own
+
+    @property
+    def on_policy_ratio(self) -> bool:
+        """True if the policy before the update need not be computed apart, because it is the one being updated.
+
+        With one update a step it is: proximal and current log-probs are of the same weights, the ratio is 1 and only
+        its gradient counts.
+        """
+        own = self._grpo.grpo.loss.force_on_policy_ratio
+        once = self._grpo.grpo.updates_per_step == 1
+        return self.proximal == "recompute" and (once if own is None else own)
+
+    @property
+    def needs_log_probs(self) -> bool:
+        """True if a step computes log-probs, of the policy or of the reference, before its updates."""
+        recomputed = self.proximal == "recompute" and not self.on_policy_ratio
+        return recomputed or self._grpo.grpo.loss.kl_coef > 0
+
+    @property
+    def streams_training(self) -> bool:
+        """True if a step's gradients begin before all of its groups are sampled.
+
+        It takes one update a step, of values that are known when a group is.
+        """
+        once = self._grpo.grpo.updates_per_step == 1 and not self.needs_log_probs
+        return self._grpo.async_.enabled and self._grpo.async_.streamed_training and once
+
+    @property
+    def sequences_per_update(self) -> int:
+        """Rollouts or samples that one optimizer update trains on."""
+        if not isinstance(self.config, GrpoConfig):
+            return self.config.sft.batch_size
+        own = self.config.grpo
+        return own.num_prompts_per_step * own.num_generations_per_prompt // own.updates_per_step
+
+    def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
+        """Return the CPU threads of one of `ranks` trainer ranks beside so many engines on a machine of `cores`.
+
+        Engines that sample while it trains keep a core each: on two cores, two threads beside an engine made the tiny
+        run's asynchronous step 0.63 s, one thread 0.57 s.
+        """
+        beside = engines if isinstance(self.config, GrpoConfig) and self.config.async_.enabled else 0
+        return self.config.trainer.threads or max(1, (cores - beside) // ranks)
+
+    @property
+    def _known(self) -> Device:
+        assert self.device is not None, "it depends on the device, which is not known yet"
+        return self.device
+
+    @property
+    def _grpo(self) -> GrpoConfig:
+        assert isinstance(self.config, GrpoConfig), "an SFT run generates nothing"
+        return self.config
+
+
+def device_of(gpus: int) -> Device:
+    """Return the kind of device of a machine or cluster with so many GPUs."""
+    return "cuda" if gpus else "cpu"
+
+
+def needs_answers(config: GrpoConfig) -> bool:
+    """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""
+    return any(":" not in reward.name for reward in config.rewards)
+
+
+def reward_names(rewards: list[RewardSection]) -> list[str]:
+    """Return the name of each reward in metrics and rollouts: a function's own; a second regex is regex-2."""
+    names = [reward.name.rpartition(":")[2] for reward in rewards]
+    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
+
+
+def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
+    """Return (index, least value) of the reward that decides whether an answer is right: the first, at 1, unless told."""
+    told = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
+    return told[0] if told else (0, 1.0)
