@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlctl.generation.active_requests import EngineStats
-from rlctl.rewards.scorer import Score
 from rlctl.grpo.batch import TrainingBatch
+from rlctl.rewards.scorer import Score
 from rlctl.rollout.scoring import RolloutGroup
 from rlctl.telemetry import throughput
 

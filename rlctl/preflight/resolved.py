@@ -151,6 +151,6 @@ def reward_names(rewards: list[RewardSection]) -> list[str]:
 
 
 def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
-    """Return (index, least value) of the reward that decides whether an answer is right: the first, at 1, unless told."""
+    """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless told."""
     told = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
     return told[0] if told else (0, 1.0)
