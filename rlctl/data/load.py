@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from rlctl.config.plugins import needs_answers
 from rlctl.config.schema import DataSection, DatasetSection, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows
 from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.data.rows import Messages, conversation, is_plain, question
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
-from rlctl.preflight.resolved import needs_answers
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _messages(rows: list[Row], config: RunConfig, section: DatasetSection) -> It
         for row in rows:
             yield conversation(row, section)
         return
-    answered = needs_answers(config)
+    answered = needs_answers(config.rewards)
     for row in rows:
         yield question(row, section, answered=answered)[0]
 

@@ -6,8 +6,8 @@ A checkpoint is ranked by what was measured of its own weights alone, in its ste
 import re
 
 from rlctl.config.errors import did_you_mean
+from rlctl.config.plugins import reward_names
 from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.preflight.resolved import reward_names
 from rlctl.telemetry.metrics import MEANING
 
 _HELD_OUT = "validation/"

@@ -21,6 +21,7 @@ from typing import TypeVar
 from rlctl.config.builtin import is_shipped
 from rlctl.config.errors import ModelError, Problem
 from rlctl.config.invalid import BrokenValueError
+from rlctl.config.plugins import needs_answers
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.models.model_sizes import Architecture, architecture_of, config_file, read_architecture
@@ -236,7 +237,7 @@ def _data(view: View) -> Problems:
     data, config = view.config.data, view.config
     if data.train.path is None:
         yield view.problem("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
-    answered = isinstance(config, SftConfig) or derived.needs_answers(config)
+    answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
     for name, dataset in (("train", data.train), ("validation", data.validation)):
         for where, key, what in check_dataset(dataset, answered=answered):
             full = f"data.{name}.{key}"

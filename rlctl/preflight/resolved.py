@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlctl.config.schema import GrpoConfig, RewardSection, RunConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -137,20 +137,3 @@ class Resolved:
 def device_of(gpus: int) -> Device:
     """Return the kind of device of a machine or cluster with so many GPUs."""
     return "cuda" if gpus else "cpu"
-
-
-def needs_answers(config: GrpoConfig) -> bool:
-    """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""
-    return any(":" not in reward.name for reward in config.rewards)
-
-
-def reward_names(rewards: list[RewardSection]) -> list[str]:
-    """Return the name of each reward in metrics and rollouts: a function's own; a second regex is regex-2."""
-    names = [reward.name.rpartition(":")[2] for reward in rewards]
-    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
-
-
-def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
-    """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless told."""
-    told = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
-    return told[0] if told else (0, 1.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 from queue import LifoQueue
 from types import TracebackType
 
+from rlctl.config.plugins import correctness, reward_names
 from rlctl.config.schema import RewardSection
-from rlctl.preflight.resolved import correctness, reward_names
 from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt, load_function
 from rlctl.rewards.failures import Emit, FailureLog
 from rlctl.rewards.worker import LoadError, RewardWorker

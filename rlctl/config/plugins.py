@@ -1,0 +1,20 @@
+"""Rewards by name: what a config says of them, without importing them."""
+
+from rlctl.config.schema import RewardSection
+
+
+def needs_answers(rewards: list[RewardSection]) -> bool:
+    """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""
+    return any(":" not in reward.name for reward in rewards)
+
+
+def reward_names(rewards: list[RewardSection]) -> list[str]:
+    """Return the name of each reward in metrics and rollouts: a function's own; a second regex is regex-2."""
+    names = [reward.name.rpartition(":")[2] for reward in rewards]
+    return [name if (n := names[:i].count(name)) == 0 else f"{name}-{n + 1}" for i, name in enumerate(names)]
+
+
+def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
+    """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless told."""
+    told = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
+    return told[0] if told else (0, 1.0)
