@@ -3,14 +3,14 @@
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlctl.cli.arguments import Arguments, split
-from rlctl.cli.data import ends_of, read_ahead
-from rlctl.cli.output import BAD_INPUT, FAILED, OK, console, examples, note, report, say
+from rlctl.cli.data import read_ahead
+from rlctl.cli.dry_run import refuse, show_plan
+from rlctl.cli.output import FAILED, examples, note, say
 from rlctl.cli.train_there import Where, train_there
 from rlctl.cli.try_rewards import runs_others_code, try_rewards
 from rlctl.config.errors import ConfigError, Problem
@@ -157,37 +157,6 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     return read_ahead(composed.config)[0]
 
 
-def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
-    """The end of a dry run. where: the options that say where it would run; empty here, where the data is too."""
-    from rlctl.cli.plan_view import data_rows, format_plan, format_rows
-    from rlctl.cli.resume import plan_of_resume
-
-    note(composed.notes)
-    console().print(format_plan(plan))
-    refuse(composed, plan.too_large)
-    if not where:
-        data, ends = composed.config.data, ends_of(composed.config)
-        is_here = all(Path(path).exists() for path in (data.train.path, data.validation.path) if path)
-        rows = read_ahead(composed.config)[1] if is_here else None
-        console().print(format_rows("data", data_rows(rows, ends)))
-        note(ends.warnings if ends else [])
-    if resumed:
-        console().print(format_rows("resume", plan_of_resume(composed, resumed.run)))
-        say(f"\nrun it: {resumed.command(plan.kind, where)}")
-        raise typer.Exit(OK)
-    path = _write(composed)
-    say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {quote(str(path))}{where}")
-    raise typer.Exit(OK)
-
-
-def refuse(composed: "Composed", why: str | None) -> None:
-    """End as bad input if there is a reason: the machine cannot do what is asked of it."""
-    if why:
-        key = "trainer.num_ranks"
-        report([Problem(str(composed.origins.get(key, "")), key, why)])
-        raise typer.Exit(BAD_INPUT)
-
-
 def _plan(composed: "Composed") -> "RunPlan":
     from rlctl.models.model_sizes import architecture_of
     from rlctl.preflight.machine import read_machine
@@ -197,20 +166,3 @@ def _plan(composed: "Composed") -> "RunPlan":
     machine = read_machine(Path(config.run.dir).absolute())
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
     return make_plan(config, architecture_of(config.model.path), len(machine.gpus), memory)
-
-
-def _write(composed: "Composed") -> Path:
-    """The resolved config, beside the run directories; the same recipe's is written over."""
-    from rlctl.utils.files import foreign_link, write_whole
-
-    run = composed.config.run
-    path = Path(run.dir) / f"{run.name or composed.recipe.stem}.dry-run.yaml"
-    try:
-        if link := foreign_link(path.parent):
-            raise OSError(f"{link} is another user's symbolic link")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, composed.to_yaml())
-    except OSError as error:
-        why = f"cannot write {path}: {error.strerror or error}"
-        raise ConfigError([Problem(str(composed.origins.get("run.dir", "")), "run.dir", why)]) from error
-    return path

@@ -59,7 +59,7 @@ class Where:
 
 def train_there(where: Where, target: "Target", composed: "Composed", resumed: "Resumed | None", dry_run: bool) -> int:
     """Returns the exit code: the run's own, if it is watched to its end."""
-    from rlctl.cli.train import refuse, show_plan
+    from rlctl.cli.dry_run import refuse, show_plan
     from rlctl.cluster.jobs.submit import Order, submit
     from rlctl.config.builtin import RECIPES
     from rlctl.models.model_sizes import architecture_of

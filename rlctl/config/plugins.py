@@ -2,6 +2,9 @@
 
 from rlctl.config.schema import RewardSection
 
+# Name in the config -> maker of the reward from its section.
+REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify")}
+
 
 def needs_answers(rewards: list[RewardSection]) -> bool:
     """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""

@@ -1,10 +1,6 @@
 """Numbers as people read them: four digits, units that fit, and a dash for what is not known."""
 
-import re
-from pathlib import Path
-
 NONE = "–"
-_CHECKPOINT = re.compile(r"([^/]+)/checkpoints/(step_\d+)/hf/*$")
 
 
 def number(value: float | None) -> str:
@@ -65,12 +61,6 @@ def span(seconds: float | None) -> str:
 def ticking(seconds: float) -> str:
     """A time that runs on the screen: tenths at first, then whole seconds."""
     return f"{max(0.0, seconds):.1f}s" if seconds < 10 else span(seconds)
-
-
-def model_name(path: str) -> str:
-    """A model's short name: the last part of its path or hub name; of a checkpoint's folder the run and the step."""
-    found = _CHECKPOINT.search(path)
-    return f"{found[1]}-{found[2]}" if found else Path(path).name
 
 
 def count(number: int, what: str) -> str:

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.cursor import PromptSource
-from rlctl.data.prompts import Prompt
 from rlctl.generation.active_requests import EngineStats
-from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.batch import TrainingBatch, add_log_probs, make_batch
+from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.loss import GrpoLoss
@@ -38,50 +36,17 @@ from rlctl.grpo.metrics import (
 )
 from rlctl.grpo.parity_check import parity
 from rlctl.preflight.resolved import Resolved
-from rlctl.refit.refit import Refit
 from rlctl.refit.transport import Report
 from rlctl.rollout.buffer import RolloutBuffer, Span
 from rlctl.rollout.dispatcher import Deliver, RolloutDispatcher
-from rlctl.rollout.scoring import GroupScorer, RolloutGroup
+from rlctl.rollout.scoring import RolloutGroup
 from rlctl.rollout.seeds import VALIDATION, rollout_seeds
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
-from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.recorder import StepRecorder
-from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.interface import Totals
-from rlctl.training.trainer_group import TrainerGroup
-
-
-@dataclass(frozen=True)
-class Devices:
-    """Devices that train, that generate, and distinct ones in all: the denominators of the throughputs.
-
-    name: of the trainer's device, for its peak; flops: of training, (sequence length) -> FLOPs a token.
-    """
-
-    trainer: int
-    generator: int
-    all: int
-    name: str
-    flops: Callable[[float], float]
-
-
-@dataclass(frozen=True)
-class GrpoComponents:
-    """What a run is assembled from."""
-
-    trainer: TrainerGroup
-    pool: GeneratorPool
-    refit: Refit
-    source: PromptSource
-    validation: list[Prompt]
-    score: GroupScorer
-    recorder: RunRecorder
-    devices: Devices
-    monitor: ResourceMonitor
 
 
 @dataclass

@@ -3,17 +3,13 @@
 Checksums show that every tensor arrived as sent; sampled tokens show that it was loaded and computed alike.
 """
 
-from typing import TYPE_CHECKING
-
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.batch import to_sequence
+from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.logprob_mismatch import Mismatch, mismatch
 from rlctl.rollout.seeds import PROBE, rollout_seeds
-
-if TYPE_CHECKING:
-    from rlctl.grpo.loop import GrpoComponents
 
 # At least so many prompts in all, and of each engine.
 PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
@@ -26,7 +22,7 @@ class ProbeError(RuntimeError):
     """Trainer and generator disagree: training on such samples would be silently wrong."""
 
 
-def probe(config: GrpoConfig, parts: "GrpoComponents", prompts: list[Prompt], version: int, dtype: str) -> Mismatch:
+def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Prompt], version: int, dtype: str) -> Mismatch:
     """Refit with checksums, sample a few tokens, compare log-probs.
 
     Raises RefitError naming the first tensor that arrived changed, or ProbeError if log-probs differ by more
@@ -43,7 +39,7 @@ def probe(config: GrpoConfig, parts: "GrpoComponents", prompts: list[Prompt], ve
     return gap
 
 
-def parity(config: GrpoConfig, parts: "GrpoComponents", prompts: list[Prompt], version: int) -> Mismatch:
+def parity(config: GrpoConfig, parts: GrpoComponents, prompts: list[Prompt], version: int) -> Mismatch:
     """Sample a few tokens while trainer and generator both have `version`, and compare their log-probs.
 
     What else the engines sample goes on meanwhile.

@@ -19,7 +19,7 @@ from rlctl.utils.process import identity
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
-    from rlctl.grpo.loop import Devices, GrpoComponents
+    from rlctl.grpo.components import Devices, GrpoComponents
     from rlctl.rewards.scorer import Scorer
     from rlctl.workers.group import WorkerGroup
 
@@ -37,10 +37,12 @@ def run_grpo(
 ) -> int:
     """`rlctl train grpo`: returns the exit code. reader: holds the rows if they were read already."""
     reader = reader or RowReader(config)
-    return run_session(config, resolved, resume, lambda session: _grpo(session, reader, probe_only), runtime)
+    return run_session(
+        config, resolved, resume, lambda session: _grpo(session, runtime, reader, probe_only), runtime.refuse
+    )
 
 
-def _grpo(session: Session, reader: RowReader, probe_only: bool) -> None:
+def _grpo(session: Session, runtime: Runtime, reader: RowReader, probe_only: bool) -> None:
     config = session.config
     assert isinstance(config, GrpoConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
@@ -56,7 +58,7 @@ def _grpo(session: Session, reader: RowReader, probe_only: bool) -> None:
             announce(session, config, config.grpo.num_steps, placement)
             loading.append(PromptLoading.begin(threads, session, config, files, reader.take(), scorer))
 
-        allocation = stack.enter_context(session.runtime.allocation(session, resources(config), begin))
+        allocation = stack.enter_context(runtime.allocation(session, resources(config), begin))
         if loading[0].prompts.done():
             # What is wrong with data or rewards is known by now, as a rule.
             loading[0].prompts.result()
@@ -75,7 +77,7 @@ def _assembled(
 ) -> None:
     from rlctl.data.cursor import Cursor, PromptSource
     from rlctl.generation.pool import GeneratorPool
-    from rlctl.grpo.loop import GrpoComponents
+    from rlctl.grpo.components import GrpoComponents
     from rlctl.grpo.parity_check import probe
     from rlctl.launch.worker_specs import engine_slots, engine_spec, refit_options, start_trainers
     from rlctl.refit.refit import Refit
@@ -142,7 +144,7 @@ def closing(group: "WorkerGroup") -> Callable[[Any, Any, Any], None]:
 
 def _devices(placement: Placement, facts: dict[str, Any], files: ModelFiles) -> "Devices":
     """facts: of `TrainerGroup.info`."""
-    from rlctl.grpo.loop import Devices
+    from rlctl.grpo.components import Devices
 
     devices = (placement.trainer_devices, placement.generator_devices, placement.all_devices)
     return Devices(*devices, *training_cost(facts, files))

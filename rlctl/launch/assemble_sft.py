@@ -20,10 +20,10 @@ def run_sft(
 ) -> int:
     """`rlctl train sft`: returns the exit code. reader: holds the rows if they were read already."""
     reader = reader or RowReader(config)
-    return run_session(config, resolved, resume, lambda session: _sft(session, reader), runtime)
+    return run_session(config, resolved, resume, lambda session: _sft(session, runtime, reader), runtime.refuse)
 
 
-def _sft(session: Session, reader: RowReader) -> None:
+def _sft(session: Session, runtime: Runtime, reader: RowReader) -> None:
     config = session.config
     assert isinstance(config, SftConfig)
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
@@ -36,7 +36,7 @@ def _sft(session: Session, reader: RowReader) -> None:
             announce(session, config, config.sft.num_steps, placement)
             loading.append(threads.submit(load_run_samples, session, config, files, reader.take()))
 
-        allocation = stack.enter_context(session.runtime.allocation(session, resources(config), begin))
+        allocation = stack.enter_context(runtime.allocation(session, resources(config), begin))
         _assembled(stack, session, config, files, allocation, loading[0])
 
 

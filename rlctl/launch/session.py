@@ -23,7 +23,6 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.datasets import DataError
-from rlctl.launch.runtime import Runtime
 from rlctl.preflight.placement import PlacementError
 from rlctl.refit.protocol import RefitError
 from rlctl.rewards.base import RewardError
@@ -51,6 +50,9 @@ _HANDED_OVER_S = 30.0
 # For the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
+# Raises RunDirError for a run that must not be continued from here.
+Refuse = Callable[[RunDir], None]
+
 
 @dataclass
 class Session:
@@ -68,7 +70,6 @@ class Session:
     events: EventLog
     recorder: RunRecorder
     interrupts: Interrupts
-    runtime: Runtime
     reserve: Reserve
     resumed: bool
     waits: Waits
@@ -158,16 +159,16 @@ class Session:
 
 
 def run_session(
-    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], runtime: Runtime
+    config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], refuse: Refuse
 ) -> int:
     """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
     try:
-        run_dir, claim = _open(config, resolved, resume, runtime)
+        run_dir, claim = _open(config, resolved, resume, refuse)
     except (RunDirError, OSError) as error:
         print(f"error: {neutral(str(error))}", file=sys.stderr)
         return 2
     try:
-        return _driven(config, resolved, run_dir, resume is not None, body, runtime)
+        return _driven(config, resolved, run_dir, resume is not None, body)
     finally:
         os.close(claim)
 
@@ -178,12 +179,11 @@ def _driven(
     run_dir: RunDir,
     resumed: bool,
     body: Callable[[Session], None],
-    runtime: Runtime,
 ) -> int:
     events = EventLog(run_dir.events)
     shown = config.telemetry
     # As it stands on disk: trackers show it, and what came from the environment may be secret.
-    trackers = open_trackers(run_dir, events, yaml.safe_load(resolved), shown.tensorboard, shown.wandb_project)
+    trackers = open_trackers(run_dir.path, events, yaml.safe_load(resolved), shown.tensorboard, shown.wandb_project)
     metrics = MetricsLog(run_dir.metrics, events, trackers)
     recorder = _recorder(config, run_dir, events, metrics)
 
@@ -193,7 +193,7 @@ def _driven(
     reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
     with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
-        session = Session(config, resolved, run_dir, events, recorder, interrupts, runtime, reserve, resumed, waits)
+        session = Session(config, resolved, run_dir, events, recorder, interrupts, reserve, resumed, waits)
         code, status, reason = _run(session, body)
         waits.close()
         metrics.close()
@@ -212,7 +212,7 @@ def _recorder(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: Met
     return RunRecorder(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
 
 
-def _open(config: RunConfig, resolved: str, resume: Path | None, runtime: Runtime) -> tuple[RunDir, int]:
+def _open(config: RunConfig, resolved: str, resume: Path | None, refuse: Refuse) -> tuple[RunDir, int]:
     """The run's directory, made ready for an attempt, and the lock that makes it this process's."""
     if resume is None:
         root = Path(config.run.dir)
@@ -221,7 +221,7 @@ def _open(config: RunConfig, resolved: str, resume: Path | None, runtime: Runtim
         write_whole(run_dir.config, resolved)
     else:
         run_dir = RunDir.open(resume)
-        runtime.refuse(run_dir)
+        refuse(run_dir)
         _refuse_if_alive(run_dir)
         claim = run_dir.claim(_HANDED_OVER_S)
     _start_attempt(run_dir, resolved)

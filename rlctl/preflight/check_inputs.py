@@ -13,6 +13,7 @@ from pathlib import Path
 from shlex import quote
 
 from rlctl.config.errors import did_you_mean, shortened
+from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import DatasetSection, RewardSection, RunSection
 from rlctl.data.datasets import first_line
@@ -21,7 +22,6 @@ from rlctl.data.datasets import first_line
 _LONGEST_NAME = 200
 # Linux takes 4,096.
 _LONGEST_PATH = 3000
-REWARDS = ("exact", "regex", "math_verify")
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 

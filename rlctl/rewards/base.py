@@ -1,21 +1,16 @@
-"""What a reward is: a function of (prompt, completion, answer, row), and how a name in the config becomes one."""
+"""A reward's interface: a function of (prompt, completion, answer, row), its input, its outcome."""
 
-import importlib
-import importlib.util
 import inspect
 import math
 import reprlib
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import Any
-
-from rlctl.config.schema import RewardSection
 
 RewardFunction = Callable[[str, str, str | None, dict[str, Any]], float]
 MAX_DETAIL = 200
@@ -61,26 +56,6 @@ class RewardFailure:
 Outcome = float | RewardFailure
 
 
-def load_function(section: RewardSection) -> RewardFunction:
-    """exact, regex, math_verify, or `module:function` / `path.py:function` (from the working directory).
-
-    Raises RewardError if there is no such function or it does not take the four arguments.
-    """
-    if section.name == "exact":
-        from rlctl.rewards import exact
-
-        return exact.score
-    if section.name == "regex":
-        from rlctl.rewards import regex
-
-        return partial(regex.score, regex.compile_pattern(section.pattern))
-    if section.name == "math_verify":
-        from rlctl.rewards import math_verify
-
-        return math_verify.score
-    return _user_function(section.name)
-
-
 def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
     """Return the finite number that `function` gives `item`, or what it did instead."""
     try:
@@ -111,10 +86,11 @@ def _raised(error: BaseException, function: RewardFunction) -> RewardFailure:
     trace = "".join(traceback.format_exception(type(error), error, frames))
     if len(trace) > MAX_TRACE:
         trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
-    return RewardFailure(f"raised {type(error).__name__}", raised_at(error, function), _message(error), trace)
+    return RewardFailure(f"raised {type(error).__name__}", raised_at(error, function), error_text(error), trace)
 
 
-def _message(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
+    """Return the error's message as one short line."""
     try:
         return shortened(str(error))
     except Exception:  # an exception of the user's, whose text is the user's code
@@ -133,13 +109,13 @@ def raised_at(error: BaseException, function: RewardFunction | None = None) -> s
     code = _code(function)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
     last = (own or frames)[-1:]
-    return _place(last[0].filename, last[0].lineno or 0) if last else ""
+    return place_of(last[0].filename, last[0].lineno or 0) if last else ""
 
 
 def defined_at(function: RewardFunction) -> str:
     """file:line of the function's definition; empty where Python does not know it."""
     code = _code(function)
-    return _place(code.co_filename, code.co_firstlineno) if code else ""
+    return place_of(code.co_filename, code.co_firstlineno) if code else ""
 
 
 def _code(function: RewardFunction | None) -> CodeType | None:
@@ -150,59 +126,8 @@ def _code(function: RewardFunction | None) -> CodeType | None:
     return None
 
 
-def _place(file: str, line: int) -> str:
+def place_of(file: str, line: int) -> str:
+    """Return file:line, the file relative to the current directory where it is inside."""
     path = Path(file)
     here = Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
-
-
-def require_answer(answer: str | None) -> str:
-    if answer is None:
-        raise RewardError("no answer: the row has none to compare with")
-    return answer
-
-
-def _user_function(name: str) -> RewardFunction:
-    module_name, colon, attribute = name.rpartition(":")
-    if not colon:
-        raise RewardError("no such reward: use exact, regex, math_verify, or a function of yours as module:function")
-    try:
-        module = _module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does at import
-        inside = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-        where = f" at {_place(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
-        raise RewardError(f"cannot import: {type(error).__name__}: {_message(error)}{where}") from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise RewardError(f"no such function: {module_name} has no {attribute!r}")
-    try:
-        inspect.signature(function).bind("prompt", "completion", "answer", {})
-    except TypeError as error:
-        where = f" at {place}" if (place := defined_at(function)) else ""
-        wanted = "it must take (prompt, completion, answer, row)"
-        raise RewardError(f"wrong signature{where}: {wanted}; {error}") from error
-    return function  # type: ignore[no-any-return]
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith("<frozen") and file not in (__file__, importlib.__file__)
-
-
-def _module(name: str) -> ModuleType:
-    path = Path(name)
-    folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()
-    inside = [path.stem]
-    while path.suffix == ".py" and (folder / "__init__.py").is_file():
-        inside.insert(0, folder.name)
-        folder = folder.parent
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    if path.suffix != ".py" or len(inside) > 1:
-        return importlib.import_module(name if path.suffix != ".py" else ".".join(inside))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{name} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module

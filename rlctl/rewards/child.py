@@ -18,8 +18,9 @@ import time
 from typing import IO, NoReturn
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import RewardError, RewardFunction, attempt, load_function
+from rlctl.rewards.base import RewardError, RewardFunction, attempt
 from rlctl.rewards.channel import answer
+from rlctl.rewards.load import load_function
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 # To end a family that forks as fast as it is killed.

@@ -13,8 +13,9 @@ from types import TracebackType
 
 from rlctl.config.plugins import correctness, reward_names
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt, load_function
+from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt
 from rlctl.rewards.failures import Emit, FailureLog
+from rlctl.rewards.load import load_function
 from rlctl.rewards.worker import LoadError, RewardWorker
 from rlctl.utils.cores import usable_cores
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from shlex import quote
 
 from rlctl.config.errors import did_you_mean
-from rlctl.dashboard.formats import model_name
 
 _CLAIM_POLL_S = 0.1
 # A run from a checkpoint has that run's name in its own: a chain of them must stay a folder's name.
 _LONGEST_MODEL = 80
+_CHECKPOINT = re.compile(r"([^/]+)/checkpoints/(step_\d+)/hf/*$")
 
 
 class RunDirError(ValueError):
@@ -142,6 +142,12 @@ def find_run(text: str, root: Path) -> Path:
     if not near and Path(text).is_dir():
         raise RunDirError(f"{text} is no run directory: it has neither config.yaml nor events.jsonl")
     raise RunDirError(f"{text}: no such run{near or '; `rlctl runs list` shows what there is'}")
+
+
+def model_name(path: str) -> str:
+    """Return a model's short name: the last part of its path or hub name; for a checkpoint, its run and step."""
+    found = _CHECKPOINT.search(path)
+    return f"{found[1]}-{found[2]}" if found else Path(path).name
 
 
 def automatic_name(kind: str, model: str, root: Path) -> str:

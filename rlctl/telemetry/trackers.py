@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, Tracker
 
 
 def open_trackers(
-    run: RunDir, events: EventLog, config: Mapping[str, Any], tensorboard: bool, wandb_project: str | None
+    run: Path, events: EventLog, config: Mapping[str, Any], tensorboard: bool, wandb_project: str | None
 ) -> list[Tracker]:
-    """The trackers asked for. config: the resolved config as plain containers, shown by W&B."""
+    """Return the trackers asked for. run: the run directory. config: the resolved one as plain containers, for W&B."""
     makers: dict[str, Callable[[], Tracker]] = {}
     if tensorboard:
-        makers["tensorboard"] = lambda: TensorBoard(run.path / "tensorboard")
+        makers["tensorboard"] = lambda: TensorBoard(run / "tensorboard")
     if wandb_project is not None:
         project = wandb_project
         makers["wandb"] = lambda: WandB(project, run, config)
@@ -77,12 +76,11 @@ class TensorBoard:
 class WandB:
     """One W&B run a run directory; a resumed run continues it."""
 
-    def __init__(self, project: str, run: RunDir, config: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, run: Path, config: Mapping[str, Any]) -> None:
         import wandb
 
-        self._run = wandb.init(
-            project=project, name=run.name, id=run.name, dir=str(run.path), config=dict(config), resume="allow"
-        )
+        name = run.resolve().name
+        self._run = wandb.init(project=project, name=name, id=name, dir=str(run), config=dict(config), resume="allow")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
         # Validation falls on a step that may be logged already, so the step is a field of its own.

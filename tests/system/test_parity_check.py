@@ -8,8 +8,8 @@ import pytest
 from rlctl.config.schema import GrpoConfig, TrainerSection
 from rlctl.data.prompts import Prompt
 from rlctl.generation.pool import GeneratorPool
+from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
-from rlctl.grpo.loop import GrpoComponents
 from rlctl.grpo.parity_check import ProbeError, parity, probe
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit

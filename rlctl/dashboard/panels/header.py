@@ -1,9 +1,10 @@
 """The head of the dashboard: which run, how far, what it does at this moment."""
 
 from rlctl.dashboard.event_text import one_line
-from rlctl.dashboard.formats import count, model_name, span, ticking
+from rlctl.dashboard.formats import count, span, ticking
 from rlctl.dashboard.panels.canvas import Row, box, row, spread
 from rlctl.dashboard.state import RunState
+from rlctl.run.run_dir import model_name
 from rlctl.telemetry.jsonl import Record
 
 HEIGHT = 4

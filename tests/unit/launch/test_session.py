@@ -36,7 +36,7 @@ def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
         announce(session, composed.config, 4, place(this_machine(0), resources(composed.config)))
         body(session)
 
-    return run_session(composed.config, composed.to_yaml(), None, whole, LocalRuntime())
+    return run_session(composed.config, composed.to_yaml(), None, whole, LocalRuntime().refuse)
 
 
 def test_a_full_disk_is_named_at_the_end_with_the_way_on_and_the_run_has_failed(

@@ -1,7 +1,8 @@
 import pytest
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt, load_function
+from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt
+from rlctl.rewards.load import load_function
 
 
 def scored(name: str, completion: str, answer: str | None, pattern: str | None = None) -> object:

@@ -258,10 +258,10 @@ def test_whatever_a_reward_started_ends_when_the_driver_is_killed(hooks):
     driver = """
 import sys, time
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Item
+from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Scorer
 scorer = Scorer([RewardSection("my_rewards:leaves", 1.0, None, None, 10.0)])
-print(scorer.score([Item("p", "fine", None, {})])[0].value, flush=True)
+print(scorer.score([RewardInput("p", "fine", None, {})])[0].value, flush=True)
 time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", driver], stdout=subprocess.PIPE, text=True)

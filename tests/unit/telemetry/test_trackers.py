@@ -23,7 +23,7 @@ def warnings(run: RunDir) -> list[str]:
 
 def test_tensorboard_files_hold_every_scalar(run: RunDir) -> None:
     events = EventLog(run.events)
-    (tracker,) = open_trackers(run, events, {}, tensorboard=True, wandb_project=None)
+    (tracker,) = open_trackers(run.path, events, {}, tensorboard=True, wandb_project=None)
     tracker.write("step", 3, {"loss/policy": 0.5, "version": 3})
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,7 +37,7 @@ def test_tensorboard_files_hold_every_scalar(run: RunDir) -> None:
 
 def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    (tracker,) = open_trackers(run, EventLog(run.events), {}, tensorboard=False, wandb_project="p")
+    (tracker,) = open_trackers(run.path, EventLog(run.events), {}, tensorboard=False, wandb_project="p")
     tracker.write("step", 1, {"a": 1.0})
     tracker.close()
     (what,) = warnings(run)
@@ -60,4 +60,4 @@ def test_a_tracker_that_fails_to_write_is_one_warning_and_then_silent(run: RunDi
 
 
 def test_none_are_opened_unasked(run: RunDir) -> None:
-    assert open_trackers(run, EventLog(run.events), {}, tensorboard=False, wandb_project=None) == []
+    assert open_trackers(run.path, EventLog(run.events), {}, tensorboard=False, wandb_project=None) == []

@@ -1,0 +1,64 @@
+"""`rlctl train --dry-run`: shows the plan, writes the resolved config, starts nothing."""
+
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+import typer
+
+from rlctl.cli.data import ends_of, read_ahead
+from rlctl.cli.output import BAD_INPUT, OK, console, note, report, say
+from rlctl.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rlctl.cli.resume import Resumed
+    from rlctl.preflight.load import Composed
+    from rlctl.preflight.plan import RunPlan
+
+
+def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
+    """End a dry run. where: the options that say where it would run; empty on this machine, where the data is too."""
+    from rlctl.cli.plan_view import data_rows, format_plan, format_rows
+    from rlctl.cli.resume import plan_of_resume
+
+    note(composed.notes)
+    console().print(format_plan(plan))
+    refuse(composed, plan.too_large)
+    if not where:
+        data, ends = composed.config.data, ends_of(composed.config)
+        is_here = all(Path(path).exists() for path in (data.train.path, data.validation.path) if path)
+        rows = read_ahead(composed.config)[1] if is_here else None
+        console().print(format_rows("data", data_rows(rows, ends)))
+        note(ends.warnings if ends else [])
+    if resumed:
+        console().print(format_rows("resume", plan_of_resume(composed, resumed.run)))
+        say(f"\nrun it: {resumed.command(plan.kind, where)}")
+        raise typer.Exit(OK)
+    path = _write(composed)
+    say(f"\nresolved config: {path}\nrun it: rlctl train {plan.kind} {quote(str(path))}{where}")
+    raise typer.Exit(OK)
+
+
+def refuse(composed: "Composed", why: str | None) -> None:
+    """End as bad input if there is a reason: the machine cannot do what is asked of it."""
+    if why:
+        key = "trainer.num_ranks"
+        report([Problem(str(composed.origins.get(key, "")), key, why)])
+        raise typer.Exit(BAD_INPUT)
+
+
+def _write(composed: "Composed") -> Path:
+    """Write the resolved config beside the run directories, over the same recipe's, and return its path."""
+    from rlctl.utils.files import foreign_link, write_whole
+
+    run = composed.config.run
+    path = Path(run.dir) / f"{run.name or composed.recipe.stem}.dry-run.yaml"
+    try:
+        if link := foreign_link(path.parent):
+            raise OSError(f"{link} is another user's symbolic link")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, composed.to_yaml())
+    except OSError as error:
+        why = f"cannot write {path}: {error.strerror or error}"
+        raise ConfigError([Problem(str(composed.origins.get("run.dir", "")), "run.dir", why)]) from error
+    return path

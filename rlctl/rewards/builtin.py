@@ -1,0 +1,64 @@
+"""Built-in rewards, each made from its section of the config: 1 where the completion gives the answer, else 0."""
+
+import logging
+import re
+from typing import Any
+
+from rlctl.config.schema import RewardSection
+from rlctl.rewards.base import RewardError, RewardFunction
+
+
+def exact(section: RewardSection) -> RewardFunction:
+    """Compare the whole completion with the answer, white space around either aside."""
+
+    def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        return float(completion.strip() == _required(answer).strip())
+
+    return score
+
+
+def regex(section: RewardSection) -> RewardFunction:
+    """Compare the first group of the pattern's first match with the answer, white space aside.
+
+    Raises RewardError unless `pattern` is a regular expression with a group.
+    """
+    try:
+        pattern = re.compile(section.pattern or "")
+    except re.error as error:
+        raise RewardError(f"bad pattern: {section.pattern!r}: {error}") from error
+    if not pattern.groups:
+        raise RewardError(f"bad pattern: {section.pattern!r} has no group to compare with the answer")
+
+    def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        match = pattern.search(completion)
+        return float(match is not None and (match.group(1) or "").strip() == _required(answer).strip())
+
+    return score
+
+
+def math_verify(section: RewardSection) -> RewardFunction:
+    """Compare the completion's final answer with the reference mathematically (library math-verify).
+
+    The library's own timeouts use SIGALRM and so need a main thread; they are off here, because the process that runs
+    this is killed from outside when it takes too long.
+    """
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+
+    def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        answer = _required(answer)
+        # A bare answer such as x^2+1 is no LaTeX to the parser until something says so.
+        marked = answer if "\\boxed" in answer or "$" in answer else f"\\boxed{{{answer}}}"
+        gold = parse(marked, parsing_timeout=None)
+        if not gold:
+            raise RewardError(f"unreadable answer: {answer!r}")
+        return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    return score
+
+
+def _required(answer: str | None) -> str:
+    if answer is None:
+        raise RewardError("no answer: the row has none to compare with")
+    return answer
