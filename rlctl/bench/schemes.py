@@ -40,20 +40,20 @@ class Phases:
     spans: dict[str, list[Span]] = field(default_factory=dict)
 
     @contextmanager
-    def of(self, name: str, lane: DeviceStream) -> Iterator[None]:
-        """Count what is queued on `lane` within to phase `name`."""
-        begin = lane.mark()
+    def of(self, name: str, stream: DeviceStream) -> Iterator[None]:
+        """Count what is queued on `stream` within to phase `name`."""
+        begin = stream.mark()
         yield
-        self.spans.setdefault(name, []).append((begin, lane.mark()))
+        self.spans.setdefault(name, []).append((begin, stream.mark()))
 
     def seconds(self) -> dict[str, float]:
         """Return seconds by phase; the device must be done."""
         return {name: elapsed(spans) for name, spans in self.spans.items()}
 
-    def counted(self, items: Named, name: str, lane: DeviceStream) -> Named:
-        """Yield the items; count what making them queues on `lane` to phase `name`."""
+    def counted(self, items: Named, name: str, stream: DeviceStream) -> Named:
+        """Yield the items; count what making them queues on `stream` to phase `name`."""
         while True:
-            with self.of(name, lane):
+            with self.of(name, stream):
                 item = next(items, None)
             if item is None:
                 return
@@ -80,11 +80,11 @@ def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int, scratch: Tens
     if scheme == "raw":
         _raw(wire, payload, scratch, phases)
     elif scheme == "each":
-        with DeviceStream(wire.device) as lane:
-            for _, tensor in phases.counted(tensors, "gather", lane):
-                with phases.of("wire", lane):
+        with DeviceStream(wire.device) as stream:
+            for _, tensor in phases.counted(tensors, "gather", stream):
+                with phases.of("wire", stream):
                     wire.broadcast(tensor)
-        lane.wait()
+        stream.wait()
     else:
         _send_packed(wire, tensors, phases, buffers=int(scheme[-1]))
     return phases
@@ -96,14 +96,14 @@ def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load, scratch: Ten
     if scheme == "raw":
         _raw(wire, sum(_nbytes(shape, dtype) for _, shape, dtype in layout), scratch, phases)
     elif scheme == "each":
-        with DeviceStream(wire.device) as lane:
+        with DeviceStream(wire.device) as stream:
             for name, shape, dtype in layout:
                 tensor = torch.empty(shape, dtype=dtype, device=wire.device)
-                with phases.of("wire", lane):
+                with phases.of("wire", stream):
                     wire.broadcast(tensor)
-                with phases.of("load", lane):
+                with phases.of("load", stream):
                     load([(name, tensor)])
-        lane.wait()
+        stream.wait()
     else:
         _receive_packed(wire, layout, load, phases, buffers=int(scheme[-1]))
     return phases
@@ -111,22 +111,22 @@ def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load, scratch: Ten
 
 def _raw(wire: Wire, payload: int, scratch: Tensor | None, phases: Phases) -> None:
     assert scratch is not None
-    with DeviceStream(wire.device) as lane, phases.of("wire", lane):
+    with DeviceStream(wire.device) as stream, phases.of("wire", stream):
         for begin in range(0, payload, scratch.numel()):
             wire.broadcast(scratch[: min(scratch.numel(), payload - begin)])
-    lane.wait()
+    stream.wait()
 
 
 def _send_packed(wire: Wire, tensors: Named, phases: Phases, buffers: int) -> None:
-    lanes = [DeviceStream(wire.device) for _ in range(buffers)]
+    streams = [DeviceStream(wire.device) for _ in range(buffers)]
     ended, turn = False, 0
     while not ended:
-        lane = lanes[turn % buffers]
-        lane.wait()
-        with lane:
+        stream = streams[turn % buffers]
+        stream.wait()
+        with stream:
             parts: list[Tensor] = []
             size = 0
-            with phases.of("gather", lane):
+            with phases.of("gather", stream):
                 while size < wire.buffer_bytes:
                     item = next(tensors, None)
                     if item is None:
@@ -135,30 +135,30 @@ def _send_packed(wire: Wire, tensors: Named, phases: Phases, buffers: int) -> No
                     parts.append(item[1].reshape(-1).view(torch.uint8))
                     size += parts[-1].numel()
             if parts and wire.group:
-                with phases.of("pack", lane):
+                with phases.of("pack", stream):
                     packed = torch.cat(parts)
-                with phases.of("wire", lane):
+                with phases.of("wire", stream):
                     wire.broadcast(packed)
         turn += 1
-    for lane in lanes:
-        lane.wait()
+    for stream in streams:
+        stream.wait()
 
 
 def _receive_packed(wire: Wire, layout: Layout, load: Load, phases: Phases, buffers: int) -> None:
-    lanes = [DeviceStream(wire.device) for _ in range(buffers)]
+    streams = [DeviceStream(wire.device) for _ in range(buffers)]
     for turn, rows in enumerate(_chunks(layout, wire.buffer_bytes)):
-        lane = lanes[turn % buffers]
-        lane.wait()
-        with lane:
+        stream = streams[turn % buffers]
+        stream.wait()
+        with stream:
             sizes = [_nbytes(shape, dtype) for _, shape, dtype in rows]
             packed = torch.empty(sum(sizes), dtype=torch.uint8, device=wire.device)
-            with phases.of("wire", lane):
+            with phases.of("wire", stream):
                 wire.broadcast(packed)
-            with phases.of("load", lane):
+            with phases.of("load", stream):
                 cut = zip(rows, torch.split(packed, sizes))
                 load([(name, part.view(dtype).view(shape)) for (name, shape, dtype), part in cut])
-    for lane in lanes:
-        lane.wait()
+    for stream in streams:
+        stream.wait()
 
 
 def _chunks(layout: Layout, limit: int) -> Iterator[Layout]:

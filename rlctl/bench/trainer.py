@@ -31,7 +31,7 @@ class BenchTrainerSpec:
 
 
 class BenchTrainer(SendsWeights):
-    """A trainer rank, hosted by `workers.Host`."""
+    """A trainer rank, hosted by `workers.actor.WorkerActor`."""
 
     def __init__(self, spec: BenchTrainerSpec) -> None:
         self._spec, self._device = spec, torch.device(spec.device)

@@ -28,7 +28,7 @@ def format_plan(plan: RunPlan) -> "Group":
     parts = {"where": _rows(_where(plan)), "one step": _rows(_step(plan))}
     if plan.memory:
         parts["memory a device"] = _memory(plan.memory)
-        parts["state of a rank"] = _standing(plan.memory)
+        parts["state of a rank"] = _placed_states(plan.memory)
     parts["whole run"] = _rows(_run(plan.schedule))
     shown = [each for title, table in parts.items() for each in (Text(title, "bold"), Padding(table, (0, 0, 0, 2)))]
     return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
@@ -136,7 +136,7 @@ def _memory(memory: Memory) -> "Table":
     return table
 
 
-def _standing(memory: Memory) -> "Table":
+def _placed_states(memory: Memory) -> "Table":
     """Phase by state, and what is on the device then."""
     from rich.table import Table
 
@@ -145,16 +145,16 @@ def _standing(memory: Memory) -> "Table":
     on_device = memory.state_peak > 0
     for name in (*STATES, *["on the device"] * on_device):
         table.add_column(name, justify="right", no_wrap=True)
-    for phase, states in memory.standing.items():
+    for phase, states in memory.placed_states.items():
         total = size(sum(each.device for each in states.values()))
         table.add_row(phase, *map(_place, states.values()), *[total] * on_device)
     return table
 
 
-def _place(standing: PlacedState) -> str:
+def _place(placed_states: PlacedState) -> str:
     """`device 3.2 GiB`; what the host updates may stand in both places."""
-    parts = {"host": standing.host, "device": standing.device}
-    return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or standing.place
+    parts = {"host": placed_states.host, "device": placed_states.device}
+    return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or placed_states.place
 
 
 def _run(schedule: Schedule) -> list[tuple[str, str]]:

@@ -38,7 +38,7 @@ def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[Par
 def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
     """The regions of every tensor of the plan in `model` (a module with vLLM's `load_weights`). Nothing is loaded.
 
-    Raises NotPlain if a loader transforms a tensor.
+    Raises UnsupportedLayout if a loader transforms a tensor.
     """
     hollow = {
         entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta") for entry in plan.entries
@@ -57,7 +57,8 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
 def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
     """Compare what an engine has loaded with the files it was loaded from, one tensor of each kind, bit by bit.
 
-    A model may rearrange weights after its loaders are through, which copies of theirs cannot show. Raises NotPlain.
+    A model may rearrange weights after its loaders are through, which copies of theirs cannot show.
+    Raises UnsupportedLayout.
     """
     kinds = {re.sub(r"\d+", "*", region.box.name): region for region in regions}
     for region in kinds.values():

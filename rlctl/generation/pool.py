@@ -86,12 +86,12 @@ class GeneratorPool:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
-            standing = self._standing
+            live = self._live
             rebuilt = [index for index in error.reasons if index not in error.intact]
             for index in rebuilt:
-                self._count_loss(standing[index], error.reasons[index])
-            behind = [standing[index] for index in error.intact]
-            self._replace([standing[index] for index in rebuilt], refit, version, behind)
+                self._count_loss(live[index], error.reasons[index])
+            behind = [live[index] for index in error.intact]
+            self._replace([live[index] for index in rebuilt], refit, version, behind)
             report = {"seconds": time.perf_counter() - begin}
         if self.asleep:
             self.call("wake", ["kv_cache"])
@@ -128,11 +128,11 @@ class GeneratorPool:
         answers: dict[str, list[Rollout]] = {}
         while len(answers) < len(requests):
             missing = [request for request in requests if request.id not in answers]
-            standing = self._standing
-            shares = share_out(missing, len(standing))
+            live = self._live
+            shares = share_out(missing, len(live))
             pending = [engine.start("generate", share) for engine, share in zip(self.engines, shares)]
             lost = []
-            for index, share, part in zip(standing, shares, pending):
+            for index, share, part in zip(live, shares, pending):
                 columns = self._gather(index, part)
                 if columns is None:
                     lost.append(index)
@@ -155,9 +155,9 @@ class GeneratorPool:
 
     def forget_gone(self) -> None:
         """Number the engines that there are anew, without those that are gone."""
-        standing = self._standing
-        self._slots = [self._slots[index] for index in standing]
-        self.slots = [self.slots[index] for index in standing]
+        live = self._live
+        self._slots = [self._slots[index] for index in live]
+        self.slots = [self.slots[index] for index in live]
 
     def kill(self) -> None:
         """End all engines at once."""
@@ -165,7 +165,7 @@ class GeneratorPool:
             engine.kill()
 
     @property
-    def _standing(self) -> list[int]:
+    def _live(self) -> list[int]:
         """The slots of `engines`, in their order."""
         return [index for index, worker in enumerate(self.slots) if worker]
 
@@ -229,8 +229,8 @@ class GeneratorPool:
                 self._emit("engine_gone", engine=index, reason=what)
         if not self.engines:
             raise NoEngineLeft("the nodes of all engines are gone")
-        ends, standing = self.ends(), self._standing
-        place = {index: ends[position] for position, index in enumerate(standing)}
+        ends, live = self.ends(), self._live
+        place = {index: ends[position] for position, index in enumerate(live)}
         behind = [index for index in behind if index in place]
         try:
             refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
@@ -238,9 +238,9 @@ class GeneratorPool:
             # One that was left untouched only because another fell out tries again; alone it is at fault itself.
             broken = [position for position in error.reasons if position not in error.intact] or [*error.reasons]
             for position in broken:
-                self._count_loss(standing[position], error.reasons[position])
-            behind = sorted({*behind, *(standing[p] for p in error.reasons if p not in broken)})
-            self._replace([standing[position] for position in broken], refit, version, behind)
+                self._count_loss(live[position], error.reasons[position])
+            behind = sorted({*behind, *(live[p] for p in error.reasons if p not in broken)})
+            self._replace([live[position] for position in broken], refit, version, behind)
             return
         for index in fresh:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)

@@ -256,8 +256,8 @@ class GrpoLoop(Loop):
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)
         if self._async:
-            lane = EngineInterval(self._counters, self._buffer.dispatcher.counters(), devices.generator)
-            speed |= generator_metrics(lane)
+            interval = EngineInterval(self._counters, self._buffer.dispatcher.counters(), devices.generator)
+            speed |= generator_metrics(interval)
         else:
             speed |= turn_metrics(metrics, times, devices.generator)
         flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))

@@ -101,19 +101,19 @@ class EngineInterval:
     devices: int
 
 
-def generator_metrics(lane: EngineInterval) -> dict[str, float]:
+def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     """How fast the generator was while it sampled, and the shares of the time in which it stood still, and why.
 
     Engines that were replaced meanwhile, and count anew, are left out; nothing where no engine said anything new.
     """
-    pairs = [(b, a) for b, a in zip(lane.before, lane.after) if a.busy >= b.busy and a.at > b.at > 0]
+    pairs = [(b, a) for b, a in zip(interval.before, interval.after) if a.busy >= b.busy and a.at > b.at > 0]
     busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
     tokens, steps = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("tokens", "steps"))
     if not pairs:
         return {}
     return {
         # Those left out have devices too: a rate is of the devices that were counted.
-        "throughput/generation": tokens / busy * len(lane.after) / lane.devices if busy > 0 else 0.0,
+        "throughput/generation": tokens / busy * len(interval.after) / interval.devices if busy > 0 else 0.0,
         "idle/generator": min(1.0, max(0.0, 1 - busy / whole)),
         "idle/generator_refit": min(1.0, paused / whole),
         "generator/sequences": tokens / max(1, steps),

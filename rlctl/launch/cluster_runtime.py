@@ -27,12 +27,15 @@ class ClusterRuntime:
         self._wait = wait
 
     def refuse(self, run: RunDir) -> None:
-        """See `Ground.refuse`: who submitted the job has looked."""
+        """See `Runtime.refuse`: who submitted the job has looked."""
 
     @contextmanager
     def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
-        """See `Ground.site`. Raises PlacementError with the arithmetic when there is too little room, and it does not
-        wait; TimeoutError when it has waited in vain."""
+        """Reserve slots, see `Runtime.allocation`.
+
+        Raises PlacementError with the arithmetic when there is too little room, and it does not wait; TimeoutError when
+        it has waited in vain.
+        """
         with ExitStack() as stack:
             stack.enter_context(ray_session(session.logs, address="auto"))
             placement, reservation = self._reserved(session, resources)

@@ -104,7 +104,7 @@ class LocalRuntime:
 
     @contextmanager
     def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
-        """See `Runtime.site`. Raises PlacementError with the arithmetic when there are too few devices."""
+        """See `Runtime.allocation`. Raises PlacementError with the arithmetic when there are too few devices."""
         from rlctl.launch.local_ray import local_ray
 
         placement = place(this_machine(count_gpus()), resources)

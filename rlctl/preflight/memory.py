@@ -1,7 +1,7 @@
 """Forecast of a run's memory, in bytes per device, from the model's sizes.
 
-Weights, gradients and optimizer state are `standing`'s. Activations are an estimate after Korthikanti et al. (arXiv
-2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP
+`placed_states` counts weights, gradients and optimizer state. Activations are an estimate after Korthikanti et al.
+(arXiv 2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP
 and attention that stores no scores. The reference is left out where there are GPUs: it stands in host memory, and its
 weights take the policy's own place while they are needed.
 """
@@ -13,7 +13,7 @@ from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import FLOAT32, State, backend_of
 from rlctl.preflight.offload_plan import Phase
 from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
-from rlctl.preflight.state_memory import PlacedState, standing
+from rlctl.preflight.state_memory import PlacedState, placed_states
 
 # Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
@@ -32,12 +32,12 @@ class Memory:
     capacity: int | None
     shared: bool
     kv_sequences: int | None
-    standing: dict[Phase, dict[State, PlacedState]]
+    placed_states: dict[Phase, dict[State, PlacedState]]
 
     @property
     def state_peak(self) -> int:
         """Most that weights, gradients and optimizer state alone take of a device: no estimate is in it."""
-        return max(sum(each.device for each in states.values()) for states in self.standing.values())
+        return max(sum(each.device for each in states.values()) for states in self.placed_states.values())
 
     @property
     def peak(self) -> int:
@@ -45,7 +45,7 @@ class Memory:
         trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
         if not self.shared:
             return max(trainer, engine)
-        resident = sum(each.device for each in self.standing["generate"].values())
+        resident = sum(each.device for each in self.placed_states["generate"].values())
         return max(trainer, resident + engine)
 
 
@@ -53,9 +53,9 @@ def forecast(resolved: Resolved, architecture: Architecture, longest: int | None
     """Return the forecast. On a CPU ranks and engines share `device_memory` at all times."""
     config = resolved.config
     trainer = _trainer(resolved, architecture)
-    where = standing(resolved, architecture)
+    where = placed_states(resolved, architecture)
     if not isinstance(config, GrpoConfig):
-        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, standing=where)
+        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, placed_states=where)
     engine, per_token = _engine(resolved, config, architecture, device_memory)
     held = engine.get("key-value cache")
     sequences = held // (per_token * longest) if held is not None and longest else None
@@ -64,9 +64,9 @@ def forecast(resolved: Resolved, architecture: Architecture, longest: int | None
         trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
         engine = {name: size * config.generation.num_engines for name, size in engine.items()}
         both = trainer | {f"engines: {name}": size for name, size in engine.items()}
-        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences, standing=where)
+        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences, placed_states=where)
     shared = resolved.shares_devices
-    return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, standing=where)
+    return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, placed_states=where)
 
 
 def refit_bytes(resolved: Resolved, architecture: Architecture) -> int:

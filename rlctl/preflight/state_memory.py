@@ -23,18 +23,19 @@ class PlacedState:
     host: int
 
 
-def standing(resolved: Resolved, architecture: Architecture) -> dict[Phase, dict[State, PlacedState]]:
+def placed_states(resolved: Resolved, architecture: Architecture) -> dict[Phase, dict[State, PlacedState]]:
     """Return the states by phase of the run. Without a GPU all of them are in host memory."""
     config = resolved.config
     table = residency(config.trainer, resolved.shares_devices)
     held = backend_of(config.trainer).states(config.trainer, architecture, DTYPE_BYTES[resolved.dtype])
     cpu = resolved.device == "cpu"
     return {
-        phase: {state: _standing(table[phase][state], held[state], cpu) for state in STATES} for phase in phases(config)
+        phase: {state: _placed_states(table[phase][state], held[state], cpu) for state in STATES}
+        for phase in phases(config)
     }
 
 
-def _standing(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
+def _placed_states(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
     if place == "none":
         return PlacedState("none", 0, 0)
     if cpu:

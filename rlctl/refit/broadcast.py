@@ -93,10 +93,10 @@ class BroadcastSender:
             group.broadcast([self._header.to(self._device, non_blocking=True)], "the header")
         for number, chunk in enumerate(self._chunks):
             slot = number % self._spec.num_buffers
-            with self._wire as lane:
-                lane.after(packed[-1][1])
+            with self._wire as stream:
+                stream.after(packed[-1][1])
                 group.broadcast(self._pieces(number, chunk, slot), self._names[number])
-                sent.append(lane.mark())
+                sent.append(stream.mark())
             # Only now, for the wire would stand while they are queued.
             with self._packing:
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
@@ -108,25 +108,25 @@ class BroadcastSender:
 
     def _packed(self, number: int, sent: list[DeviceEvent]) -> Span:
         """Queue the packing of chunk `number` once its buffer is free; sent: the ends of those before it."""
-        with self._packing as lane:
+        with self._packing as stream:
             if number >= self._spec.num_buffers:
-                lane.after(sent[number - self._spec.num_buffers])
-            begin = lane.mark()
+                stream.after(sent[number - self._spec.num_buffers])
+            begin = stream.mark()
             self._pack.run(number, self._chunks[number], number % self._spec.num_buffers)
-            return begin, lane.mark()
+            return begin, stream.mark()
 
     def _sent(self, segments: dict[int, Segment], slot: int, number: int) -> Tensor:
         return self._pack.sent(segments[number], number, slot)
 
     def _send_sums(self, group: BroadcastGroup) -> DeviceEvent:
-        with self._packing as lane:
+        with self._packing as stream:
             sums = self._sums.all()
-            taken = lane.mark()
-        with self._wire as lane:
-            lane.after(taken)
+            taken = stream.mark()
+        with self._wire as stream:
+            stream.after(taken)
             if sums is not None:
                 group.broadcast([sums], "the checksums")
-            return lane.mark()
+            return stream.mark()
 
     def _pieces(self, number: int, chunk: Chunk, slot: int) -> list[Tensor]:
         """What chunk `number` sends, segment by segment; found once for each buffer."""
@@ -163,10 +163,10 @@ class _Owner:
 
     def listen(self, count: int, what: str) -> None:
         """Queue the receiving of `count` words; `heard` has them."""
-        with self.wire as lane:
+        with self.wire as stream:
             self.group.broadcast([self._words[:count]], what)
             self._host[:count].copy_(self._words[:count], non_blocking=True)
-            self._count, self._come = count, lane.mark()
+            self._count, self._come = count, stream.mark()
 
     def heard(self, deadline: Deadline, late: str) -> list[int]:
         """The words last listened for. late: the message of a deadline that passes."""
@@ -199,8 +199,8 @@ class BroadcastReceiver:
         begin, deadline = time.perf_counter(), Deadline(self._spec.timeout_s)
         self._plan.verify(header)
         ring = self._ring_for(sink)
-        for lane in (*(owner.wire for owner in self._owners.values()), self._loading):
-            lane.follow()
+        for stream in (*(owner.wire for owner in self._owners.values()), self._loading):
+            stream.follow()
         # Before the header comes: from then on the wire waits for what is queued.
         self._sums.start(len(self._plan.checked(header)))
         try:
@@ -253,23 +253,23 @@ class BroadcastReceiver:
             slot = number % self._slots
             places, copies = self._prepared(number, slot, ring, sink)
             owner = self._owners[chunk.owner]
-            with owner.wire as lane:
+            with owner.wire as stream:
                 if number >= self._slots:
-                    lane.after(loaded[number - self._slots][1])
-                wire = wire or [lane.mark()]
+                    stream.after(loaded[number - self._slots][1])
+                wire = wire or [stream.mark()]
                 owner.group.broadcast(places, self._names[number])
-                arrived = lane.mark()
+                arrived = stream.mark()
             if self._ends[chunk.owner] == number:
                 self._listen_for_sums(chunk.owner, header)
-            with self._loading as lane:
-                lane.after(arrived)
-                begin = lane.mark()
+            with self._loading as stream:
+                stream.after(arrived)
+                begin = stream.mark()
                 copies.run()
                 taken = {n: segment for segment, n in _numbered(chunk) if n in checked}
                 lying = {n: place for n in taken if (place := sink.target(n)) is not None}
                 passing = {n: segment for n, segment in taken.items() if n not in lying}
                 self._sums.here(passing, partial(self._passing, passing, slot), slot)
-                loaded.append((begin, lane.mark()))
+                loaded.append((begin, stream.mark()))
             self._sums.beside(lying, loaded[-1][1])
         self._sums.end(loaded[-1][1])
         return (wire[0], arrived), loaded

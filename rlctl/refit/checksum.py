@@ -72,16 +72,16 @@ class StreamingChecksums:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lane = device, DeviceStream(device)
+        self._device, self._stream = device, DeviceStream(device)
         self._laid: dict[tuple[int, int], Tensor] = {}
         self.start(0)
 
     def start(self, count: int) -> None:
         """A new refit begins, of which at most `count` items are asked for."""
         self._numbers: list[int] = []
-        with self._lane as lane:
+        with self._stream as stream:
             self._totals = ChecksumTable(count, self._device)
-            self._begun = lane.mark()
+            self._begun = stream.mark()
 
     def here(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
         """Of items in memory that is soon used again: on the current stream, before it goes on. tensor: of a number.
@@ -97,8 +97,8 @@ class StreamingChecksums:
     def beside(self, tensors: dict[int, Tensor], arrived: DeviceEvent) -> None:
         """Of items that stay where they lie, at every refit, once `arrived` is reached."""
         if tensors:
-            with self._lane as lane:
-                lane.after(arrived)
+            with self._stream as stream:
+                stream.after(arrived)
                 self.here(tensors, tensors.__getitem__, slot=0)
 
     def all(self) -> Tensor | None:
@@ -107,15 +107,15 @@ class StreamingChecksums:
 
     def end(self, *after: DeviceEvent) -> None:
         """Nothing more is queued; all of `here` lies behind the marks."""
-        with self._lane as lane:
+        with self._stream as stream:
             for mark in after:
-                lane.after(mark)
+                stream.after(mark)
 
     def values(self) -> dict[int, int]:
         """Every item's, after `end`; waits for them."""
         if not self._numbers:
             return {}
-        with self._lane:
+        with self._stream:
             return dict(zip(self._numbers, self._totals.all().tolist()))
 
     def close(self) -> None:

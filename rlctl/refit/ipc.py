@@ -44,7 +44,7 @@ class IpcSender:
         self._ring = StagingBuffers(source.plan, self._chunks, spec.num_buffers, device, self._in_place)
         self._pack = ChunkWriter(self._ring, source)
         self._segment = {n: s for c in self._chunks for s in c.segments for n in range(s.first, s.last)}
-        self._lane, self._sums = DeviceStream(device), StreamingChecksums(device)
+        self._stream, self._sums = DeviceStream(device), StreamingChecksums(device)
         self._dropped: set[int] = set()
         self._sent = 0
         Path(spec.folder).mkdir(parents=True, exist_ok=True)
@@ -63,23 +63,23 @@ class IpcSender:
         checked = plan.checked(header)
         self._sums.start(len(checked))
         words[_VERSION], words[_DIGEST] = header.version, digest_word(header.digest)
-        self._lane.follow()
+        self._stream.follow()
         packing: list[Span] = []
-        with self._lane as lane:
+        with self._stream as stream:
             still = [n for chunk in self._chunks if not self._ring.used(chunk) for n in chunk.numbers if n in checked]
             # Processes take turns on a device: first and to the end, if receivers share it, so that nothing of this
             # one's runs while they copy; else last, since they need not wait.
             sums = self._sums_of(still) if self._spec.colocated else None
-            begun = lane.mark()
+            begun = stream.mark()
             for number, chunk in enumerate(self._chunks):
                 if not self._ring.used(chunk):
                     packing.append((begun, begun))
                     self._announce(packing)
                     continue
                 self._wait_taken(number - self._spec.num_buffers + 1, packing, deadline)
-                start, slot = lane.mark(), number % self._spec.num_buffers
+                start, slot = stream.mark(), number % self._spec.num_buffers
                 self._pack.run(number, chunk, slot)
-                packing.append((start, lane.mark()))
+                packing.append((start, stream.mark()))
                 if not number:
                     # The wire stands until the first chunk is there.
                     self._await_packed(packing, deadline)
@@ -150,7 +150,7 @@ class IpcSender:
         by themselves. Waits for the device."""
         self._sums.here([n for n in still if self._source.ready(n)], self._source.view, slot=0)
         self._sums.here([n for n in still if not self._source.ready(n)], self._converted)
-        self._sums.end(self._lane.mark())
+        self._sums.end(self._stream.mark())
         return self._sums.values()
 
     def _converted(self, number: int) -> Tensor:
@@ -188,7 +188,7 @@ class IpcReceiver:
     def __init__(self, spec: TransportSpec, plan: RefitPlan, rank: int, device: torch.device) -> None:
         self._spec, self._plan, self._rank, self._device = spec, plan, rank, device
         self._order = plan.taken_by(rank)
-        self._lanes = {owner: DeviceStream(device) for owner in plan.owners}
+        self._streams = {owner: DeviceStream(device) for owner in plan.owners}
         self._sums = StreamingChecksums(device)
         self._owners: dict[int, _Mapped] = {}
         self._sink: WeightSink | None = None
@@ -206,18 +206,18 @@ class IpcReceiver:
         copying: list[tuple[int, Span]] = []
         ends: dict[int, DeviceEvent] = {}
         self._wire = dict.fromkeys(self._plan.owners, 0.0)
-        for lane in self._lanes.values():
-            lane.follow()
+        for stream in self._streams.values():
+            stream.follow()
         for number, chunk in self._order:
             owner = self._owner(chunk.owner, deadline)
             owner.await_ready(header, self._message(chunk), deadline, lambda: self._finish(copying))
-            with self._lanes[chunk.owner] as lane:
-                start = lane.mark()
+            with self._streams[chunk.owner] as stream:
+                start = stream.mark()
                 self._load(number, owner, sink).run()
                 taken = [n for n in chunk.numbers if n in checked]
                 lying = {n: place for n in taken if (place := sink.target(n)) is not None}
                 self._sums.here([n for n in taken if n not in lying], partial(self._passing, owner))
-                ends[chunk.owner] = lane.mark()
+                ends[chunk.owner] = stream.mark()
             self._sums.beside(lying, ends[chunk.owner])
             owner.begun += 1
             copying.append((chunk.owner, (start, ends[chunk.owner])))

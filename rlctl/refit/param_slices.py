@@ -46,7 +46,7 @@ class ParamSliceSink:
         self._dtypes = [getattr(torch, plan.entries[item.entry].dtype) for item in plan.items]
 
     def target(self, number: int) -> Tensor | None:
-        """See `Sink.target`."""
+        """See `WeightSink.target`."""
         parts = self._parts[number]
         if len(parts) != 1 or not parts[0].whole:
             return None
@@ -54,12 +54,12 @@ class ParamSliceSink:
         return view if view.is_contiguous() and view.dtype == self._dtypes[number] else None
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        """See `Sink.copies`."""
+        """See `WeightSink.copies`."""
         pairs = ((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
         return BatchedCopy(pairs, self._beside_requests)
 
     def adopt(self, flat: Tensor) -> bool:
-        """See `Sink.adopt`."""
+        """See `WeightSink.adopt`."""
         return False
 
 

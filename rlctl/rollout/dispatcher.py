@@ -77,13 +77,13 @@ class RolloutDispatcher:
         self._pool, self._deliver, self._deadline_s = pool, deliver, deadline_s
         pool.forget_gone()
         # By the pool's slots.
-        self._lanes = [_EngineQueue(worker) for worker in pool.engines]
+        self._queues = [_EngineQueue(worker) for worker in pool.engines]
         self._pending: deque[TurnRequest] = deque()
         self._held = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._threads = [
             threading.Thread(target=target, args=(index,), name=f"{name}-{index}", daemon=True)
-            for index in range(len(self._lanes))
+            for index in range(len(self._queues))
             for name, target in (("collect", self._collect), ("tell", self._tell))
         ]
         for thread in self._threads:
@@ -103,13 +103,15 @@ class RolloutDispatcher:
         with self._changed:
             found = [request for request in self._pending if request.id in ids]
             self._pending = deque(request for request in self._pending if request.id not in ids)
-            for lane in self._lanes:
-                if share := [name for name in ids if name in lane.outstanding]:
-                    stopped = lane.drop(share)
-                    lane.leaving |= {request.id: request for request in stopped}
-                    self._order(lane, "abort", share)
+            for queue in self._queues:
+                if share := [name for name in ids if name in queue.outstanding]:
+                    stopped = queue.drop(share)
+                    queue.leaving |= {request.id: request for request in stopped}
+                    self._order(queue, "abort", share)
                     found += stopped
-            self._changed.wait_for(lambda: not any(lane.leaving and not lane.lost for lane in self._lanes), _ABORT_S)
+            self._changed.wait_for(
+                lambda: not any(queue.leaving and not queue.lost for queue in self._queues), _ABORT_S
+            )
         return found
 
     def drain(self) -> bool:
@@ -117,7 +119,7 @@ class RolloutDispatcher:
         with self._changed:
             self._held = True
             self._lose_silent()
-            return not any(lane.busy and not lane.lost for lane in self._lanes)
+            return not any(queue.busy and not queue.lost for queue in self._queues)
 
     def go_on(self) -> None:
         """Begin groups again."""
@@ -132,11 +134,11 @@ class RolloutDispatcher:
         """
         with self._changed:
             self._lose_silent()
-            lost = {i: lane.lost for i, lane in enumerate(self._lanes) if lane.lost and self._is_current(i)}
+            lost = {i: queue.lost for i, queue in enumerate(self._queues) if queue.lost and self._is_current(i)}
         if lost:
             self._pool.replace({index: error for index, error in lost.items() if error}, refit)
         with self._changed:
-            anew = [request for index in range(len(self._lanes)) for request in self._renewed(index)]
+            anew = [request for index in range(len(self._queues)) for request in self._renewed(index)]
             self._pending.extendleft(reversed(anew))
             self._hand_out()
             self._changed.notify_all()
@@ -146,21 +148,21 @@ class RolloutDispatcher:
         """What every engine is at, for a human who wonders what the run waits for."""
         now = time.monotonic()
         with self._changed:
-            lanes = [
-                f"{lane.worker.name} samples {len(lane.outstanding)} groups, silent for {now - lane.last:.0f} s"
-                for lane in self._lanes
+            queues = [
+                f"{queue.worker.name} samples {len(queue.outstanding)} groups, silent for {now - queue.last:.0f} s"
+                for queue in self._queues
             ]
-            return "; ".join([*lanes, f"{len(self._pending)} groups not begun"])
+            return "; ".join([*queues, f"{len(self._pending)} groups not begun"])
 
     def counters(self) -> list[EngineStats]:
         """What each engine did so far, as it said when it last delivered: at most a second ago."""
         with self._changed:
-            return [lane.counters for lane in self._lanes]
+            return [queue.counters for queue in self._queues]
 
     def last_step(self) -> float:
         """When any engine last did something, by `time.monotonic`."""
         with self._changed:
-            return max(lane.last for lane in self._lanes)
+            return max(queue.last for queue in self._queues)
 
     def close(self) -> None:
         """Deliver nothing from now on, and call no engine.
@@ -181,101 +183,101 @@ class RolloutDispatcher:
                 thread.join(_CLOSE_S)
 
     def _lose_silent(self) -> None:
-        for lane in self._lanes:
-            if lane.busy and not lane.lost and time.monotonic() - lane.last > self._deadline_s:
-                lane.lost = WorkerTimeout("collect", [lane.worker.name], self._deadline_s, "run.deadline_s")
+        for queue in self._queues:
+            if queue.busy and not queue.lost and time.monotonic() - queue.last > self._deadline_s:
+                queue.lost = WorkerTimeout("collect", [queue.worker.name], self._deadline_s, "run.deadline_s")
 
     def _is_current(self, index: int) -> bool:
-        return self._pool.slots[index] is self._lanes[index].worker
+        return self._pool.slots[index] is self._queues[index].worker
 
     def _renewed(self, index: int) -> list[TurnRequest]:
         """Take note of an engine that was replaced, here or in a refit: what the old one was at begins anew."""
-        lane = self._lanes[index]
+        queue = self._queues[index]
         if self._is_current(index):
             return []
         if worker := self._pool.slots[index]:
-            self._lanes[index] = _EngineQueue(worker)
+            self._queues[index] = _EngineQueue(worker)
         else:
-            lane.lost = lane.lost or WorkerDied("collect", [lane.worker.name], "its node is gone")
-        return lane.drop(list(lane.outstanding))
+            queue.lost = queue.lost or WorkerDied("collect", [queue.worker.name], "its node is gone")
+        return queue.drop(list(queue.outstanding))
 
     def _hand_out(self) -> None:
         """Who begins what now: each group goes to the engine with the fewest tokens ahead of it."""
         while self._pending and not self._held and not self._closed:
-            free = [lane for lane in self._lanes if not lane.lost and lane.rollouts < self._pool.at_a_time]
+            free = [queue for queue in self._queues if not queue.lost and queue.rollouts < self._pool.at_a_time]
             if not free:
                 return
-            lane = min(free, key=lambda lane: lane.cost)
+            queue = min(free, key=lambda queue: queue.cost)
             request = self._pending.popleft()
-            lane.outstanding[request.id], lane.last = request, time.monotonic()
-            self._order(lane, "submit", [request])
+            queue.outstanding[request.id], queue.last = request, time.monotonic()
+            self._order(queue, "submit", [request])
 
-    def _order(self, lane: _EngineQueue, method: str, what: list[Any]) -> None:
-        if lane.orders and lane.orders[-1][0] == method:
-            lane.orders[-1][1].extend(what)
+    def _order(self, queue: _EngineQueue, method: str, what: list[Any]) -> None:
+        if queue.orders and queue.orders[-1][0] == method:
+            queue.orders[-1][1].extend(what)
         else:
-            lane.orders.append((method, what))
+            queue.orders.append((method, what))
         self._changed.notify_all()
 
     def _tell(self, index: int) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._lanes[index].orders)
+                self._changed.wait_for(lambda: self._closed or self._queues[index].orders)
                 if self._closed:
                     return
-                lane = self._lanes[index]
-                method, what = lane.orders.popleft()
+                queue = self._queues[index]
+                method, what = queue.orders.popleft()
             try:
-                lane.worker.start(method, what).wait(self._deadline_s)
+                queue.worker.start(method, what).wait(self._deadline_s)
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
-                self._lose(lane, error)
+                self._lose(queue, error)
                 continue
             if method == "abort":
-                self._forget(lane, what)
+                self._forget(queue, what)
 
-    def _forget(self, lane: _EngineQueue, names: list[str]) -> None:
+    def _forget(self, queue: _EngineQueue, names: list[str]) -> None:
         with self._changed:
             for name in names:
-                lane.leaving.pop(name, None)
-            lane.stopped += names
+                queue.leaving.pop(name, None)
+            queue.stopped += names
             self._hand_out()
             self._changed.notify_all()
 
-    def _lose(self, lane: _EngineQueue, error: Exception) -> None:
+    def _lose(self, queue: _EngineQueue, error: Exception) -> None:
         with self._changed:
-            lane.lost = lane.lost or error
+            queue.lost = queue.lost or error
             self._changed.notify_all()
 
     def _collect(self, index: int) -> None:
         while not self._closed:
-            lane = self._lanes[index]
-            if lane.lost or not self._is_current(index):
+            queue = self._queues[index]
+            if queue.lost or not self._is_current(index):
                 with self._changed:
                     self._changed.wait(_POLL_S)
                 continue
             # Of what it knew before it is asked it tells now or never.
             with self._changed:
-                stopped, lane.stopped = lane.stopped, []
+                stopped, queue.stopped = queue.stopped, []
             try:
-                delivery: FinishedGroups = lane.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
+                delivery: FinishedGroups = queue.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
-                self._lose(lane, error)
+                self._lose(queue, error)
                 continue
-            self._accept(lane, delivery)
+            self._accept(queue, delivery)
             with self._changed:
                 for name in stopped:
-                    lane.dropped.pop(name, None)
+                    queue.dropped.pop(name, None)
 
-    def _accept(self, lane: _EngineQueue, delivery: FinishedGroups) -> None:
+    def _accept(self, queue: _EngineQueue, delivery: FinishedGroups) -> None:
         ids = delivery.ids
         with self._changed:
-            if delivery.counters != lane.counters:
-                lane.last = time.monotonic()
-            lane.counters, lane.ended = delivery.counters, delivery.ended
-            requests = [lane.outstanding.get(name) or lane.dropped[name] for name in ids]
-            wanted = [lane.outstanding.pop(name, None) is not None for name in ids]
+            if delivery.counters != queue.counters:
+                queue.last = time.monotonic()
+            queue.counters, queue.ended = delivery.counters, delivery.ended
+            requests = [queue.outstanding.get(name) or queue.dropped[name] for name in ids]
+            wanted = [queue.outstanding.pop(name, None) is not None for name in ids]
             for name in ids:
-                lane.leaving.pop(name, None)
+                queue.leaving.pop(name, None)
             self._hand_out()
         ended = zip(ids, delivery.columns.split(requests), wanted)
         if (groups := [(name, group) for name, group, kept in ended if kept]) and not self._closed:

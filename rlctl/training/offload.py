@@ -37,7 +37,7 @@ class OffloadedTensors:
             end += -(-size // _ALIGNED) * _ALIGNED
         self._room = end
         self._device = self._storages[0].device if self._storages else torch.device("cpu")
-        self._lane = DeviceStream(self._device)
+        self._stream = DeviceStream(self._device)
         self._buffer: Tensor | None = None
         self.place: Place = "device"
 
@@ -62,11 +62,11 @@ class OffloadedTensors:
 
     def wait(self) -> None:
         """What is queued on the current stream from now on finds the tensors back on the device."""
-        self._lane.lead()
+        self._stream.lead()
 
     def settle(self) -> None:
         """Until every copy is done: only then may the host read or write what `at_hand` gives."""
-        self._lane.wait()
+        self._stream.wait()
 
     def at_hand(self, tensor: Tensor) -> Tensor:
         """The tensor itself, or its own bytes in host memory if it is there: neither moved nor copied."""
@@ -80,12 +80,12 @@ class OffloadedTensors:
 
     def _leave(self, *, copy: bool) -> int:
         if copy:
-            self._lane.follow()
-            with self._lane:
+            self._stream.follow()
+            with self._stream:
                 for storage, buffer in zip(self._storages, self._buffers()):
                     lying = _bytes(storage)
                     buffer.copy_(lying, non_blocking=True)
-                    self._lane.keep(lying)
+                    self._stream.keep(lying)
         for storage in self._storages:
             storage.resize_(0)
         return self.nbytes if copy else 0
@@ -98,12 +98,12 @@ class OffloadedTensors:
                 _bytes(storage).zero_()
             return 0
         # Behind the current stream: until now the memory may have been somebody else's there.
-        self._lane.follow()
-        with self._lane:
+        self._stream.follow()
+        with self._stream:
             for storage, buffer in zip(self._storages, self._buffers()):
                 lying = _bytes(storage)
                 lying.copy_(buffer, non_blocking=True)
-                self._lane.keep(lying)
+                self._stream.keep(lying)
         return self.nbytes
 
     def _buffers(self) -> list[Tensor]:
@@ -112,7 +112,7 @@ class OffloadedTensors:
             self._buffer = torch.empty(self._room, dtype=torch.uint8)
             if self._device.type == "cuda":
                 _lock(self._buffer)
-                weakref.finalize(self, _unlock, self._buffer, self._lane).atexit = False
+                weakref.finalize(self, _unlock, self._buffer, self._stream).atexit = False
         return [self._buffer[start : start + size] for start, size in zip(self._starts.values(), self._sizes)]
 
 
@@ -181,6 +181,6 @@ def _lock(buffer: Tensor) -> None:
         raise RuntimeError(f"{gib:.1f} GiB of host memory for offloaded state could not be locked (CUDA error {code})")
 
 
-def _unlock(buffer: Tensor, lane: DeviceStream) -> None:
-    lane.wait()
+def _unlock(buffer: Tensor, stream: DeviceStream) -> None:
+    stream.wait()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]

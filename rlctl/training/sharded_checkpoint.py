@@ -34,14 +34,14 @@ class TensorShard:
         return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-def save_boxes(folder: Path, boxes: Mapping[str, TensorShard]) -> None:
+def save_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
     """Called by all ranks together. Raises OSError with the first rank's reason, a full disk say."""
-    write(folder, {name: box.tensor for name, box in boxes.items()}, _Saving(boxes))
+    write(folder, {name: shard.tensor for name, shard in shards.items()}, _Saving(shards))
 
 
-def load_boxes(folder: Path, boxes: Mapping[str, TensorShard]) -> None:
+def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
     """Fill every box in place; called by all ranks together. Raises OSError with the first rank's reason."""
-    fill(folder, {name: box.tensor for name, box in boxes.items()}, _Loading(boxes))
+    fill(folder, {name: shard.tensor for name, shard in shards.items()}, _Loading(shards))
 
 
 def write(folder: Path, state: dict[str, Any], planner: DefaultSavePlanner | None = None) -> None:
@@ -83,43 +83,43 @@ def saved_rng_name(folder: Path, rank: int) -> str:
 
 
 class _Saving(DefaultSavePlanner):
-    def __init__(self, boxes: Mapping[str, TensorShard]) -> None:
+    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__()
-        self._boxes = boxes
+        self._shards = shards
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[_placed(item, self._boxes[item.index.fqn]) for item in plan.items])
+        self.plan = replace(plan, items=[_placed(item, self._shards[item.index.fqn]) for item in plan.items])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn]
 
 
-def _placed(item: WriteItem, box: TensorShard) -> WriteItem:
+def _placed(item: WriteItem, shard: TensorShard) -> WriteItem:
     """The item of a tensor as the part of a larger one that it is."""
     assert item.tensor_data
-    offsets, size = torch.Size(box.start), torch.Size(box.shape)
-    chunk = ChunkStorageMetadata(offsets=offsets, sizes=box.tensor.size())
+    offsets, size = torch.Size(shard.start), torch.Size(shard.shape)
+    chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
     data = replace(item.tensor_data, chunk=chunk, size=size)
     return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
 
 
 class _Loading(DefaultLoadPlanner):
-    def __init__(self, boxes: Mapping[str, TensorShard]) -> None:
+    def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__()
-        self._boxes = boxes
+        self._shards = shards
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata
         stored = self.metadata.state_dict_metadata
         items: list[ReadItem] = []
-        for name, box in self._boxes.items():
+        for name, shard in self._shards.items():
             if name not in stored:
                 raise KeyError(f"{name} is not in this checkpoint")
             found = stored[name]
             assert isinstance(found, TensorStorageMetadata)
-            chunk = ChunkStorageMetadata(offsets=torch.Size(box.start), sizes=box.tensor.size())
+            chunk = ChunkStorageMetadata(offsets=torch.Size(shard.start), sizes=shard.tensor.size())
             items += create_read_items_for_chunk_list(name, found, [chunk])
         return LoadPlan(items)
 

@@ -78,7 +78,7 @@ class RankBatch:
 
 
 class TrainerWorker(SendsWeights):
-    """Hosted by `workers.Host`, one a rank; every method is called on all ranks together."""
+    """Hosted by `workers.actor.WorkerActor`, one a rank; every method is called on all ranks together."""
 
     def __init__(self, spec: TrainerSpec) -> None:
         self._spec = spec

@@ -51,7 +51,7 @@ class Graph:
     """One live graph over all actors. Not for several threads. calls: that went through it."""
 
     def __init__(self, actors: Sequence[Any], buffer_bytes: int) -> None:
-        """actors: handles of `Host`. buffer_bytes: of a channel; it grows by itself. Raises GraphUnavailable."""
+        """actors: handles of `WorkerActor`. buffer_bytes: of a channel; it grows by itself. Raises GraphUnavailable."""
         self._graph: Any = None
         self._broken = False
         self.calls = 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlctl.training.megatron.mapping import Mapping, Part
 from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, OptimizerShard
-from rlctl.training.sharded_checkpoint import TensorShard, load_boxes, rng_name, save_boxes, saved_rng_name
+from rlctl.training.sharded_checkpoint import TensorShard, load_shards, rng_name, save_shards, saved_rng_name
 
 KINDS = ("model", *MOMENTS)
 
@@ -37,21 +37,21 @@ class Stage:
 
 def save(folder: Path, stage: Stage, updates: int) -> None:
     """Weights, moments, step counts, the number of updates and this rank's RNG state. Raises OSError."""
-    boxes = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
-    state = {f"{kind}.{name}": box for kind, found in boxes.items() for name, box in found.items()}
-    state |= {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in boxes["model"]}
+    shards = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
+    state = {f"{kind}.{name}": shard for kind, found in shards.items() for name, shard in found.items()}
+    state |= {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in shards["model"]}
     state |= {
         "updates": TensorShard.whole(torch.tensor(updates)),
         rng_name(dist.get_rank()): TensorShard.whole(torch.get_rng_state()),
     }
-    save_boxes(folder, state)
+    save_shards(folder, state)
 
 
 def load(folder: Path, stage: Stage) -> int:
     """What either backend saved, on any layout; returns the number of updates. Raises OSError."""
     key = saved_rng_name(folder, dist.get_rank())
     updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
-    load_boxes(folder, {"updates": TensorShard.whole(updates), key: TensorShard.whole(rng)})
+    load_shards(folder, {"updates": TensorShard.whole(updates), key: TensorShard.whole(rng)})
     torch.set_rng_state(rng)
     for kind in KINDS:
         _load_kind(folder, stage, kind)
@@ -70,11 +70,11 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
     held = {name: stage.named[name] for name in stage.named if stage.named[name] in stage.optimizer.slots}
     values = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in held.items()}
     parts = [part for name, value in values.items() for part in stage.mapping.parts(name, value)]
-    boxes = _merged(parts, stage.mapping)
-    load_boxes(folder, {f"{kind}.{name}": box for name, box in boxes.items()})
+    shards = _merged(parts, stage.mapping)
+    load_shards(folder, {f"{kind}.{name}": shard for name, shard in shards.items()})
     for part in parts:
         name, _, start = stage.mapping.fused(part)
-        part.view.copy_(_within(boxes[name], start, part.view))
+        part.view.copy_(_within(shards[name], start, part.view))
     for name, parameter in held.items():
         slot = stage.optimizer.slots[parameter]
         stage.piece(slot, kind).copy_(values[name].view(-1)[slot.start : slot.stop])
@@ -112,22 +112,22 @@ def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorShard]:
     for part in parts:
         name, shape, start = mapping.fused(part)
         by_name.setdefault(name, []).append((shape, start, part.view))
-    return {name: _box(found) for name, found in by_name.items()}
+    return {name: _shard(found) for name, found in by_name.items()}
 
 
-def _box(found: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]) -> TensorShard:
+def _shard(found: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]) -> TensorShard:
     shape = found[0][0]
     extents = [(start, (1,) * (len(shape) - view.ndim) + tuple(view.shape)) for _, start, view in found]
     low = tuple(min(start[d] for start, _ in extents) for d in range(len(shape)))
     high = tuple(max(start[d] + size[d] for start, size in extents) for d in range(len(shape)))
-    box = TensorShard(shape, low, torch.empty([stop - begin for begin, stop in zip(low, high)], dtype=torch.float32))
+    shard = TensorShard(shape, low, torch.empty([stop - begin for begin, stop in zip(low, high)], dtype=torch.float32))
     for _, start, view in found:
-        _within(box, start, view).copy_(view)
-    return box
+        _within(shard, start, view).copy_(view)
+    return shard
 
 
-def _within(box: TensorShard, start: tuple[int, ...], like: Tensor) -> Tensor:
+def _within(shard: TensorShard, start: tuple[int, ...], like: Tensor) -> Tensor:
     """The view of a box that is the part at `start`, of the shape of `like`."""
-    size = (1,) * (len(box.shape) - like.ndim) + tuple(like.shape)
-    begin = [at - low for at, low in zip(start, box.start)]
-    return box.tensor[tuple(slice(b, b + n) for b, n in zip(begin, size))].view(like.shape)
+    size = (1,) * (len(shard.shape) - like.ndim) + tuple(like.shape)
+    begin = [at - low for at, low in zip(start, shard.start)]
+    return shard.tensor[tuple(slice(b, b + n) for b, n in zip(begin, size))].view(like.shape)

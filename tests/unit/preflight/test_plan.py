@@ -135,16 +135,20 @@ def test_on_one_cpu_everything_adds_up_and_a_shared_gpu_takes_turns(home: Path) 
 def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
     state = 4 * parameters(home)
     kept, plain = plan(home, gpus=1, memory=GIB).memory, {"parameters": state, "gradients": 0, "optimizer": 2 * state}
-    assert kept and list(kept.standing) == ["generate", "train", "refit", "checkpoint"]
-    on_device = {phase: {name: each.device for name, each in kept.standing[phase].items()} for phase in kept.standing}
-    assert on_device == dict.fromkeys(kept.standing, plain) | {"train": plain | {"gradients": state}}
+    assert kept and list(kept.placed_states) == ["generate", "train", "refit", "checkpoint"]
+    on_device = {
+        phase: {name: each.device for name, each in kept.placed_states[phase].items()} for phase in kept.placed_states
+    }
+    assert on_device == dict.fromkeys(kept.placed_states, plain) | {"train": plain | {"gradients": state}}
     assert kept.state_peak == 4 * state
     moved = plan(
         home, "trainer.offload_optimizer_for_generation=true", "grpo.loss.kl_coef=0.1", gpus=1, memory=GIB
     ).memory
     assert moved and moved.state_peak == kept.state_peak
     away = {
-        phase for phase, states in moved.standing.items() if states["optimizer"] == PlacedState("host", 0, 2 * state)
+        phase
+        for phase, states in moved.placed_states.items()
+        if states["optimizer"] == PlacedState("host", 0, 2 * state)
     }
     assert away == {"generate", "log_probs", "refit", "checkpoint"}
     assert moved.peak == max(sum(moved.trainer.values()), state + sum(moved.engine.values()))
@@ -154,7 +158,7 @@ def test_where_state_stands_is_forecast_by_phase(home: Path) -> None:
 def test_on_a_cpu_all_state_stands_in_host_memory_and_a_note_says_so(home: Path) -> None:
     found = plan(home, "trainer.offload_optimizer_for_generation=true")
     assert found.memory and found.memory.state_peak == 0
-    assert found.memory.standing["train"]["optimizer"] == PlacedState("host", 0, 8 * parameters(home))
+    assert found.memory.placed_states["train"]["optimizer"] == PlacedState("host", 0, 8 * parameters(home))
     assert "nothing is offloaded on a CPU: optimizer state is in host memory at all times" in found.notes
 
 
@@ -177,12 +181,12 @@ def test_bytes_of_megatron_core_a_parameter(
 ) -> None:
     memory = plan(home, *MEGATRON, *overrides, kind="sft", gpus=8).memory
     assert memory
-    states = memory.standing["train"]
+    states = memory.placed_states["train"]
     optimizer = states["optimizer"]
     found = (states["parameters"].device, states["gradients"].device, optimizer.device, optimizer.host)
     assert found == pytest.approx([count * parameters(home) for count in per_parameter], rel=1e-3)
     assert optimizer.place == ("host" if optimizer.host else "device")
-    assert memory.standing["checkpoint"]["optimizer"] == optimizer
+    assert memory.placed_states["checkpoint"]["optimizer"] == optimizer
 
 
 def test_state_that_no_device_holds_is_refused_and_estimates_are_not(home: Path) -> None:
