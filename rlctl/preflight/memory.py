@@ -1,9 +1,9 @@
 """Forecast of a run's memory, in bytes per device, from the model's sizes.
 
 `placed_states` counts weights, gradients and optimizer state. Activations are an estimate after Korthikanti et al.
-(arXiv 2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP
-and attention that stores no scores. The reference is left out where there are GPUs: it stands in host memory, and its
-weights take the policy's own place while they are needed.
+(arXiv 2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a
+gated MLP and attention that stores no scores. The reference is left out where there are GPUs: it is in host memory,
+and its weights take the policy's own place while they are needed.
 """
 
 from dataclasses import dataclass
