@@ -3,6 +3,7 @@
 Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped (with the reason). Pure.
 """
 
+from collections.abc import Container
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Literal
@@ -104,17 +105,13 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
     for index, group in enumerate(groups):
         bad = _not_finite(group)
         left_out += bad.values()
-        scored = [
-            (place, completion, score.value)
-            for place, (completion, score) in enumerate(zip(group.completions, group.scores))
-            if score.value is not None and place not in bad
-        ]
+        scored = _scored(group, bad)
         values = [value for _, _, value in scored]
         if not scored:
             reason = NOT_FINITE if bad else "no rollout could be scored"
             outcomes.dropped.setdefault(reason, []).append(group.prompt.id)
             continue
-        if config.skip_uniform_groups and max(values) == min(values):
+        if config.skip_uniform_groups and len(set(values)) == 1:
             outcomes.filtered.setdefault("all rewards equal", []).append(group.prompt.id)
             continue
         outcomes.trained.append(group.prompt.id)
@@ -127,6 +124,20 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
     rows = zip(owners, completions, worth)
     sequences = [to_sequence(groups[owner].prompt, one, float(value), version) for owner, one, value in rows]
     return TrainingBatch(sequences, owner_array, outcomes, places, left_out)
+
+
+def is_uniform(group: RolloutGroup) -> bool:
+    """Return whether the rollouts that `make_batch` leaves in have one reward."""
+    return len({value for _, _, value in _scored(group, _not_finite(group))}) == 1
+
+
+def _scored(group: RolloutGroup, bad: Container[int]) -> list[tuple[int, Rollout, float]]:
+    """Return index, rollout and reward of each rollout that has one, without those at `bad`."""
+    return [
+        (place, completion, score.value)
+        for place, (completion, score) in enumerate(zip(group.completions, group.scores))
+        if score.value is not None and place not in bad
+    ]
 
 
 def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlctl.generation.active_requests import EngineStats
-from rlctl.grpo.batch import TrainingBatch
+from rlctl.grpo.batch import TrainingBatch, is_uniform
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.scoring import RolloutGroup
 from rlctl.telemetry import throughput
@@ -27,7 +27,7 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
         "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
         "length/max": float(lengths.max(initial=0)),
         "length/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
-        "groups/uniform": float(np.mean([_uniform(group) for group in groups])),
+        "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
         "tokens/prompt": float(sum(len(group.prompt.tokens) * len(group.completions) for group in groups)),
         "tokens/generated": float(lengths.sum()),
         "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
@@ -175,8 +175,3 @@ def refit_metrics(report: Mapping[str, float]) -> dict[str, float]:
         "refit/pause": report["commit"],
         "refit/stall": report["stall"],
     }
-
-
-def _uniform(group: RolloutGroup) -> bool:
-    # As in make_batch: failed rollouts are left out before.
-    return len({score.value for score in group.scores if score.value is not None}) == 1

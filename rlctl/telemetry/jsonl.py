@@ -29,7 +29,8 @@ class JsonlWriter:
         self._torn = _ends_mid_line(path)
 
     def write(self, record: Record) -> None:
-        line = json.dumps(record, default=str, ensure_ascii=False).encode() + b"\n"
+        # Half a surrogate pair, which messages of others may hold, is no UTF-8.
+        line = json.dumps(record, default=str, ensure_ascii=False).encode(errors="replace") + b"\n"
         with self._lock:
             try:
                 self._append(b"\n" + line if self._torn else line)

@@ -118,9 +118,12 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
         group(1, [(1, None, "stop"), (1, None, "stop")]),
         group(1, [(1, 1.0, "stop"), (1, 0.0, "stop")]),
     ]
+    # Uniform without the rollout whose log-probs are not finite.
+    groups.append(group(1, [(1, 1.0, "stop"), (1, 1.0, "stop"), (1, 0.0, "stop")]))
+    groups[-1].completions[2].log_probs[0] = np.nan
     batch = make_batch(groups, CONFIG)
-    assert len(batch.outcomes.filtered["all rewards equal"]) == 1
-    assert rollout_metrics(groups, batch)["groups/uniform"] == pytest.approx(1 / 3)
+    assert len(batch.outcomes.filtered["all rewards equal"]) == 2
+    assert rollout_metrics(groups, batch)["groups/uniform"] == 2 / 4
 
 
 def test_a_step_whose_rewards_all_failed_still_has_finite_numbers() -> None:

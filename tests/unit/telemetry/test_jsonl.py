@@ -71,3 +71,9 @@ def test_records_of_many_threads_do_not_mix(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert len(read_records(tmp_path / "a.jsonl")) == 200
+
+
+def test_half_a_surrogate_pair_is_written_as_a_question_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    JsonlWriter(path).write({"a": "bad \ud83d"})
+    assert read_records(path) == [{"a": "bad ?"}]
