@@ -4,6 +4,7 @@ Exit codes: 0 done, 2 bad input, 1 failed, 130 interrupted.
 """
 
 import errno
+import re
 import sys
 from typing import Annotated
 
@@ -80,12 +81,29 @@ def main() -> None:
     except ConfigError as error:
         report(error.problems)
         sys.exit(BAD_INPUT)
+    except ModuleNotFoundError as error:
+        if (missing := _package(error)) is None:
+            raise
+        remedy = "pip install 'rlctl[cpu]', on a GPU machine 'rlctl[gpu]'; rlctl doctor says what else is missing"
+        report([Problem("", "", f"{missing} is not installed: {remedy}")])
+        sys.exit(BAD_INPUT)
     except OSError as error:
         # A path that was typed and can be none, or may not be written: no defect, whose traceback would help.
         if error.errno not in _UNUSABLE or error.filename is None:
             raise
         report([Problem(str(error.filename), "", str(error.strerror))])
         sys.exit(BAD_INPUT)
+
+
+def _package(error: ModuleNotFoundError) -> str | None:
+    """Return the package that is missing, if one of rlctl's extras has it; another module's absence is a defect."""
+    from rlctl.preflight.package import requirements
+
+    name = (error.name or "").partition(".")[0]
+    known = {
+        re.split(r"[^\w-]", each)[0].replace("-", "_") for extra in ("engine", "cpu") for each in requirements(extra)
+    }
+    return name if name in known else None
 
 
 if __name__ == "__main__":

@@ -49,8 +49,11 @@ def copy(
     target = target / source.name if target.is_dir() else target
     if target.exists():
         raise ConfigError([Problem(str(target), "", "exists; name another file")])
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise ConfigError([Problem(str(target), "", f"cannot be written: {error.strerror}")]) from error
     kind = plain(compose(source, []))["kind"]
     typer.echo(f"{target}\nrun it: rlctl train {kind} {shlex.quote(str(target))}")
 

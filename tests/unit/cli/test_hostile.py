@@ -250,6 +250,8 @@ def test_more_processes_than_a_machine_without_gpus_can_share_are_not_started(rl
         ["recipes", "show", "x" * 300],
         ["recipes", "copy", "grpo-tiny", "x" * 300],
         ["recipes", "copy", "grpo-tiny", "/etc/passwd/x.yaml"],
+        ["recipes", "copy", "grpo-tiny", "/proc/x.yaml"],
+        ["recipes", "copy", "grpo-tiny", "/proc/folder/x.yaml"],
         ["cluster", "up", "x" * 300],
         ["train", "grpo", "--resume", "x" * 300],
     ],

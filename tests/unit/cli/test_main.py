@@ -5,6 +5,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 import rlctl as rlctl_package
 from tests.unit.cli.conftest import Rlctl
 
@@ -97,3 +99,13 @@ def test_a_reader_that_stops_early_gets_no_traceback(home: Path) -> None:
     done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=True)
     assert done.stdout.strip()
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("train", "grpo", "grpo.recipe.yaml", "--dry-run"), ("data", "preview")])
+def test_without_the_engines_packages_a_command_says_what_to_install(home: Path, command: tuple[str, ...]) -> None:
+    code = "import sys\nsys.modules['transformers'] = None\nfrom rlctl.cli.main import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    error, count = done.stderr.splitlines()
+    assert error.startswith("error: transformers is not installed: pip install 'rlctl[cpu]'")
+    assert count == "1 problem; nothing was started"
