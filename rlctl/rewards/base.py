@@ -60,18 +60,21 @@ def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
     """Return the finite number that `function` gives `item`, or what it did instead."""
     try:
         value: object = function(item.prompt, item.completion, item.answer, item.row)
+        number = _number(value)
     except RewardError as error:
         kind, _, detail = str(error).partition(": ")
         return RewardFailure(kind, detail=shortened(detail))
     except (Exception, SystemExit) as error:
         return _raised(error, function)
-    number = _number(value)
     if number is not None:
         return number
     return RewardFailure("no finite number", defined_at(function), shortened(f"returned {reprlib.repr(value)}"))
 
 
 def _number(value: object) -> float | None:
+    """Return the finite number that `value` is; None where it is none. Runs the code of a value's own type."""
+    if getattr(value, "shape", None) == ():  # a scalar of numpy's, a tensor without dimensions
+        value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):
         return None
     try:
@@ -108,8 +111,10 @@ def raised_at(error: BaseException, function: RewardFunction | None = None) -> s
     frames = traceback.extract_tb(error.__traceback__)
     code = _code(function)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
-    last = (own or frames)[-1:]
-    return place_of(last[0].filename, last[0].lineno or 0) if last else ""
+    last = (own or [frame for frame in frames if frame.filename != __file__])[-1:]
+    if last:
+        return place_of(last[0].filename, last[0].lineno or 0)
+    return defined_at(function) if function else ""
 
 
 def defined_at(function: RewardFunction) -> str:

@@ -7,12 +7,14 @@ is never unpickled, and it carries the ids of its call and its item: whatever el
 import json
 import math
 import pickle
+import reprlib
+import select
 import socket
 import time
 from dataclasses import asdict
 from typing import Any
 
-from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Outcome, RewardFailure
+from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Outcome, RewardFailure, shortened
 
 # JSON escapes a character by six at most, one beyond the basic plane by twelve.
 MAX_REPLY = 12 * (MAX_TRACE + 2 * MAX_DETAIL) + 65536
@@ -36,23 +38,36 @@ class Channel:
         """The next reply. Raises BadReply for a line that is none."""
         try:
             message = json.loads(self._line(time.monotonic() + timeout_s))
-        except ValueError as error:
-            raise BadReply(str(error)) from error
+        except (ValueError, RecursionError) as error:  # the latter where it is nested too deep
+            raise BadReply(shortened(str(error))) from error
         if not isinstance(message, dict):
             raise BadReply("a reply is a JSON object")
         return message
+
+    def problems(self, timeout_s: float) -> list[tuple[int | None, str]]:
+        """Return (index of a reward, why) for each that cannot be loaded."""
+        message = self.reply(timeout_s)
+        try:
+            return [(int(index), _text(reason)) for index, reason in message["problems"]]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise BadReply("a reply that lists no problems") from error
 
     def outcome(self, call: int, item: int, timeout_s: float) -> Outcome:
         """The outcome of item `item` of call `call`. Raises BadReply for another's."""
         message = self.reply(timeout_s)
         if (message.get("call"), message.get("item")) != (call, item):
-            raise BadReply(f"a reply to call {message.get('call')}, item {message.get('item')}")
+            told = (reprlib.repr(message.get(key)) for key in ("call", "item"))
+            raise BadReply(_text("a reply to call {}, item {}".format(*told)))
         if isinstance(failure := message.get("failure"), dict):
-            return RewardFailure(*(str(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
+            return RewardFailure(*(_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
         value = message.get("value")
         if not isinstance(value, float) or not math.isfinite(value):
             raise BadReply("a reply without a finite value")
         return value
+
+    def is_quiet(self) -> bool:
+        """Return whether nothing came that was not asked for, the end included."""
+        return not self._buffer and not select.select([self._connection], [], [], 0)[0]
 
     def close(self) -> None:
         self._connection.close()
@@ -70,6 +85,13 @@ class Channel:
                 raise TimeoutError
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
+
+
+def _text(told: object) -> str:
+    """Return a text of the child's that every file and terminal takes. Raises BadReply for what is no text."""
+    if not isinstance(told, str):
+        raise BadReply("a reply whose text is none")
+    return told.encode("utf-8", "replace").decode()
 
 
 def answer(call: int, item: int, outcome: Outcome) -> bytes:

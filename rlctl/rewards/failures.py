@@ -47,7 +47,7 @@ class FailureLog:
         if not trace or self._path is None:
             return False
         try:
-            with self._path.open("a") as log:
+            with self._path.open("a", encoding="utf-8", errors="replace") as log:
                 log.write(f"{line}\n{trace}\n")
         except OSError:  # a full disk must not end scoring
             return False

@@ -16,6 +16,7 @@ from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt
 from rlctl.rewards.failures import Emit, FailureLog
 from rlctl.rewards.load import load_function
+from rlctl.rewards.output_log import OutputLog
 from rlctl.rewards.worker import LoadError, RewardWorker
 from rlctl.utils.cores import usable_cores
 
@@ -50,8 +51,8 @@ class UnusableError(RewardError):
 class Scorer:
     """Close it, or use it in a `with`.
 
-    logs: folder for rewards.log (what user functions print) and reward-errors.log (tracebacks); None: the standard
-    error. emit: writes an event at the first failure of each cause.
+    logs: folder for rewards.log (what user functions print, up to a bound) and reward-errors.log (tracebacks); None:
+    the standard error. emit: writes an event at the first failure of each cause.
     """
 
     def __init__(self, sections: list[RewardSection], logs: Path | None = None, emit: Emit | None = None) -> None:
@@ -59,12 +60,12 @@ class Scorer:
         self.names = reward_names(sections)
         self._decides, self._correct_at = correctness(sections)
         self.failures = FailureLog(logs / "reward-errors.log" if logs else None, emit)
-        self._log = (logs / "rewards.log").open("a") if logs else None
+        self._log = OutputLog(logs / "rewards.log", emit) if logs else None
         size = min(MAX_WORKERS, usable_cores())
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out: a small batch keeps to the worker that is already running.
         self._idle: LifoQueue[RewardWorker] = LifoQueue()
-        self.workers = [RewardWorker(sections, self._log) for _ in range(size)]
+        self.workers = [RewardWorker(sections, self._log.descriptor if self._log else None) for _ in range(size)]
         for worker in self.workers:
             self._idle.put(worker)
 

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from typing import IO
 
 from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput
@@ -22,6 +21,7 @@ SEND_TIMEOUT_S = 60.0
 ENDING_TIMEOUT_S = 10.0
 _ENDED = "ended its process"
 _TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
+_NOT_TAKEN = RewardFailure("could not be asked", detail="its process took no request")
 
 
 class LoadError(RewardError):
@@ -33,10 +33,15 @@ class LoadError(RewardError):
 
 
 class RewardWorker:
-    """One child process, started when first needed and again after it hung or died."""
+    """One child process, started when first needed and again after it hung or died.
 
-    def __init__(self, sections: list[RewardSection], log: IO[str] | None) -> None:
-        self._sections, self._log = sections, log
+    output: descriptor for what functions print; None: the standard error.
+    """
+
+    def __init__(self, sections: list[RewardSection], output: int | None) -> None:
+        self._sections, self._output = sections, output
+        # Taken now: while Ray starts, this process has Ray's, and whoever has that ends with Ray's folder.
+        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
         self._calls = 0
@@ -48,8 +53,8 @@ class RewardWorker:
         while len(outcomes) < len(items):
             try:
                 outcomes += self._call(self._started(), reward, items[len(outcomes) :])
-                # Whoever ends a job sends this to all of its processes: it says nothing of the item.
-                if outcomes[-1] == _TERMINATED and tried_again != len(outcomes):
+                # Neither says anything of the item: whoever ends a job sends this to all of its processes.
+                if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and tried_again != len(outcomes):
                     tried_again = len(outcomes)
                     outcomes.pop()
             except LoadError as error:
@@ -87,6 +92,10 @@ class RewardWorker:
         outcomes: list[Outcome] = []
         try:
             channel.send((self._calls, reward, items), SEND_TIMEOUT_S)
+        except (TimeoutError, ConnectionError):
+            self.stop()
+            return [_NOT_TAKEN]
+        try:
             for number in range(len(items)):
                 outcomes.append(channel.outcome(self._calls, number, timeout_s))
         except TimeoutError:
@@ -100,31 +109,33 @@ class RewardWorker:
         return outcomes
 
     def _started(self) -> Channel:
-        if self._channel is not None:
-            return self._channel
+        if self._process is not None and self._channel is not None:
+            # It may have ended, or spoken, since its last call: no item of the next one pays for that.
+            if self._process.poll() is None and self._channel.is_quiet():
+                return self._channel
+            self.stop()
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rlctl.rewards.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.PIPE,
-            stdout=self._log or 2,
-            stderr=self._log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=2 if self._output is None else self._output,
+            stderr=self._output,
+            env=self._environment,
             start_new_session=True,
         )
         theirs.close()
         try:
             self._channel.send(self._sections, START_TIMEOUT_S)
-            problems = self._channel.reply(START_TIMEOUT_S)["problems"]
-            if problems == []:
+            reasons = self._channel.problems(START_TIMEOUT_S)
+            if not reasons:
                 return self._channel
-            reasons: list[tuple[int | None, str]] = [(int(index), str(reason)) for index, reason in problems]
         except TimeoutError:
             reasons = [(None, f"rewards took longer than {START_TIMEOUT_S:g} s to load")]
         except (EOFError, ConnectionError):
             reasons = [(None, f"a reward ended its process while loading: {self._ending()}")]
-        except (BadReply, KeyError, TypeError, ValueError):
+        except BadReply:
             reasons = [(None, "a reward wrote to a file descriptor that is not its own while loading")]
         self.stop()
         raise LoadError(reasons)

@@ -1,0 +1,143 @@
+"""Reward processes that die, speak or stand still between calls, and whatever a reward says, returns or prints."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlctl.config.schema import RewardSection
+from rlctl.rewards import worker as reward_worker
+from rlctl.rewards.base import RewardInput
+from rlctl.rewards.output_log import MAX_LOG_BYTES
+from rlctl.rewards.scorer import Score, Scorer
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
+
+HOOK = """
+import json, os, threading, time
+import numpy as np
+
+class Unready:
+    shape = ()
+    def item(self):
+        raise RuntimeError("not computed")
+
+def score(prompt, completion, answer, row):
+    if completion == "surrogate":
+        raise ValueError("bad " + json.loads('"\\\\ud83d"'))
+    if completion == "numpy":
+        return np.bool_(True)
+    if completion == "numpy int":
+        return np.int32(3)
+    if completion == "array":
+        return np.ones(3)
+    if completion == "unready":
+        return Unready()
+    if completion.startswith("nested"):
+        for number in range(3, 1000):
+            try:
+                os.write(number, row["text"].encode() + b"\\n")
+            except OSError:
+                pass
+    if completion == "speaks later":
+        def speak():
+            time.sleep(0.2)
+            for number in range(3, 100):
+                try:
+                    os.write(number, b"hello\\n")
+                except OSError:
+                    pass
+        threading.Thread(target=speak).start()
+    if completion == "dies later":
+        threading.Timer(0.2, os._exit, [3]).start()
+    if completion == "chatter":
+        print("x" * row["size"])
+    if completion == "environment":
+        return float("tmp-of-ray" in os.environ.get("TMPDIR", ""))
+    return 1.0
+"""
+
+
+@pytest.fixture
+def hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardSection:
+    (tmp_path / "own.py").write_text(HOOK)
+    monkeypatch.chdir(tmp_path)
+    return RewardSection("own.py:score", 1.0, None, None, 5.0)
+
+
+def scored(scorer: Scorer, *completions: str, **row: object) -> list[Score]:
+    return scorer.score([RewardInput("p", each, None, row) for each in completions])
+
+
+def test_a_text_that_is_no_utf8_costs_that_rollout_and_is_logged(hook: RewardSection, tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    with Scorer([hook], logs=tmp_path, emit=events.emit) as scorer:
+        scores = scored(scorer, "surrogate", "fine")
+    assert [score.value for score in scores] == [None, 1.0]
+    assert scores[0].failed == "score: raised ValueError at own.py:12: bad ?"
+    assert "bad ?" in read_records(tmp_path / "events.jsonl")[0]["what"]
+    assert "ValueError: bad ?" in (tmp_path / "reward-errors.log").read_text(encoding="utf-8")
+
+
+def test_a_value_that_is_a_scalar_of_numpy_counts_and_one_that_raises_has_its_line(hook: RewardSection) -> None:
+    with Scorer([hook]) as scorer:
+        scores = scored(scorer, "numpy", "numpy int", "array", "unready")
+    assert [score.value for score in scores] == [1.0, 3.0, None, None]
+    assert (scores[2].failed or "").startswith("score: no finite number at own.py:10: returned array")
+    assert scores[3].failed == "score: raised RuntimeError at own.py:8: not computed"
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"call": %s}' % ("[" * 500 + "]" * 500), '{"call": 1, "item": 0, "failure": {"kind": 1}}']
+)
+def test_a_reply_of_any_form_costs_that_rollout_alone(hook: RewardSection, text: str) -> None:
+    with Scorer([hook]) as scorer:
+        scores = scored(scorer, "nested", "fine", text=text)
+    assert [score.value for score in scores] == [None, 1.0]
+    assert (scores[0].failed or "").startswith("score: wrote to a file descriptor that is not its own")
+
+
+@pytest.mark.parametrize("how", ["dies later", "speaks later"])
+def test_what_a_process_does_between_calls_costs_no_rollout(hook: RewardSection, how: str) -> None:
+    with Scorer([hook]) as scorer:
+        assert scored(scorer, how)[0].value == 1.0
+        time.sleep(0.6)
+        assert scored(scorer, "fine", "fine")[0].failed is None
+        assert not scorer.failures.counts
+
+
+def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 0.5)
+    with Scorer([hook]) as scorer:
+        scored(scorer, "fine")
+        (keeper,) = (each.pid for each in scorer.workers if each.pid)
+        (process,) = psutil.Process(keeper).children()
+        os.kill(process.pid, signal.SIGSTOP)
+        assert scored(scorer, "fine", text="x" * 5_000_000)[0].failed is None
+        # And where it is never taken, that is what is said.
+        monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 1e-4)
+        assert scored(scorer, "fine", text="x" * 50_000_000)[0].failed == (
+            "score: could not be asked: its process took no request"
+        )
+
+
+def test_a_process_that_starts_while_ray_starts_has_the_environment_from_before(
+    hook: RewardSection, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with Scorer([hook]) as scorer:
+        monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp-of-ray"))
+        assert scored(scorer, "environment")[0].value == 0.0
+
+
+def test_what_rewards_print_is_bounded_and_the_bound_is_told_once(hook: RewardSection, tmp_path: Path) -> None:
+    told: list[str] = []
+    with Scorer([hook], logs=tmp_path, emit=lambda kind, what: told.append(what)) as scorer:
+        scores = scored(scorer, *["chatter"] * 16, size=MAX_LOG_BYTES // 4)
+    assert all(score.value == 1.0 for score in scores)
+    assert told == ["rewards printed more than 4 MiB: rewards.log has no more of it"]
+    log = tmp_path / "rewards.log"
+    assert MAX_LOG_BYTES < log.stat().st_size < MAX_LOG_BYTES + 200
+    assert log.read_text().endswith("\n[rewards printed more than 4 MiB: the rest is left out]\n")
