@@ -9,7 +9,7 @@ import secrets
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +67,12 @@ def _started(reaper: Reaper, logs: Path) -> ExitStack:
 def _watched(lost: Callable[[str], None]) -> Iterator[None]:
     """Look after Ray's head and this machine's raylet: a driver without them works on for a minute, then Ray ends it
     without a word."""
-    own = psutil.Process().children()
-    watched = [(process, name) for process in own if (name := process.name()) in _NEEDED]
+    watched = _needed()
     left = threading.Event()
 
     def look() -> None:
         while not left.wait(_LOOK_S):
-            for process, name in watched:
+            for name, process in watched.items():
                 if not _lives(process):
                     lost(f"Ray's {name} (process {process.pid}) is gone")
                     return
@@ -85,6 +84,16 @@ def _watched(lost: Callable[[str], None]) -> Iterator[None]:
     finally:
         left.set()
         thread.join()
+
+
+def _needed() -> dict[str, psutil.Process]:
+    """Return the processes of this Ray by name: an attempt that was too slow has left ended ones of the same names."""
+    found = {}
+    for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
+        with suppress(psutil.NoSuchProcess):
+            if (name := process.name()) in _NEEDED and _lives(process):
+                found[name] = process
+    return found
 
 
 def _lives(process: psutil.Process) -> bool:

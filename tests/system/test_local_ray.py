@@ -8,13 +8,14 @@ import pytest
 
 PROGRAM = """
 import sys
+import time
 from pathlib import Path
 
 import ray
 
 from rlctl.launch.local_ray import local_ray
 
-start, folders = ray.init, []
+start, folders, lost = ray.init, [], []
 
 def init(**options):
     start(**options)
@@ -24,8 +25,9 @@ def init(**options):
 
 ray.init = init
 try:
-    with local_ray(Path(sys.argv[1])):
-        print("up", len(folders), [folder.exists() for folder in folders], ray.is_initialized())
+    with local_ray(Path(sys.argv[1]), lost.append):
+        time.sleep(2)
+        print("up", len(folders), [folder.exists() for folder in folders], ray.is_initialized(), lost)
 finally:
     print("down", [folder.exists() for folder in folders], ray.is_initialized())
 """
@@ -36,4 +38,4 @@ finally:
 def test_a_slow_start_is_tried_again_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "logs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
-    assert done.stdout.splitlines() == ["up 2 [False, True] True", "down [False, False] False"], done.stderr
+    assert done.stdout.splitlines() == ["up 2 [False, True] True []", "down [False, False] False"], done.stderr
