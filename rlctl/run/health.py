@@ -178,7 +178,9 @@ class Health:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what `state_dict` returned; checks that it does not know begin anew."""
-        self._ill = set(state.get("ill", ())) - {check.name for check in self._checks if check.fatal}
+        # What stopped the run stops it again, unless it was mended.
+        fatal = {check.name for check in self._checks if check.fatal or self._stop}
+        self._ill = set(state.get("ill", ())) - fatal
         for check in self._checks:
             if check.name in state:
                 check.load_state_dict(state[check.name])

@@ -77,6 +77,14 @@ def test_a_resume_goes_on_with_what_was_measured_and_said() -> None:
     assert [each.check for each in found] == ["grad_norm", "accuracy"]
 
 
+def test_a_resume_stops_again_at_what_stopped_the_run() -> None:
+    before = Health([Ceiling("mismatch", "m", 1.05, "{value}")], stop=True)
+    assert [each.fatal for each in before.look(3, {"m": 2.0})] == [True]
+    after = Health([Ceiling("mismatch", "m", 1.05, "{value}")], stop=True)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert [each.fatal for each in after.look(4, {"m": 2.0})] == [True]
+
+
 def test_the_bounds_are_the_configs() -> None:
     for stop in (False, True):
         config = load("grpo", None, [f"health.stop={str(stop).lower()}"]).config
