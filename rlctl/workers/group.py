@@ -114,13 +114,13 @@ class Pending:
         Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
         ranks may wait for the one that failed for ever), WorkerTimeout after `deadline_s` seconds.
         """
-        with waited_for(self.workers, self.call, self._late, deadline_s):
+        with waited_for(self.workers, self.call, self.late, deadline_s, knob):
             self._until_ready(deadline_s, knob)
         answers = ray.get(self.refs)
         pairs = [_pair(answer) for answer in answers]
         return results(self.call, pairs)
 
-    def _late(self) -> list[Worker]:
+    def late(self) -> list[Worker]:
         """The workers that have not answered."""
         _, waiting = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
@@ -163,11 +163,13 @@ class Pending:
 
 
 def waited_for(
-    workers: Sequence[Worker], call: str, late: Callable[[], Sequence[Worker]], deadline_s: float
+    workers: Sequence[Worker], call: str, late: Callable[[], Sequence[Worker]], deadline_s: float, knob: str
 ) -> AbstractContextManager[None]:
     """Have the wait for a call explained if it lasts."""
     waits = workers[0].spec.waits if workers else None
-    return waits.wait(call, lambda: [each.known_as for each in late()], deadline_s) if waits else nullcontext()
+    if waits is None:
+        return nullcontext()
+    return waits.wait(call, lambda: [each.known_as for each in late()], deadline_s, knob)
 
 
 def _pair(answer: Any) -> tuple[Failure | None, Any]:
@@ -189,6 +191,15 @@ def as_they_end(
     pending: Sequence[Pending], deadline_s: float, knob: str = DEADLINE_KNOB
 ) -> Iterator[tuple[int, list[Any] | Exception]]:
     """(index, results or the error that `Pending.wait` would raise) of several calls, each as soon as it is known."""
+    workers = [worker for part in pending for worker in part.workers]
+    calls = " and ".join(dict.fromkeys(part.call for part in pending))
+    with waited_for(workers, calls, lambda: [worker for part in pending for worker in part.late()], deadline_s, knob):
+        yield from _as_they_end(pending, deadline_s, knob)
+
+
+def _as_they_end(
+    pending: Sequence[Pending], deadline_s: float, knob: str
+) -> Iterator[tuple[int, list[Any] | Exception]]:
     end = time.monotonic() + deadline_s
     open_refs = {ref: index for index, part in enumerate(pending) for ref in part.refs}
     while open_refs:
@@ -286,7 +297,7 @@ class WorkerGroup:
         if self._graph is None:
             return self._start(method, [(args, kwargs) for args in per_rank]).wait(self.deadline_s)
         try:
-            with waited_for(self.workers, method, lambda: self.workers, self.deadline_s):
+            with waited_for(self.workers, method, lambda: self.workers, self.deadline_s, DEADLINE_KNOB):
                 answers = self._graph.call((method, per_rank, kwargs), self.deadline_s)
         except TimeoutError as error:
             raise WorkerTimeout(method, [w.name for w in self.workers], self.deadline_s, DEADLINE_KNOB) from error

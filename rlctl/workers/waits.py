@@ -8,7 +8,7 @@ once it takes longer than `explain_after_s`, and three times as long as any befo
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 _POLL_S = 0.5
@@ -17,13 +17,15 @@ _UNUSUAL = 3.0
 
 @dataclass
 class _Wait:
-    """An open wait. late: (worker, process id or None) of those without an answer. told: how long it was, when told."""
+    """One wait. late: (worker, process id or None) of those without an answer. told: how long it was, when told."""
 
     call: str
     late: Callable[[], Sequence[tuple[str, int | None]]]
     deadline_s: float
+    knob: str
     began: float = field(default_factory=time.monotonic)
     told: float = 0.0
+    ended: bool = False
 
 
 class Waits:
@@ -39,15 +41,16 @@ class Waits:
 
     @contextmanager
     def wait(
-        self, call: str, late: Callable[[], Sequence[tuple[str, int | None]]], deadline_s: float
+        self, call: str, late: Callable[[], Sequence[tuple[str, int | None]]], deadline_s: float, knob: str
     ) -> Iterator[None]:
-        """Have the block explained if it lasts."""
-        wait = _Wait(call, late, deadline_s)
+        """Have the block explained if it lasts. knob: the config key that sets its deadline."""
+        wait = _Wait(call, late, deadline_s, knob)
         with self._lock:
             self._open[id(wait)] = wait
         try:
             yield
         finally:
+            wait.ended = True
             with self._lock:
                 del self._open[id(wait)]
                 self._longest[call] = max(self._longest.get(call, 0.0), time.monotonic() - wait.began)
@@ -65,16 +68,28 @@ class Waits:
 
     def _explain(self, wait: _Wait) -> None:
         lasted = time.monotonic() - wait.began
+        try:
+            what = self._explanation(wait, lasted)
+        except Exception as error:
+            # The next waits are explained all the same.
+            wait.told = lasted
+            what = f"the driver has waited {lasted:.0f} s, call {wait.call}; for whom cannot be told: {error!r}"
+        if what and not wait.ended:
+            with suppress(Exception):
+                self._warn(what)
+
+    def _explanation(self, wait: _Wait, lasted: float) -> str:
+        """Return who is waited for, and why; nothing while it is not worth a word."""
         if lasted < max(self._explain_after_s, 2 * wait.told):
-            return
+            return ""
         late = [(name, condition(pid)) for name, pid in wait.late()]
         stopped = any("stopped" in state for _, state in late)
         if not late or (lasted < _UNUSUAL * self._longest.get(wait.call, 0.0) and not stopped):
-            return
+            return ""
         wait.told = lasted
         workers = ", ".join(f"{name} ({state})" if state else name for name, state in late)
-        end = f"given up after run.deadline_s={wait.deadline_s:g}"
-        self._warn(f"the driver has waited {lasted:.0f} s for {workers}, call {wait.call}; {self.where()}; {end}")
+        end = f"given up after {wait.deadline_s:g} s ({wait.knob})"
+        return f"the driver has waited {lasted:.0f} s for {workers}, call {wait.call}; {self.where()}; {end}"
 
 
 def condition(pid: int | None) -> str:

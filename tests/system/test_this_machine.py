@@ -199,6 +199,28 @@ def test_a_stalled_worker_is_explained_in_a_synchronous_run(run: Run, name: str)
     run.wait_for_step(len(run.steps()) + 2)
 
 
+def test_an_engine_that_stalls_in_a_refit_is_explained(run: Run) -> None:
+    pid = run.wait_for_event("processes")["engine-0"]
+
+    def trains() -> bool:
+        return [event["name"] for event in run.events() if event["kind"] == "phase"][-1] == "train"
+
+    def explained() -> list[str]:
+        warnings = [event["what"] for event in run.events() if event["kind"] == "warning"]
+        return [what for what in warnings if "call refit_receive" in what]
+
+    # The engine rests while the trainer works; the refit is what needs it next.
+    run.wait_for("a step's training", trains)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        run.wait_for("an explanation of the refit", lambda: bool(explained()))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert f" s for engine-0 (process {pid} is stopped: kill -CONT {pid})" in explained()[0]
+    assert "(refit.timeout_s)" in explained()[0]
+    run.wait_for_step(len(run.steps()) + 2)
+
+
 def test_a_run_whose_ray_head_is_killed_saves_and_ends_with_its_reason(run: Run) -> None:
     everybody = family(run)
     (head,) = [process for process in everybody if process.name() == "gcs_server"]

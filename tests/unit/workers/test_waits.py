@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -24,10 +25,10 @@ def test_a_stopped_worker_is_named_with_what_wakes_it_and_where_the_run_is() -> 
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         # A call that took far longer before.
-        with waits.wait("train", list, 60):
+        with waits.wait("train", list, 60, "run.deadline_s"):
             time.sleep(1.5)
         os.kill(process.pid, signal.SIGSTOP)
-        with waits.wait("train", lambda: [("trainer-0", process.pid)], 60):
+        with waits.wait("train", lambda: [("trainer-0", process.pid)], 60, "run.deadline_s"):
             until(lambda: bool(told))
     finally:
         process.kill()
@@ -36,19 +37,53 @@ def test_a_stopped_worker_is_named_with_what_wakes_it_and_where_the_run_is() -> 
     state = f"process {process.pid} is stopped: kill -CONT {process.pid}"
     assert told[0].startswith("the driver has waited ")
     assert told[0].endswith(
-        f" s for trainer-0 ({state}), call train; trainer at version 3; given up after run.deadline_s=60"
+        f" s for trainer-0 ({state}), call train; trainer at version 3; given up after 60 s (run.deadline_s)"
     )
 
 
 def test_a_call_that_takes_as_long_as_the_one_before_it_is_not_worth_a_word() -> None:
     told: list[str] = []
     waits = Waits(0.2, told.append)
-    with waits.wait("train", lambda: [("trainer-0", None)], 60):
+    with waits.wait("train", lambda: [("trainer-0", None)], 60, "run.deadline_s"):
         until(lambda: len(told) == 1)
     began = time.monotonic()
-    with waits.wait("train", lambda: [("trainer-0", None)], 60):
+    with waits.wait("train", lambda: [("trainer-0", None)], 60, "run.deadline_s"):
         time.sleep(0.7)
         assert len(told) == 1
         until(lambda: len(told) == 2)
     assert time.monotonic() - began > 0.6
     waits.close()
+
+
+def test_an_explanation_that_fails_is_told_and_ends_no_other() -> None:
+    told: list[str] = []
+    waits = Waits(0.2, told.append)
+
+    def fails() -> list[tuple[str, int | None]]:
+        raise RuntimeError("no Ray to ask")
+
+    with waits.wait("train", fails, 60, "run.deadline_s"):
+        until(lambda: len(told) == 1)
+        assert told[0].endswith("call train; for whom cannot be told: RuntimeError('no Ray to ask')")
+        with waits.wait("refit_send", lambda: [("trainer-0", None)], 60, "refit.timeout_s"):
+            until(lambda: any("call refit_send; " in what for what in told))
+    waits.close()
+
+
+def test_a_wait_that_ends_while_it_is_looked_at_is_not_told() -> None:
+    told: list[str] = []
+    asked, ended = threading.Event(), threading.Event()
+    waits = Waits(0.2, told.append)
+
+    def late() -> list[tuple[str, int | None]]:
+        asked.set()
+        ended.wait(20)
+        return [("trainer-0", None)]
+
+    with waits.wait("train", late, 60, "run.deadline_s"):
+        assert asked.wait(20)
+    ended.set()
+    with waits.wait("refit_send", lambda: [("trainer-0", None)], 60, "refit.timeout_s"):
+        until(lambda: bool(told))
+    waits.close()
+    assert "call refit_send" in told[0]
