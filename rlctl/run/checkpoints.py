@@ -165,7 +165,7 @@ def _read(path: Path, step: int) -> Checkpoint | None:
     try:
         state = json.loads((path / _STATE).read_text())
         return Checkpoint(path, step, state) if state["step"] == step else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

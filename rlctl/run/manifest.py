@@ -42,7 +42,7 @@ def find_damage(folder: Path) -> dict[Path, str]:
         listed = _read(folder / MANIFEST)
     except FileNotFoundError:
         return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return {folder / MANIFEST: f"cannot be read: {error}"}
     # Sizes cost nothing: a file that was cut is found before any is read.
     wrong = {folder / name: what for name, facts in listed.items() if (what := _wrong_size(folder / name, facts))}
@@ -65,7 +65,7 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
         return {
             str(name): {"bytes": int(f["bytes"]), "digest": str(f["digest"])} for name, f in content["files"].items()
         }
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError("it lists no files") from None
 
 

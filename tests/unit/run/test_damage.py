@@ -55,6 +55,14 @@ def grow(path: Path) -> None:
         file.write(b"more")
 
 
+def nested(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def too_large(path: Path) -> None:
+    path.write_text('{"files": {"state.json": {"bytes": 1e400, "digest": ""}}}')
+
+
 def lists_nothing(path: Path) -> None:
     path.write_text("[]")
 
@@ -75,6 +83,8 @@ def lists_nothing(path: Path) -> None:
         ("manifest.json", Path.unlink, "missing"),
         ("manifest.json", cut, "cannot be read"),
         ("manifest.json", lists_nothing, "it lists no files"),
+        ("manifest.json", nested, "cannot be read"),
+        ("manifest.json", too_large, "it lists no files"),
         ("trainer/shard-00003.safetensors", lists_nothing, "not written with this checkpoint"),
     ],
 )
@@ -94,6 +104,11 @@ def test_what_was_not_hurt_is_used_and_nothing_is_said(kept: Checkpoints) -> Non
     found = kept.newest_whole()
     assert found.checkpoint is not None and found.checkpoint.state["cursor"] == {"row": 4}
     assert (found.damaged, found.notes) == ({}, [])
+
+
+def test_a_state_that_no_parser_takes_is_no_checkpoint(kept: Checkpoints, tmp_path: Path) -> None:
+    nested(tmp_path / "checkpoints/step_4/state.json")
+    assert [checkpoint.step for checkpoint in kept.all()] == [2]
 
 
 def test_a_damaged_export_is_said_but_a_resume_does_not_read_it(kept: Checkpoints, tmp_path: Path) -> None:
