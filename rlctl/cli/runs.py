@@ -110,7 +110,7 @@ def stop(run: Run = "", root: Root = None) -> None:
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
         return
-    again = any("finishing this step" in str(event.get("what")) for event in state.of_this_attempt())
+    again = any(event.get("asked_to_stop") is True for event in state.of_this_attempt())
     with explained():
         if record is not None:
             stop_job(folder, record, now=again)

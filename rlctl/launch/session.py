@@ -188,7 +188,8 @@ def _driven(
     recorder = _recorder(config, run_dir, events, metrics)
 
     def notify() -> None:
-        events.emit("warning", what=f"{interrupts.by}: finishing this step and saving; again: stop now")
+        what = f"{interrupts.by}: finishing this step and saving; again: stop now"
+        events.emit("warning", what=what, asked_to_stop=True)
 
     reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
     with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:

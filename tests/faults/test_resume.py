@@ -54,9 +54,7 @@ def without_its_trainer_it_ends_with_one_line(run: Run) -> None:
 
 
 def stop_was_told(run: Run) -> bool:
-    return any(
-        "finishing this step and saving" in event["what"] for event in run.events() if event["kind"] == "warning"
-    )
+    return any(event.get("asked_to_stop") for event in run.events() if event["kind"] == "warning")
 
 
 def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str]) -> list[str]:

@@ -1,8 +1,13 @@
 """`rlctl runs list / show / dash` as a user and as a script meet them."""
 
 import json
+import signal
+import socket
+import subprocess
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -112,6 +117,29 @@ def test_a_stopped_run_is_called_so(runs: Path) -> None:
     assert asked in [event.get("what") for event in read_state(run.path).of_this_attempt()]
     EventLog(run.events, now=lambda: START + 1001).emit("run_started", num_steps=20, start_step=3)
     assert [event["kind"] for event in read_state(run.path).of_this_attempt()] == ["run_started"]
+
+
+@pytest.mark.parametrize(
+    ("event", "what"),
+    [
+        ({"what": "Ray's gcs_server (process 7) is gone: finishing this step and saving"}, "d ends after its step"),
+        ({"what": "asked to stop: finishing this step and saving", "asked_to_stop": True}, "d ends now"),
+    ],
+)
+def test_a_stop_is_the_second_only_after_a_first(tmp_path: Path, event: dict[str, Any], what: str) -> None:
+    run = write_run(tmp_path, "d", steps=3, ended=None)
+    started = {"host": socket.gethostname(), "num_steps": 20, "start_step": 3}
+    driver = subprocess.Popen(["sleep", "600"])
+    try:
+        alive = {"pid": driver.pid, "create_time": psutil.Process(driver.pid).create_time()}
+        log = EventLog(run.events)
+        log.emit("run_started", **started, **alive)
+        log.emit("warning", **event)
+        assert what in call("stop", "d", "--dir", tmp_path)[1]
+        assert driver.wait(20) == -signal.SIGTERM
+    finally:
+        driver.kill()
+        driver.wait()
 
 
 def test_what_is_printed_fits_80_columns_whole(runs: Path) -> None:
