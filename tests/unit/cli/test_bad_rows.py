@@ -42,6 +42,19 @@ def test_a_bad_row_is_one_line_and_nothing_starts(
     assert not (home / "runs").exists()
 
 
+def test_the_driver_of_a_job_reads_the_rows_before_it_asks_the_cluster_for_anything(
+    rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assemble_grpo, "run_grpo", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    (home / "rows.jsonl").write_text(f'{GOOD}\n{{"prompt": "", "answer": "2"}}\n')
+    done = rlctl("train", "grpo", "grpo.recipe.yaml", "data.train.path=rows.jsonl", "--cluster", "here")
+    assert done.code == 2
+    error, last = done.err.splitlines()[-2:]
+    assert error.startswith(f"error: data: {home / 'rows.jsonl'}:2: the prompt is empty")
+    assert last == "1 problem; nothing was started"
+
+
 def test_a_corrupt_page_of_parquet_is_one_line(rlctl: Rlctl, home: Path) -> None:
     import pyarrow
     from pyarrow.parquet import write_table

@@ -143,6 +143,16 @@ def test_what_has_no_default_must_be_set(home: Path) -> None:
     ]
 
 
+def test_a_system_prompt_that_no_tokenizer_takes_is_told_with_the_config(home: Path) -> None:
+    (home / "x.yaml").write_text(r"""
+defaults: grpo.recipe.yaml
+data: {system_prompt: "Be brief \ud83d"}
+""")
+    assert problems("grpo", "x.yaml") == [
+        "x.yaml:3: data.system_prompt: must be text that UTF-8 and file names can hold, without NUL or surrogates"
+    ]
+
+
 def test_a_recipe_that_inherits_nothing_is_told_so_once_a_section(home: Path) -> None:
     (home / "x.yaml").write_text("kind: sft\n")
     found = problems("sft", "x.yaml")
