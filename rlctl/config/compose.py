@@ -5,6 +5,7 @@ file itself, the overrides. Mappings merge, everything else is replaced; then `$
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,7 @@ def compose(recipe: Path, overrides: list[str]) -> ConfigNode:
 
     Raises ConfigError: a parent not found, unreadable YAML, a malformed override or interpolation, too many values.
     """
-    root = _complete_rewards(_inherit(recipe, (), {}))
+    root = _complete(_inherit(recipe, (), {}))
     root = _apply(root, overrides)
     if sum(1 for _ in leaves(root)) > MOST_VALUES:
         raise ConfigError([Problem(show_path(recipe), "", f"more than {MOST_VALUES:,} values: no config is so large")])
@@ -101,7 +102,7 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
             problems.append(Problem(str(origin), "", f"no key is nested deeper than {MOST_DEPTH} levels"))
         else:
             try:
-                root = _complete_rewards(_put(root, key.split("."), read_value(value, origin), origin))
+                root = _complete(_put(root, key.split("."), read_value(value, origin), origin))
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -127,22 +128,36 @@ def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) 
     return ConfigNode({**children, name: _put(child, rest, value, origin)}, node.origin)
 
 
-def _complete_rewards(root: ConfigNode) -> ConfigNode:
-    """Every entry of `rewards:` over configs/reward.yaml; an entry that is a bare name is `{name: ...}`."""
-    rewards = root.value.get("rewards") if isinstance(root.value, dict) else None
-    if rewards is None or not isinstance(rewards.value, list):
+def _complete(root: ConfigNode) -> ConfigNode:
+    """Return the tree with every entry of `rewards` and `telemetry.trackers` over what stands for it in configs/."""
+    root = _complete_list(root, ("rewards",), lambda _: _entry_defaults("reward"))
+    trackers = _entry_defaults("tracker").value
+    assert isinstance(trackers, dict)
+    return _complete_list(root, ("telemetry", "trackers"), lambda name: trackers.get(name, trackers["any"]))
+
+
+def _complete_list(root: ConfigNode, path: tuple[str, ...], defaults: Callable[[str], ConfigNode]) -> ConfigNode:
+    """Complete the list at `path`. An entry that is a bare name is `{name: ...}`. defaults: by the entry's name."""
+    child = root.value.get(path[0]) if isinstance(root.value, dict) else None
+    if child is None:
         return root
-    defaults = _reward_defaults()
+    if path[1:]:
+        return merge(root, ConfigNode({path[0]: _complete_list(child, path[1:], defaults)}, root.origin))
+    if not isinstance(child.value, list):
+        return root
     entries = [
-        ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in rewards.value
+        ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in child.value
     ]
-    completed = ConfigNode([merge(defaults, entry) for entry in entries], rewards.origin)
-    return merge(root, ConfigNode({"rewards": completed}, root.origin))
+    completed = []
+    for entry in entries:
+        name = entry.value.get("name") if isinstance(entry.value, dict) else None
+        completed.append(merge(defaults(str(name.value) if name else ""), entry))
+    return merge(root, ConfigNode({path[0]: ConfigNode(completed, child.origin)}, root.origin))
 
 
 @cache
-def _reward_defaults() -> ConfigNode:
-    return read_file(CONFIGS / "reward.yaml")
+def _entry_defaults(kind: str) -> ConfigNode:
+    return read_file(CONFIGS / f"{kind}.yaml")
 
 
 def _interpolate(root: ConfigNode) -> ConfigNode:

@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 from rlctl.config import paths
 from rlctl.config.errors import Problem, did_you_mean
 from rlctl.config.invalid import BROKEN
-from rlctl.config.provenance import MISSING, ConfigNode, leaves
-from rlctl.config.schema import KINDS
+from rlctl.config.peer_keys import renamed_value
+from rlctl.config.provenance import MISSING, ConfigNode, leaves, plain
+from rlctl.config.schema import FURTHER, KINDS
 from rlctl.config.unknown_keys import KnownKeys
 
 T = TypeVar("T")
@@ -60,13 +61,14 @@ class Converter:
         if not isinstance(node.value, dict):
             return cast(T, self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}"))
         hints = _hints(kind)
-        for name, child in node.value.items():
-            if name not in hints:
-                self._unknown(child, _join(key, name), list(hints))
-        values: dict[str, Any] = {}
+        takes_any = hints.pop(FURTHER, None) is not None
+        others = {name: child for name, child in node.value.items() if name not in hints}
+        for name, child in others.items() if not takes_any else ():
+            self._unknown(child, _join(key, name), list(hints))
+        values: dict[str, Any] = {FURTHER: plain(ConfigNode(others, node.origin))} if takes_any else {}
         for each in fields(cast(Any, kind)):
-            name = key_of(each.name)
-            values[each.name] = self._field(each, hints[name], node.value.get(name), _join(key, name))
+            if (name := key_of(each.name)) in hints:
+                values[each.name] = self._field(each, hints[name], node.value.get(name), _join(key, name))
         return kind(**values)
 
     def _field(self, spec: "Field[Any]", hint: Any, node: ConfigNode | None, key: str) -> Any:
@@ -90,8 +92,8 @@ class Converter:
         return value
 
     def _value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
-        if is_dataclass(hint):
-            return self.section(cast(type[Any], hint), node, key)
+        if sections := [each for each in _alternatives(hint) if is_dataclass(each)]:
+            return self.section(_named(cast(list[type[Any]], sections), node), node, key)
         if node.value is None and NoneType in get_args(hint):
             return None
         if lists := [each for each in _alternatives(hint) if get_origin(each) is list]:
@@ -102,7 +104,8 @@ class Converter:
             return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
         value = _scalar(node, hint)
         if value is None:
-            return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{_near_literal(hint, node)}")
+            hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), _literals(hint))
+            return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{hint_of_word}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
         most = limits.get("most", _MOST)
@@ -143,10 +146,13 @@ def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[An
     """(dotted key, field) of every section and value of a schema; a list entry's number is `N`."""
     for each in fields(kind):
         hint, name = _hints(kind)[key_of(each.name)], _join(key, key_of(each.name))
+        if each.name == FURTHER:
+            continue
         yield name, each
         item = get_args(hint)[0] if get_origin(hint) is list else hint
-        if is_dataclass(item):
-            yield from schema_keys(cast(type[Any], item), name if item is hint else f"{name}.N")
+        for section in _alternatives(item):
+            if is_dataclass(section):
+                yield from schema_keys(cast(type[Any], section), name if item is hint else f"{name}.N")
 
 
 def _hints(kind: type[Any]) -> dict[str, Any]:
@@ -164,6 +170,13 @@ def _join(key: str, name: str) -> str:
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _named(sections: list[type[Any]], node: ConfigNode) -> type[Any]:
+    """Return the section whose `name` is the entry's; else the last, whose name may be any."""
+    name = node.value.get("name") if isinstance(node.value, dict) else None
+    alike = (each for each in sections[:-1] if name is not None and name.value in _literals(_hints(each)["name"]))
+    return next(alike, sections[-1])
 
 
 def _literals(hint: Any) -> list[str]:
@@ -211,7 +224,3 @@ def _shown(node: ConfigNode) -> str:
     if node.value is None or isinstance(node.value, str):
         return "null" if node.value is None else repr(node.value)
     return node.text or str(node.value)
-
-
-def _near_literal(hint: Any, node: ConfigNode) -> str:
-    return did_you_mean(str(node.value), _literals(hint))

@@ -1,4 +1,4 @@
-"""Where a path, or a module of rewards, in a config leads: beside the YAML file that names it, then in the current
+"""Where a path, or a plugin's module, in a config leads: beside the YAML file that names it, then in the current
 directory, then among the shipped recipes (paths alone, so that a copied recipe still finds its model), then a hub.
 
 A path that exists becomes absolute, so that a resolved config runs from anywhere. `organisation/name` that is no
@@ -23,7 +23,7 @@ _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
 def resolve(text: str, kind: str, origin: Origin) -> str:
     """The absolute path, or the hub name, that `text` means. Raises FileNotFoundError with one line for the user."""
     folders = [*([origin.file.parent] if origin.file is not None else []), Path.cwd(), RECIPES]
-    if kind == "reward":
+    if kind == "plugin":
         file, _, function = text.rpartition(":")
         if file.endswith(".py"):
             return f"{resolve(file, 'template', origin)}:{function}"

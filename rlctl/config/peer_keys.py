@@ -1,4 +1,4 @@
-"""Keys of TRL, verl and NeMo-RL, and the key of rlctl that means the same: what an unknown key is answered with.
+"""Keys of TRL, verl and NeMo-RL, and former ones of rlctl, with the key that means the same: answers to unknown keys.
 
 Read from TRL 1.9 (with transformers' TrainingArguments), verl of January 2026 and NeMo-RL of 2025. Pure data: a tool's
 key, our key or keys, and where unit or meaning differ, how. No key of ours: the note says what rlctl does not have.
@@ -66,7 +66,7 @@ _TRL = (
     ("eval_steps", "validation.every"),
     ("logging_steps", "run.log_every"),
     ("save_total_limit", "checkpoint.keep_last"),
-    ("report_to", "telemetry.wandb_project or telemetry.tensorboard"),
+    ("report_to", "telemetry.trackers", "a list of {name: wandb, project: ...} and {name: tensorboard}"),
     ("deepspeed", "trainer.backend", "fsdp shards weights, gradients and optimizer state over the ranks (ZeRO-3)"),
     ("assistant_only_loss", "sft.mask", "all trains on every assistant turn, last on the last; prompts never"),
     ("packing", _MICRO, "samples are always packed, up to so many tokens"),
@@ -127,9 +127,9 @@ _VERL = (
     ("trainer.val_before_train", "validation.at_start"),
     ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),
     ("trainer.default_local_dir", "run.dir and run.name", "the run's folder is dir/name"),
-    ("trainer.project_name", "telemetry.wandb_project"),
+    ("trainer.project_name", "telemetry.trackers", "[{name: wandb, project: ...}]"),
     ("trainer.experiment_name", "run.name"),
-    ("trainer.logger", "telemetry.wandb_project or telemetry.tensorboard"),
+    ("trainer.logger", "telemetry.trackers", "a list of {name: wandb, project: ...} and {name: tensorboard}"),
     ("trainer.resume_mode", "", "key for it: rlctl train KIND --resume RUN"),
 )
 _NEMO = (
@@ -171,13 +171,25 @@ _NEMO = (
     ("checkpointing.keep_top_k", "checkpoint.keep_best"),
     ("checkpointing.metric_name", "checkpoint.metric", "with a leading - where smaller is better"),
     ("checkpointing.checkpoint_dir", "run.dir and run.name", "the run's folder is dir/name"),
-    ("logger.wandb.project", "telemetry.wandb_project"),
-    ("logger.wandb_enabled", "telemetry.wandb_project", "null is off"),
-    ("logger.tensorboard_enabled", "telemetry.tensorboard"),
+    ("logger.wandb.project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
+    ("logger.wandb_enabled", "telemetry.trackers", "[{name: wandb, project: ...}]"),
+    ("logger.tensorboard_enabled", "telemetry.trackers", "[{name: tensorboard}]"),
     ("cluster.gpus_per_node", "trainer.num_ranks", "one rank a device, over all nodes"),
     ("cluster.num_nodes", "", "number of nodes in a run: --cluster NAME says where it runs"),
 )
-
-PEER_KEYS = tuple(
-    PeerKey(tool, *row) for tool, rows in (("TRL", _TRL), ("verl", _VERL), ("NeMo-RL", _NEMO)) for row in rows
+FORMERLY = "rlctl"
+_FORMER = (
+    ("telemetry.wandb_project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
+    ("telemetry.tensorboard", "telemetry.trackers", "[{name: tensorboard}]"),
+    ("async.lookahead", "async.prefetch"),
 )
+_FORMER_VALUES = {("grpo.loss.proximal", "behaviour"): "rollout"}
+
+_TABLES = ((FORMERLY, _FORMER), ("TRL", _TRL), ("verl", _VERL), ("NeMo-RL", _NEMO))
+PEER_KEYS = tuple(PeerKey(tool, *row) for tool, rows in _TABLES for row in rows)
+
+
+def renamed_value(key: str, value: object) -> str:
+    """Return `; X is now Y` for a word that rlctl had for a value of `key`; nothing for any other."""
+    new = _FORMER_VALUES.get((key, str(value)))
+    return f"; {value} is now {new}" if new else ""

@@ -1,9 +1,14 @@
-"""Rewards by name: what a config says of them, without importing them."""
+"""Rewards and trackers by name: what a config says of them, without importing them."""
 
 from rlctl.config.schema import RewardSection
 
 # Name in the config -> maker of the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify")}
+# Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
+TRACKERS = {
+    "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",
+    "wandb": "rlctl.telemetry.trackers.wandb:WandB",
+}
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:

@@ -17,13 +17,17 @@ MOST_SEQUENCES = 1 << 20
 MOST_SECONDS = 10**8
 
 
+# The field of a section that takes any key: no key of its own, it holds those that no other field has.
+FURTHER = "further"
+
+
 def spec(doc: str, **limits: Any) -> Any:
     """A field without a default. `limits`: ge, gt, le, lt for numbers (for lists: of each element).
 
     most: a bound so far away that it is only spoken of when it is passed.
 
     path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a hub
-    name), "template" (a file, or one of the field's literals), "reward" (file.py:function, or no file at all),
+    name), "template" (a file, or one of the field's literals), "plugin" (file.py:object, or no file at all),
     "folder" (one that need not exist).
     """
     return field(metadata={"doc": doc, **limits})
@@ -82,7 +86,7 @@ class DataSection:
 
 @dataclass
 class RewardSection:
-    name: str = spec("exact, regex, math_verify, or yours: module:function or file.py:function", path="reward")
+    name: str = spec("exact, regex, math_verify, or yours: module:function or file.py:function", path="plugin")
     weight: float = spec("factor of this reward in the sum")
     correct_at: float | None = spec(
         "this reward decides whether an answer is right: its own value, before the weight, is at least this; null in "
@@ -351,10 +355,33 @@ class SftHealthSection(HealthSection):
 
 
 @dataclass
+class TensorBoardSection:
+    name: Literal["tensorboard"] = spec("event files in the run directory")
+
+
+@dataclass
+class WandbSection:
+    name: Literal["wandb"] = spec("Weights & Biases")
+    project: str = spec("Weights & Biases project, for example {name: wandb, project: arithmetic}")
+
+
+@dataclass
+class UserTrackerSection:
+    name: str = spec(
+        "tensorboard, wandb, or yours: module:Class or file.py:Class, called with the run directory, the config and "
+        "the further keys of its entry",
+        path="plugin",
+    )
+    further: dict[str, Any] = spec("arguments of the class")
+
+
+TrackerSection = TensorBoardSection | WandbSection | UserTrackerSection
+
+
+@dataclass
 class TelemetrySection:
     dashboard: Literal["auto", "on", "off"] = spec("auto: live view on a terminal, a line a step elsewhere")
-    tensorboard: bool = spec("write TensorBoard events into the run directory")
-    wandb_project: str | None = spec("Weights & Biases project; null: off")
+    trackers: list[TrackerSection] = spec("what else gets the numbers of metrics.jsonl")
     rollouts_per_step: int = spec("rollouts written to rollouts.jsonl each step", ge=0)
     profile_updates: list[int] | None = spec(
         "profile the trainer in these updates after the start, [first, last], into profile/; null: off", ge=1

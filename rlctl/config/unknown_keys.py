@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from difflib import SequenceMatcher
 
 from rlctl.config.errors import did_you_mean
-from rlctl.config.peer_keys import PEER_KEYS, PeerKey
+from rlctl.config.peer_keys import FORMERLY, PEER_KEYS, PeerKey
 
 _NEAR = 0.6
 _VERY_NEAR = 0.9
@@ -48,7 +48,7 @@ class KnownKeys:
             return f"; did you mean {form}?"
         if peer := self._peer(words, at_least=1):
             return _translated(peer)
-        if words[0] == "rewards":
+        if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], here)
         if same := self._same(words[-1], section):
             nearer = [key for key in same if _parents_ratio(path, key) >= _NEAR]
@@ -89,7 +89,8 @@ class KnownKeys:
 def _translated(peer: PeerKey) -> str:
     if not peer.ours:
         return f"; rlctl has no {peer.note}"
-    return f"; {peer.tool}'s {peer.key} is {peer.ours}" + (f": {peer.note}" if peer.note else "")
+    said = f"{peer.key} is now" if peer.tool == FORMERLY else f"{peer.tool}'s {peer.key} is"
+    return f"; {said} {peer.ours}" + (f": {peer.note}" if peer.note else "")
 
 
 def _shared_end(words: list[str], key: list[str]) -> int:

@@ -34,7 +34,7 @@ from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
-from rlctl.telemetry.trackers import open_trackers
+from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.utils.escapes import neutral
 from rlctl.utils.files import Reserve, write_whole
 from rlctl.utils.process import lives
@@ -183,7 +183,7 @@ def _driven(
     events = EventLog(run_dir.events)
     shown = config.telemetry
     # As it stands on disk: trackers show it, and what came from the environment may be secret.
-    trackers = open_trackers(run_dir.path, events, yaml.safe_load(resolved), shown.tensorboard, shown.wandb_project)
+    trackers = open_trackers(shown.trackers, run_dir.path, yaml.safe_load(resolved), events)
     metrics = MetricsLog(run_dir.metrics, events, trackers)
     recorder = _recorder(config, run_dir, events, metrics)
 

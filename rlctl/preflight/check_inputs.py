@@ -7,7 +7,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -61,13 +61,8 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
         yield from _check_pattern(reward.pattern)
     elif reward.pattern is not None:
         yield "pattern", f"only regex has a pattern, {reward.name} has none"
-    if ":" in reward.name:
-        module, _, function = reward.name.rpartition(":")
-        if what := _missing_function(module, function):
-            yield "name", what
-    elif reward.name not in REWARDS:
-        known = f"must be {', '.join(REWARDS)} or module:function, not {reward.name}"
-        yield "name", known + did_you_mean(reward.name, REWARDS)
+    if what := missing_plugin(reward.name, REWARDS, "function"):
+        yield "name", what
 
 
 def check_run_name(run: RunSection) -> Iterator[str]:
@@ -151,8 +146,16 @@ def _parquet_columns(path: Path) -> list[str] | None:
     return list(file.schema_arrow.names)
 
 
-def _missing_function(module: str, function: str) -> str:
-    """What is wrong with `module:function` or `file.py:function`, judged by the source alone; empty if nothing."""
+def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
+    """Return what is wrong with a name that must be `known`, `module:object` or `file.py:object`; empty if nothing.
+
+    Judged by the source alone. kind: what the object is, a function or a Class.
+    """
+    if name in known:
+        return ""
+    if ":" not in name:
+        return f"must be {', '.join(known)} or module:{kind}, not {name}{did_you_mean(name, known)}"
+    module, _, attribute = name.rpartition(":")
     file = Path(module) if module.endswith(".py") else _module_file(module)
     if file is None:
         return f"no module {shortened(module)} beside the recipe, in the current directory or on the Python path"
@@ -160,9 +163,9 @@ def _missing_function(module: str, function: str) -> str:
         names = _defined_names(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{show_path(file)} is not Python: {error}"
-    if function in names:
+    if attribute in names:
         return ""
-    return f"{show_path(file)} defines no {function or 'function'}{did_you_mean(function, names)}"
+    return f"{show_path(file)} defines no {attribute or kind}{did_you_mean(attribute, names)}"
 
 
 def _module_file(module: str) -> Path | None:

@@ -1,33 +1,37 @@
 """Whether the trackers that a config asks for can start: installed, and for Weights & Biases with a key. Imports none.
 
-A tracker that fails later, in the middle of a run, costs the run nothing: `telemetry/trackers.py` says so once.
+A tracker that fails later, in the middle of a run, costs the run nothing: `telemetry/trackers/base.py` says so once.
 """
 
 import netrc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rlctl.config.schema import TelemetrySection
+from rlctl.config.plugins import TRACKERS
+from rlctl.config.schema import TrackerSection
+from rlctl.preflight.check_inputs import missing_plugin
 
 _WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 # Where wandb keeps what `wandb offline` and `wandb login --host` say: the working directory's and the user's.
 _SETTINGS = ("wandb/settings", ".wandb/settings", "~/.config/wandb/settings")
 
 
-def check_trackers(telemetry: TelemetrySection) -> Iterator[tuple[str, str]]:
-    """(key, what is wrong with it)."""
-    if telemetry.tensorboard and find_spec("tensorboard") is None:
-        yield "tensorboard", "tensorboard is not installed: pip install 'rlctl[tensorboard]', or false"
-    if telemetry.wandb_project is None or not str(telemetry.wandb_project):
-        return
-    if find_spec("wandb") is None:
-        yield "wandb_project", "wandb is not installed: pip install 'rlctl[wandb]', or null"
-    elif not _may_log_in():
-        yield "wandb_project", "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
+def check_trackers(trackers: Sequence[TrackerSection]) -> Iterator[tuple[int, str]]:
+    """Yield (index, what is wrong with the tracker of this name)."""
+    names = [tracker.name for tracker in trackers]
+    for index, name in enumerate(names):
+        if what := missing_plugin(name, TRACKERS, "Class"):
+            yield index, what
+        elif name in TRACKERS and find_spec(name) is None:
+            yield index, f"{name} is not installed: pip install 'rlctl[{name}]', or leave it out"
+        elif name in TRACKERS and name in names[:index]:
+            yield index, f"{name} is in the list twice"
+        elif name == "wandb" and not _may_log_in():
+            yield index, "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
 
 
 def _may_log_in() -> bool:

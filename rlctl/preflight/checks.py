@@ -326,7 +326,8 @@ def _profile(view: View) -> Problems:
 
 
 def _trackers(view: View) -> Problems:
-    yield from (view.problem(f"telemetry.{key}", what) for key, what in check_trackers(view.config.telemetry))
+    for index, what in check_trackers(view.config.telemetry.trackers):
+        yield view.problem(f"telemetry.trackers.{index}.name", what)
 
 
 def _run(view: View) -> Problems:

@@ -9,7 +9,7 @@ from rlctl.config.compose import compose, find_recipe
 from rlctl.config.convert import Converter, key_of
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
-from rlctl.config.schema import KINDS, RunConfig
+from rlctl.config.schema import FURTHER, KINDS, RunConfig
 from rlctl.preflight.checks import check, notes
 
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
@@ -49,10 +49,7 @@ class Composed:
 
     def values(self) -> dict[str, Any]:
         """The resolved config as plain values, by the keys that a YAML file has."""
-        by_key: dict[str, Any] = asdict(
-            self.config, dict_factory=lambda pairs: {key_of(name): value for name, value in pairs}
-        )
-        return by_key
+        return asdict(self.config, dict_factory=_by_key)
 
 
 def load(
@@ -90,6 +87,12 @@ def _checked(
     config, problems = _typed(root, kind, file, away)
     origins = {key: node.origin for key, node in leaves(root)}
     return root, config, problems + check(config, origins, resume=resume, away=away)
+
+
+def _by_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = {key_of(name): value for name, value in pairs}
+    further = values.pop(FURTHER, {})
+    return {**values, **further}
 
 
 def _get(values: Any, names: list[str]) -> Any:

@@ -5,6 +5,14 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+
+def load_object(name: str) -> Any:
+    """Return what `module:object` or `file.py:object` names. Raises whatever the import does, or AttributeError."""
+    module, _, attribute = name.rpartition(":")
+    own = module.startswith("rlctl.")
+    return getattr(importlib.import_module(module) if own else load_module(module), attribute)
 
 
 def load_module(name: str) -> ModuleType:

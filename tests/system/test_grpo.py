@@ -15,6 +15,15 @@ def score(prompt, completion, answer, row):
     if completion.startswith("7"):
         raise ValueError("sevens are not for me")
     return float(completion == answer)
+
+class Notes:
+    def __init__(self, run, config, file):
+        self.out = open(run / file, "w")
+        print(config["run"]["name"], file=self.out)
+    def write(self, kind, step, metrics):
+        print(kind, step, len(metrics) > 5, file=self.out)
+    def close(self):
+        self.out.close()
 """
 
 
@@ -33,7 +42,7 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
         "validation.num_generations=2",
         "validation.temperature=1.0",
         "validation.max_prompts=20",
-        "telemetry.tensorboard=true",
+        "telemetry.trackers=[tensorboard, {name: 'mine:Notes', file: notes.txt}]",
         "rewards=[{name: exact}, {name: 'mine:score', weight: 0.5}]",
     )
     run = Run(tmp_path, "two", *settings)
@@ -51,6 +60,10 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
     assert {record["validation/prompts"] for record in validations} == {20}
     assert all(record["validation/pass_at_k"] >= record["validation/accuracy"] for record in validations)
     assert list((run.path / "tensorboard").iterdir())
+    noted = (run.path / "notes.txt").read_text().splitlines()
+    assert noted[0] == "two" and [line for line in noted if line.startswith("step")] == [
+        f"step {step} True" for step in (1, 2, 3)
+    ]
     assert "weights v3 · 2 ranks · 2 engines" in "".join(
         segment.text for segment in render(read_state(run.path), 80, 24).rows[2]
     )

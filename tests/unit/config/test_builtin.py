@@ -6,7 +6,7 @@ from rlctl.config.builtin import CONFIGS, RECIPES, find
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter, schema_keys
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS, RewardSection
+from rlctl.config.schema import KINDS, RewardSection, WandbSection
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 
@@ -19,6 +19,8 @@ def generic(key: str) -> str:
 def test_every_key_is_in_the_schema(path: object) -> None:
     if path == CONFIGS / "reward.yaml":
         known = {key for key, _ in schema_keys(RewardSection)}
+    elif path == CONFIGS / "tracker.yaml":
+        known = {f"{name}.{key}" for name in ("wandb", "any") for key, _ in schema_keys(WandbSection)}
     else:
         known = {key for kind in KINDS.values() for key, _ in schema_keys(kind)} | {"defaults"}
     keys = {generic(key) for key, _ in leaves(read_file(path))}  # type: ignore[arg-type]

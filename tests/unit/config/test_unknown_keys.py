@@ -41,9 +41,19 @@ def test_every_key_of_another_tool_is_answered_with_one_of_ours_that_there_is(ho
             assert peer.note in found or "did you mean" in found, found
 
 
+def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> None:
+    [found] = problems(["grpo.loss.proximal=behaviour"])
+    assert found.endswith("must be one of auto, rollout, recompute, not 'behaviour'; behaviour is now rollout")
+
+
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        # What rlctl itself said before.
+        ("telemetry.wandb_project=a", "telemetry.wandb_project is now telemetry.trackers: [{name: wandb, project: "
+         "...}]"),
+        ("telemetry.tensorboard=true", "telemetry.tensorboard is now telemetry.trackers: [{name: tensorboard}]"),
+        ("async.lookahead=full", "async.lookahead is now async.prefetch"),
         # In whatever section, and by the end of its path.
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.errors import ConfigError
+from rlctl.config.schema import UserTrackerSection
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
-ASKED = ["telemetry.wandb_project=mine", "telemetry.tensorboard=true"]
+WANDB = "telemetry.trackers=[{name: wandb, project: mine}]"
+BOTH = "telemetry.trackers=[tensorboard, {name: wandb, project: mine}]"
 LOGIN = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
 
 
@@ -41,25 +43,25 @@ def test_trackers_that_are_not_installed_are_errors_with_what_to_type(
         "rlctl.preflight.check_trackers.find_spec",
         lambda name: None if name in ("wandb", "tensorboard") else found(name),
     )
-    assert problems(*ASKED) == [
-        "override 2: telemetry.tensorboard=true: tensorboard is not installed: pip install 'rlctl[tensorboard]', or "
-        "false",
-        "override 1: telemetry.wandb_project=mine: wandb is not installed: pip install 'rlctl[wandb]', or null",
+    assert problems(BOTH) == [
+        f"override 1: {BOTH}: telemetry.trackers.{index}.name: {name} is not installed: pip install 'rlctl[{name}]', "
+        "or leave it out"
+        for index, name in enumerate(("tensorboard", "wandb"))
     ]
     # Elsewhere it is looked at again, by the machine that drives the run.
-    load("grpo", "grpo.recipe.yaml", ASKED, away=True)
+    load("grpo", "grpo.recipe.yaml", [BOTH], away=True)
 
 
 def test_wandb_without_a_key_is_an_error(wandb: Path) -> None:
-    assert problems(ASKED[0]) == [f"override 1: {ASKED[0]}: {LOGIN}"]
+    assert problems(WANDB) == [f"override 1: {WANDB}: telemetry.trackers.0.name: {LOGIN}"]
     (wandb / ".netrc").write_text("machine other.host login user password key\n")
-    assert len(problems(ASKED[0])) == 1
+    assert len(problems(WANDB)) == 1
 
 
 @pytest.mark.parametrize("variable", ["WANDB_API_KEY=k", "WANDB_MODE=offline", "WANDB_IDENTITY_TOKEN_FILE=/token"])
 def test_a_key_or_none_needed_by_the_environment(wandb: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(*variable.split("="))
-    assert problems(ASKED[0]) == []
+    assert problems(WANDB) == []
 
 
 @pytest.mark.parametrize(
@@ -72,11 +74,57 @@ def test_a_key_or_none_needed_by_the_environment(wandb: Path, monkeypatch: pytes
 def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, text: str) -> None:
     (wandb / file).parent.mkdir(exist_ok=True)
     (wandb / file).write_text(text)
-    assert problems(ASKED[0]) == []
+    assert problems(WANDB) == []
 
 
-def test_a_project_that_is_no_text_is_one_problem(wandb: Path) -> None:
-    (wandb / "x.yaml").write_text(GRPO + "telemetry: {wandb_project: {a: 1}}\n")
+@pytest.mark.parametrize(
+    ("trackers", "expected"),
+    [
+        ("{name: wandb, project: {a: 1}}", ["project: must be text, not a section"]),
+        ("{name: wandb, projet: a}", [
+            "projet: unknown key; did you mean project?",
+            "project: not set, and has no default: Weights & Biases project, for example {name: wandb, project: "
+            "arithmetic}",
+        ]),
+        ("{name: tensorboard, project: a}", ["project: unknown key; telemetry.trackers.0 has name"]),
+        ("{name: wandbb, project: a}", [
+            "name: must be tensorboard, wandb or module:Class, not wandbb; did you mean wandb?"
+        ]),
+        ("{name: 'mine.py:Nots', url: a}", ["name: mine.py defines no Nots; did you mean Notes?"]),
+        ("{project: a}", [
+            "name: not set, and has no default: tensorboard, wandb, or yours: module:Class or file.py:Class, called "
+            "with the run directory, the config and the further keys of its entry",
+        ]),
+        ("3", [": must be a section of `key: value`, not 3"]),
+    ],
+)  # fmt: skip
+def test_an_entry_that_is_wrong_is_told_by_its_key(
+    wandb: Path, monkeypatch: pytest.MonkeyPatch, trackers: str, expected: list[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (wandb / "mine.py").write_text("class Notes: ...\n")
+    (wandb / "x.yaml").write_text(GRPO + f"telemetry:\n  trackers:\n    - {trackers}\n")
     with pytest.raises(ConfigError) as caught:
         load("grpo", "x.yaml", [])
-    assert [problem.what for problem in caught.value.problems] == ["must be text or null, not a section"]
+    found = [f"{problem.key.removeprefix('telemetry.trackers.0').lstrip('.')}: {problem.what}"
+             for problem in caught.value.problems]  # fmt: skip
+    assert found == expected
+
+
+def test_an_entry_of_the_users_own_comes_through_the_resolved_config(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTES_TOKEN", "secret")
+    (home / "mine.py").write_text("class Notes: ...\n")
+    entry = "{name: 'mine.py:Notes', token: '${oc.env:NOTES_TOKEN}', more: {a: [1]}}"
+    (home / "x.yaml").write_text(GRPO + f"telemetry:\n  trackers:\n    - {entry}\n")
+    composed = load("grpo", "x.yaml", [])
+    (home / "again.yaml").write_text(composed.to_yaml())
+    assert "secret" not in composed.to_yaml() and load("grpo", "again.yaml", []).config == composed.config
+    (tracker,) = composed.config.telemetry.trackers
+    assert isinstance(tracker, UserTrackerSection) and tracker.name == f"{home / 'mine.py'}:Notes"
+    assert tracker.further == {"token": "secret", "more": {"a": [1]}}
+
+
+def test_a_name_twice_is_an_error(home: Path) -> None:
+    assert problems("telemetry.trackers=[tensorboard, tensorboard]")[0].endswith("tensorboard is in the list twice")

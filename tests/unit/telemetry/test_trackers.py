@@ -6,10 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.config.schema import TensorBoardSection, UserTrackerSection, WandbSection
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
-from rlctl.telemetry.trackers import Guarded, open_trackers
+from rlctl.telemetry.trackers.base import Guarded, open_trackers
+
+NOTES = """
+class Notes:
+    def __init__(self, run, config, prefix):
+        self.file, self.line = run / "notes", prefix + config["a"]
+
+    def write(self, kind, step, metrics):
+        self.file.write_text(f"{self.line} {kind} {step} {metrics}")
+
+    def close(self):
+        pass
+"""
 
 
 @pytest.fixture
@@ -23,7 +36,7 @@ def warnings(run: RunDir) -> list[str]:
 
 def test_tensorboard_files_hold_every_scalar(run: RunDir) -> None:
     events = EventLog(run.events)
-    (tracker,) = open_trackers(run.path, events, {}, tensorboard=True, wandb_project=None)
+    (tracker,) = open_trackers([TensorBoardSection("tensorboard")], run.path, {}, events)
     tracker.write("step", 3, {"loss/policy": 0.5, "version": 3})
     tracker.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -37,7 +50,8 @@ def test_tensorboard_files_hold_every_scalar(run: RunDir) -> None:
 
 def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    (tracker,) = open_trackers(run.path, EventLog(run.events), {}, tensorboard=False, wandb_project="p")
+    monkeypatch.delitem(sys.modules, "rlctl.telemetry.trackers.wandb", raising=False)
+    (tracker,) = open_trackers([WandbSection("wandb", "p")], run.path, {}, EventLog(run.events))
     tracker.write("step", 1, {"a": 1.0})
     tracker.close()
     (what,) = warnings(run)
@@ -59,5 +73,27 @@ def test_a_tracker_that_fails_to_write_is_one_warning_and_then_silent(run: RunDi
     assert warnings(run) == ["broken is off from now on: ConnectionError: no route"]
 
 
-def test_none_are_opened_unasked(run: RunDir) -> None:
-    assert open_trackers(run.path, EventLog(run.events), {}, tensorboard=False, wandb_project=None) == []
+def test_wandb_gets_its_project_and_the_config(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package itself would call home: a file of its name takes its place, and writes down what it is told."""
+    (run.path / "wandb.py").write_text(
+        "def init(**told):\n    open(told['dir'] + '/told', 'w').write(f\"{told['project']} {told['config']}\")\n"
+    )
+    monkeypatch.syspath_prepend(run.path)
+    for name in ("wandb", "rlctl.telemetry.trackers.wandb"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    open_trackers([WandbSection("wandb", "p")], run.path, {"a": 1}, EventLog(run.events))
+    monkeypatch.delitem(sys.modules, "wandb")
+    monkeypatch.delitem(sys.modules, "rlctl.telemetry.trackers.wandb")
+    assert (run.path / "told").read_text() == "p {'a': 1}" and warnings(run) == []
+
+
+def test_a_tracker_of_the_users_own_gets_the_keys_of_its_entry(run: RunDir) -> None:
+    file = run.path / "notes_of_mine.py"
+    file.write_text(NOTES)
+    section = UserTrackerSection(f"{file}:Notes", {"prefix": "p"})
+    (tracker,) = open_trackers([section], run.path, {"a": "b"}, EventLog(run.events))
+    tracker.write("step", 3, {"x": 1.0})
+    assert (run.path / "notes").read_text() == "pb step 3 {'x': 1.0}"
+    open_trackers([UserTrackerSection(f"{file}:Notes", {"sufix": "p"})], run.path, {}, EventLog(run.events))
+    (what,) = warnings(run)
+    assert "Notes is off from now on: TypeError" in what and "sufix" in what

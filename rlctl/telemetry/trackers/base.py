@@ -1,0 +1,57 @@
+"""Trackers get the numbers of metrics.jsonl and may fail freely.
+
+Whatever goes wrong in one, at import, start or any write, is one warning event, and that tracker is done.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.plugins import TRACKERS
+from rlctl.config.schema import TrackerSection, UserTrackerSection
+from rlctl.telemetry.events import EventLog, Tracker
+from rlctl.utils.plugins import load_object
+
+
+def open_trackers(
+    sections: Sequence[TrackerSection], run: Path, config: Mapping[str, Any], events: EventLog
+) -> list[Tracker]:
+    """Return the trackers of a config. run: the run directory. config: the resolved one as plain containers."""
+    return [Guarded(section.name, partial(_make, section, run, config), events) for section in sections]
+
+
+def _make(section: TrackerSection, run: Path, config: Mapping[str, Any]) -> Tracker:
+    options = section.further if isinstance(section, UserTrackerSection) else asdict(section)
+    options = {key: value for key, value in options.items() if key != "name"}
+    tracker: Tracker = load_object(TRACKERS.get(section.name, section.name))(run, config, **options)
+    return tracker
+
+
+class Guarded:
+    """A tracker that cannot hurt: made now, dropped with one warning at its first failure."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker], events: EventLog) -> None:
+        self._name = name
+        self._events = events
+        self._tracker: Tracker | None = None
+        self._try(lambda: setattr(self, "_tracker", make()))
+
+    def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        if (tracker := self._tracker) is not None:
+            self._try(lambda: tracker.write(kind, step, metrics))
+
+    def close(self) -> None:
+        if (tracker := self._tracker) is not None:
+            self._try(tracker.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._tracker = None
+            missing = isinstance(error, ImportError) and self._name in TRACKERS
+            hint = f"; pip install 'rlctl[{self._name}]'" if missing else ""
+            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._events.emit("warning", what=f"{self._name} is off from now on: {what}{hint}")
