@@ -13,7 +13,7 @@ from rlctl.run.job_record import JobRecord
 
 
 def main() -> int:
-    """Returns the run's exit code."""
+    """Return the run's exit code."""
     run, flags = Path(sys.argv[1]), sys.argv[2:]
     record = JobRecord.read(run)
     assert record is not None, f"{run} has no job.json"
@@ -22,16 +22,13 @@ def main() -> int:
     sys.path.insert(0, record.work)
     _take_secrets(run / SECRETS)
 
-    from rlctl.launch.assemble_grpo import run_grpo
-    from rlctl.launch.assemble_sft import run_sft
+    from rlctl.launch.assembly import launch
     from rlctl.launch.cluster_runtime import ClusterRuntime
     from rlctl.preflight.load import load
 
     composed = load(None, str(run / CONFIG), [], resume=True)
-    config, runtime = composed.config, ClusterRuntime("--wait" in flags)
-    if config.kind == "grpo":
-        return run_grpo(config, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
-    return run_sft(config, composed.to_yaml(), runtime, run)
+    runtime = ClusterRuntime("--wait" in flags)
+    return launch(composed.config, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
 
 
 def _take_secrets(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`rlctl train`: loads the config, shows the plan or hands the run over; what a run does stands elsewhere."""
+"""`rlctl train`: loads the config, shows the plan or hands the run over; what a run does is in `launch`."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,7 +18,6 @@ from rlctl.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
     from rlctl.data.load import RowReader
-    from rlctl.launch.runtime import Runtime
     from rlctl.preflight.load import Composed
     from rlctl.preflight.plan import RunPlan
 
@@ -71,10 +70,7 @@ def grpo(
 ) -> None:
     """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
     where = Where(cluster, wait, detach, env or [], probe)
-    composed, runtime, resume, reader = _started("grpo", arguments, resume, dry_run, where)
-    from rlctl.launch.assemble_grpo import run_grpo
-
-    raise typer.Exit(run_grpo(composed.config, composed.to_yaml(), runtime, resume, probe, reader))
+    raise typer.Exit(_train("grpo", arguments, resume, dry_run, where))
 
 
 @app.command(
@@ -99,32 +95,27 @@ def sft(
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
     where = Where(cluster, wait, detach, env or [])
-    composed, runtime, resume, reader = _started("sft", arguments, resume, dry_run, where)
-    from rlctl.launch.assemble_sft import run_sft
-
-    raise typer.Exit(run_sft(composed.config, composed.to_yaml(), runtime, resume, reader))
+    raise typer.Exit(_train("sft", arguments, resume, dry_run, where))
 
 
-def _started(
-    kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where
-) -> "tuple[Composed, Runtime, Path | None, RowReader]":
-    """The run that this process is to drive, what it stands on, the directory that it resumes, and its rows.
-
-    Others, and dry runs, end the command here.
-    """
+def _train(kind: str, arguments: list[str] | None, resume: Path | None, dry_run: bool, where: Where) -> int:
+    """Load the run, check it, and launch it here or hand it to a cluster. Returns the exit code."""
     target = where.target()
     composed, resumed = load_run(kind, arguments, resume, away=target is not None and target.away)
     if target is not None:
-        raise typer.Exit(train_there(where, target, composed, resumed, dry_run))
+        return train_there(where, target, composed, resumed, dry_run)
     runtime = where.runtime()
     reader = _check_here(composed, resumed, dry_run, elsewhere=where.cluster is not None)
-    return composed, runtime, resumed.run if resumed else None, reader
+    from rlctl.launch.assembly import launch
+
+    resumed_run = resumed.run if resumed else None
+    return launch(composed.config, composed.to_yaml(), runtime, resumed_run, where.probe, reader)
 
 
 def load_run(
     kind: str, arguments: list[str] | None, resume: Path | None, away: bool
 ) -> "tuple[Composed, Resumed | None]":
-    """The config that a command line asks for, and the run that it continues. away: see `load`. Raises ConfigError."""
+    """Load the config of a command line, and the run that it continues. away: see `load`. Raises ConfigError."""
     from rlctl.cli.resume import find_resumed, refuse_contradictions
     from rlctl.preflight.load import load
 
@@ -140,7 +131,7 @@ def load_run(
 
 
 def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> "RowReader":
-    """Whatever keeps a run from starting ends here: a dry run, too few devices, packages that are missing, bad rows."""
+    """End the command if nothing is to start: a dry run, too few devices, missing packages, bad rows."""
     plan = _plan(composed)
     if dry_run:
         tried = [try_rewards(composed, fetch=False)] if runs_others_code(composed.config) else []

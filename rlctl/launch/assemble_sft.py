@@ -1,86 +1,70 @@
-"""Brings an SFT run to life: data, Ray and trainer ranks come up together, then the loop."""
+"""The parts of a run that only SFT has: samples, and a compiled graph with its warm-up."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from pathlib import Path
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
-from rlctl.config.schema import RunConfig, SftConfig
-from rlctl.data.load import RowReader
-from rlctl.launch.assemble_grpo import announce, training_cost
-from rlctl.launch.loading import Samples, load_run_samples
-from rlctl.launch.runtime import Allocation, Runtime
-from rlctl.launch.session import Session, run_session
+from rlctl.config.schema import SftConfig
+from rlctl.data.cursor import SampleSource
+from rlctl.data.load import RunRows
+from rlctl.data.prompts import SupervisedSample
+from rlctl.launch.loading import DataLoading, RunData, load_run_samples
+from rlctl.launch.runtime import Allocation
+from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.placement import Placement, resources
-from rlctl.run.fingerprint import made_with
 
-
-def run_sft(
-    config: RunConfig, resolved: str, runtime: Runtime, resume: Path | None = None, reader: RowReader | None = None
-) -> int:
-    """`rlctl train sft`: returns the exit code. reader: holds the rows if they were read already."""
-    reader = reader or RowReader(config)
-    return run_session(config, resolved, resume, lambda session: _sft(session, runtime, reader), runtime.refuse)
-
-
-def _sft(session: Session, runtime: Runtime, reader: RowReader) -> None:
-    config = session.config
-    assert isinstance(config, SftConfig)
-    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
-    session.depend_on(made_with(config, Path(files.source)))
-    with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(1))
-        loading: list[Future[Samples]] = []
-
-        def begin(placement: Placement) -> None:
-            announce(session, config, config.sft.num_steps, placement)
-            loading.append(threads.submit(load_run_samples, session, config, files, reader.take()))
-
-        allocation = stack.enter_context(runtime.allocation(session, resources(config), begin))
-        _assembled(stack, session, config, files, allocation, loading[0])
-
-
-def _assembled(
-    stack: ExitStack,
-    session: Session,
-    config: SftConfig,
-    files: ModelFiles,
-    allocation: Allocation,
-    loading: "Future[Samples]",
-) -> None:
-    from rlctl.data.cursor import Cursor, SampleSource
-    from rlctl.launch.compiled_graph import compile_group
-    from rlctl.launch.worker_specs import start_trainers
-    from rlctl.sft.loop import SftComponents, SftLoop
-    from rlctl.sft.loss import NllLoss
+if TYPE_CHECKING:
+    from rlctl.sft.loop import SftLoop
     from rlctl.training.trainer_group import TrainerGroup
 
-    group = start_trainers(session, config, files, allocation, config.sft.num_steps, temperature=1.0)
-    stack.callback(group.kill)
-    samples = loading.result()
-    train, validation = samples.train, samples.validation
-    with session.starting("trainer"):
-        group.built().wait(config.run.deadline_s)
-    session.events.emit("processes", **{worker.name: worker.pid() for worker in group.workers})
-    source = SampleSource(train, Cursor(len(train), config.run.seed, config.data.shuffle))
-    if session.checkpoint:
-        group.call("load", str(session.checkpoint.trainer))
-        source.cursor.load_state_dict(session.checkpoint.state["cursor"])
-    trainer = TrainerGroup(group, config.trainer)
-    graph = config.ray_compiled_graph
-    if graph.enabled:
-        compile_group(graph, group, session)
-        with session.starting("warm-up"):
-            length = graph.warmup_seq_len or max(len(sample.tokens) for sample in [*train, *validation])
+
+@dataclass
+class SftParts:
+    """The parts of an SFT run, see `AlgorithmParts`."""
+
+    session: Session
+    config: SftConfig
+    files: ModelFiles
+
+    def __post_init__(self) -> None:
+        self.updates, self.temperature = self.config.sft.num_steps, 1.0
+
+    def load(self, threads: Executor, rows: RunRows) -> DataLoading[SupervisedSample]:
+        """Tokenize the samples, and tell how they pack."""
+        load = partial(load_run_samples, self.session, self.config, self.files, rows)
+        return DataLoading.begin(threads, self.session, self.files, load)
+
+    def start_engines(self, allocation: Allocation, loading: DataLoading[SupervisedSample]) -> None:
+        """Start nothing: SFT does not sample."""
+
+    def make_loop(
+        self,
+        allocation: Allocation,
+        trainer: "TrainerGroup",
+        source: SampleSource,
+        data: RunData[SupervisedSample],
+    ) -> "SftLoop":
+        """Put the ranks behind a compiled graph if that is asked, and warm them up."""
+        from rlctl.launch.worker_specs import training_cost
+        from rlctl.sft.loop import SftComponents, SftLoop
+
+        session, config = self.session, self.config
+        if config.ray_compiled_graph.enabled:
+            self._compile(trainer, max(len(sample.tokens) for sample in [*data.train, *data.validation]))
+        devices, cost = allocation.placement.trainer_devices, training_cost(self.files, trainer.info())
+        components = SftComponents(trainer, source, data.validation, session.recorder, devices, *cost)
+        return SftLoop(config, components, session.stops)
+
+    def _compile(self, trainer: "TrainerGroup", longest: int) -> None:
+        from rlctl.launch.compiled_graph import compile_group
+        from rlctl.sft.loss import NllLoss
+
+        graph, config = self.config.ray_compiled_graph, self.config
+        compile_group(graph, trainer.group, self.session)
+        with self.session.starting("warm-up"):
+            length = graph.warmup_seq_len or longest
             # Sizes that happen to be equal are compiled as one: a second length keeps them apart.
             lengths = (length, max(2, length // 2 - 1)) if config.trainer.compile else (length,)
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
-    cost = training_cost(trainer.info(), files)
-    parts = SftComponents(trainer, source, validation, session.recorder, allocation.placement.trainer_devices, *cost)
-    loop = SftLoop(config, parts, session.stops)
-    session.waits.where = lambda: f"trainer at version {loop.done}"
-    if session.checkpoint:
-        loop.resume(session.checkpoint)
-    session.go_on()
-    loop.run(session.start)

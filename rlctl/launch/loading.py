@@ -1,11 +1,13 @@
-"""What a run draws from: rows are read before anything starts, and tokenized while Ray, ranks and engines come up."""
+"""The data of a run: rows are read before anything starts, and tokenized while Ray, ranks and engines start."""
 
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic
 
-from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import GrpoConfig, SftConfig
 from rlctl.data.chat import Chat
+from rlctl.data.cursor import Drawn
 from rlctl.data.datasets import DataError
 from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_chat, load_prompts, load_samples
@@ -21,45 +23,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """What GRPO draws from."""
+class RunData(Generic[Drawn]):
+    """Prompts or samples of a run, tokenized."""
 
-    train: list[Prompt]
-    validation: list[Prompt]
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What SFT draws from."""
-
-    train: list[SupervisedSample]
-    validation: list[SupervisedSample]
+    train: list[Drawn]
+    validation: list[Drawn]
 
 
 @dataclass(frozen=True)
-class PromptLoading:
-    """Prompts on their way. chat and ends are known before the prompts are, since engines are made with them."""
+class DataLoading(Generic[Drawn]):
+    """The data of a run on its way. The chat is known first, since engines are made with its end tokens."""
 
     chat: "Future[tuple[Chat, EndTokens]]"
-    prompts: "Future[Prompts]"
+    data: "Future[RunData[Drawn]]"
 
     @classmethod
     def begin(
-        cls,
-        threads: Executor,
-        session: Session,
-        config: GrpoConfig,
-        files: ModelFiles,
-        rows: RunRows,
-        scorer: "Scorer",
-    ) -> "PromptLoading":
-        """Start both in `threads`."""
-        chat = threads.submit(_chat, session, config, files)
-        return cls(chat, threads.submit(_prompts, session, config, files, rows, chat, scorer))
+        cls, threads: Executor, session: Session, files: ModelFiles, load: Callable[[Chat], RunData[Drawn]]
+    ) -> "DataLoading[Drawn]":
+        """Start to load the chat in `threads`, then the data by `load`."""
+        chat = threads.submit(_chat, session, files)
+        return cls(chat, threads.submit(lambda: load(chat.result()[0])))
 
 
-def _chat(session: Session, config: RunConfig, files: ModelFiles) -> tuple[Chat, EndTokens]:
+def _chat(session: Session, files: ModelFiles) -> tuple[Chat, EndTokens]:
     """Load the tokenizer, and tell which tokens end an answer."""
+    config = session.config
     with session.starting("tokenizer"):
         chat = load_chat(config, files.folder)
         ends = chat.ends
@@ -71,17 +60,12 @@ def _chat(session: Session, config: RunConfig, files: ModelFiles) -> tuple[Chat,
     return chat, ends
 
 
-def _prompts(
-    session: Session,
-    config: GrpoConfig,
-    files: ModelFiles,
-    rows: RunRows,
-    loading: "Future[tuple[Chat, EndTokens]]",
-    scorer: "Scorer",
-) -> Prompts:
+def load_run_prompts(
+    session: Session, config: GrpoConfig, files: ModelFiles, rows: RunRows, scorer: "Scorer", chat: Chat
+) -> RunData[Prompt]:
+    """Tokenize the prompts, and try the rewards on the first one. Raises DataError or RewardError."""
     from rlctl.rollout.scoring import sample_item
 
-    chat, _ = loading.result()
     length, answer = config.model.max_length or files.max_length, config.generation.max_new_tokens
     found: dict[str, list[Prompt]] = {"validation": []}
     with session.starting("data"):
@@ -92,14 +76,15 @@ def _prompts(
     session.depend_on_rows(digest_rows(found["train"]))
     with session.starting("rewards"):
         scorer.try_on_sample(sample_item(found["train"][0]))
-    return Prompts(found["train"], found["validation"][: config.validation.max_prompts])
+    return RunData(found["train"], found["validation"][: config.validation.max_prompts])
 
 
-def load_run_samples(session: Session, config: SftConfig, files: ModelFiles, rows: RunRows) -> Samples:
-    """Tokenize what SFT draws from, and tell how it packs. Raises DataError."""
+def load_run_samples(
+    session: Session, config: SftConfig, files: ModelFiles, rows: RunRows, chat: Chat
+) -> RunData[SupervisedSample]:
+    """Tokenize the samples, and tell how they pack. Raises DataError."""
     from rlctl.training.micro_batching import packing
 
-    chat, _ = _chat(session, config, files)
     length = config.model.max_length or files.max_length
     found: dict[str, list[SupervisedSample]] = {"validation": []}
     with session.starting("data"):
@@ -110,7 +95,7 @@ def load_run_samples(session: Session, config: SftConfig, files: ModelFiles, row
         packs = packing(step_lengths(found["train"], config), shards, config.trainer.micro_batch_tokens)
         session.events.emit("data", what=f"packing: {packs}")
     session.depend_on_rows(digest_rows(found["train"]))
-    return Samples(found["train"], found["validation"][: config.validation.max_prompts])
+    return RunData(found["train"], found["validation"][: config.validation.max_prompts])
 
 
 def check_room(prompts: list[Prompt], answer: int, length: int) -> None:

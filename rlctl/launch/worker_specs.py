@@ -1,6 +1,9 @@
-"""From config and placement to what the processes of a run are made of."""
+"""Specs of a run's processes, made from its config and placement."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.generation.pool import EngineSlot
@@ -12,6 +15,7 @@ from rlctl.preflight.placement import Placement, PlacementError
 from rlctl.preflight.resolved import Resolved
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import Options
+from rlctl.telemetry.throughput import flops_per_token
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -40,7 +44,7 @@ def start_trainers(
     total_updates: int,
     temperature: float,
 ) -> WorkerGroup:
-    """The trainer ranks, starting."""
+    """Start the trainer ranks, and wait for none of them."""
     placement, ranks = allocation.placement, config.trainer.num_ranks
     resolved = Resolved(config, placement.device)
     # Without engines to make room for, nothing moves for them.
@@ -75,8 +79,13 @@ def start_trainers(
     return WorkerGroup(specs, config.run.deadline_s)
 
 
+def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callable[[float], float]]:
+    """Return the trainer's device name, and training FLOPs a token by sequence length. facts: `TrainerGroup.info()`."""
+    return facts["device_name"], partial(flops_per_token, facts["active_parameters"], files.layers, files.hidden)
+
+
 def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
-    """Where each engine of the run is to stand. waits: explains calls that it does not answer."""
+    """Return the slot of each engine. waits: explains calls that an engine does not answer."""
     reads = _transport(config, allocation.placement) == "ipc"
     slots = []
     for slot in allocation.placement.engines:
@@ -87,7 +96,7 @@ def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> li
 
 
 def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
-    """Return what every engine of the run is made of. stops: the tokens that end an answer."""
+    """Return the spec that every engine is built from. stops: the tokens that end an answer."""
     generation, resolved = config.generation, Resolved(config, placement.device)
     longest = config.model.max_length or files.max_length
     if config.data.max_prompt_length:
@@ -115,7 +124,7 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], p
 
 
 def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: str) -> Options:
-    """How a run on these devices refits: every `auto` that needs no device to be asked is resolved."""
+    """Return the options of a refit on these devices, with every `auto` resolved that needs no device to be asked."""
     refit, cpu = config.refit, placement.device == "cpu"
     engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
     if len(placement.used) > 1 and refit.transport not in ("auto", "broadcast"):
@@ -143,7 +152,7 @@ def _transport(config: GrpoConfig, placement: Placement) -> Kind:
 
 
 def usual_transport(placement: Placement, engines: int) -> Kind:
-    """What `auto` stands for.
+    """Return the transport that `auto` means.
 
     On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
     link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
@@ -158,7 +167,7 @@ def usual_transport(placement: Placement, engines: int) -> Kind:
 
 
 def trainer_environment(devices: list[str], threads: int) -> dict[str, str]:
-    """Environment variables of a trainer rank's process. devices: its GPUs, none on a CPU."""
+    """Return the environment variables of a trainer rank's process. devices: its GPUs, none on a CPU."""
     # Waiting threads sleep: spinning ones take a busy machine's cores from each other (a step of 0.4 s took 2 to 3 s
     # beside other work), and cost nothing measurable on a quiet one.
     env = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}

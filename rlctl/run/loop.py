@@ -93,6 +93,10 @@ class Loop(ABC):
     def validate(self) -> None:
         """The held-out data, under the weights as they are."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """End what works beside the steps."""
+
     def save(self) -> None:
         """A checkpoint of the step just done."""
         self.save_with({})

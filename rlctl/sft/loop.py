@@ -66,6 +66,10 @@ class SftLoop(Loop):
             speed["throughput/mfu"] = share
         self._parts.recorder.step(number, {"version": number, **metrics, **speed, **times})
 
+    def close(self) -> None:
+        """Prepare no more batches."""
+        self._threads.shutdown(cancel_futures=True)
+
     def _prepare(self, first: int) -> "Future[PreparedBatch]":
         """The batch from that draw on, which the cursor passes when the batch is trained."""
         source, trainer, size = self._parts.source, self._parts.trainer, self._config.sft.batch_size

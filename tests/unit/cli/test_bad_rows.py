@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.launch import assemble_grpo
+from rlctl.launch import assembly
 from tests.unit.cli.conftest import Rlctl
 
 GOOD = '{"prompt": "1+1=", "answer": "2"}'
@@ -30,7 +30,7 @@ BAD = {
 def test_a_bad_row_is_one_line_and_nothing_starts(
     rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    monkeypatch.setattr(assemble_grpo, "run_grpo", lambda *_: pytest.fail("the run was started"))
+    monkeypatch.setattr(assembly, "launch", lambda *_: pytest.fail("the run was started"))
     rows = home / "rows.jsonl"
     rows.write_text(f"{GOOD}\n" * 300 + f"{line}\n{GOOD}\n")
     for dry in ([], ["--dry-run"]):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rlctl.config.convert import schema_keys
 from rlctl.config.schema import GrpoConfig
-from rlctl.launch import assemble_grpo
+from rlctl.launch import assembly
 from tests.unit.cli.conftest import Done, Rlctl
 
 LONGEST_S = 2.0
@@ -176,7 +176,7 @@ def refused(rlctl: Rlctl, home: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     def started(*_: object, **__: object) -> NoReturn:
         raise AssertionError("a run was started")
 
-    monkeypatch.setattr(assemble_grpo, "run_grpo", started)
+    monkeypatch.setattr(assembly, "launch", started)
     for name in ("pipe.yaml", "pipe.jsonl", "pipe.py"):
         os.mkfifo(home / name)
     (home / "loop.yaml").symlink_to("loop.yaml")

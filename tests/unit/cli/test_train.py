@@ -6,7 +6,7 @@ import pytest
 from rlctl.cli import train
 from rlctl.config.schema import RunConfig
 from rlctl.data.load import RowReader
-from rlctl.launch import assemble_grpo
+from rlctl.launch import assembly
 from rlctl.launch.runtime import Runtime
 from rlctl.preflight import machine
 from rlctl.preflight.load import load
@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
         calls.append((config, resume, probe_only))
         return 130
 
-    monkeypatch.setattr(assemble_grpo, "run_grpo", run)
+    monkeypatch.setattr(assembly, "launch", run)
     return calls
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rlctl.cli.main import app
-from rlctl.launch.assemble_grpo import announce
+from rlctl.launch.assembly import announce
 from rlctl.launch.runtime import LocalRuntime
 from rlctl.launch.session import Session, run_session
 from rlctl.preflight.load import load
@@ -33,7 +33,7 @@ def ran(recipe: str, root: Path, body: Callable[[Session], None]) -> int:
     composed = load("sft", recipe, [f"run.dir={root}", "run.name=x", "telemetry.dashboard=off"])
 
     def whole(session: Session) -> None:
-        announce(session, composed.config, 4, place(this_machine(0), resources(composed.config)))
+        announce(session, place(this_machine(0), resources(composed.config)))
         body(session)
 
     return run_session(composed.config, composed.to_yaml(), None, whole, LocalRuntime().refuse)

@@ -58,6 +58,9 @@ class Diary(Loop):
     def validate(self) -> None:
         self.book.append(f"validate {self.done}")
 
+    def close(self) -> None:
+        self.book.append("close")
+
     def _save(self, *_: object) -> None:
         self.book.append(f"save {self.done}")
 

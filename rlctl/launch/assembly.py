@@ -1,0 +1,191 @@
+"""The assembly of a run, the same for every algorithm: what starts, in which order, who waits for it, and who ends it.
+
+Read `assemble` from top to bottom. It ends what it started, the last first, however the run ends. An algorithm adds its
+own parts, see `AlgorithmParts`.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.data.cursor import Cursor, RowSource
+from rlctl.data.load import RowReader, RunRows
+from rlctl.launch.assemble_grpo import GrpoParts
+from rlctl.launch.assemble_sft import SftParts
+from rlctl.launch.loading import DataLoading, RunData
+from rlctl.launch.runtime import Allocation, Runtime
+from rlctl.launch.session import Session, run_session
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.placement import Placement, resources
+from rlctl.run.fingerprint import made_with
+from rlctl.utils.process import identity
+
+if TYPE_CHECKING:
+    from rlctl.generation.pool import GeneratorPool
+    from rlctl.run.loop import Loop
+    from rlctl.training.trainer_group import TrainerGroup
+    from rlctl.workers.group import WorkerGroup
+
+
+class AlgorithmParts(Protocol):
+    """The parts of a run that only its algorithm has. `assemble` calls each method once, in this order."""
+
+    # Optimizer updates of the whole run.
+    updates: int
+    # Sampling temperature, by which the trainer divides its logits.
+    temperature: float
+
+    def load(self, threads: Executor, rows: RunRows) -> DataLoading[Any]:
+        """Start to tokenize the rows in `threads`."""
+        ...
+
+    def start_engines(self, allocation: Allocation, loading: DataLoading[Any]) -> "GeneratorPool | None":
+        """Start the engines, and wait for none of them. Returns None for an algorithm that does not sample."""
+        ...
+
+    def make_loop(
+        self, allocation: Allocation, trainer: "TrainerGroup", source: RowSource[Any], data: RunData[Any]
+    ) -> "Loop | None":
+        """Connect what has started and check it. Returns the loop, or None if the check was all that was asked."""
+        ...
+
+
+def launch(
+    config: RunConfig,
+    resolved: str,
+    runtime: Runtime,
+    resume: Path | None = None,
+    probe_only: bool = False,
+    reader: RowReader | None = None,
+) -> int:
+    """Run `config` to its end and return the exit code. `rlctl train` and the job on a cluster both enter here.
+
+    resolved: the config as YAML. resume: the directory of the run to continue. probe_only: compare trainer and
+    generator, then stop. reader: holds the rows if they were read already.
+    """
+    reader = reader or RowReader(config)
+
+    def body(session: Session) -> None:
+        assemble(session, runtime, reader, probe_only)
+
+    return run_session(config, resolved, resume, body, runtime.refuse)
+
+
+def assemble(session: Session, runtime: Runtime, reader: RowReader, probe_only: bool) -> None:
+    """Start the parts of a run, train until its last step, and end the parts."""
+    config, deadline_s = session.config, session.config.run.deadline_s
+    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
+    session.depend_on(made_with(config, Path(files.source)))
+    with ExitStack() as stack:
+        parts = _parts(stack, session, files, probe_only)
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        begun: list[DataLoading[Any]] = []
+
+        def begin(placement: Placement) -> None:
+            announce(session, placement)
+            begun.append(parts.load(threads, reader.take()))
+
+        # Ray starts once the devices are chosen. The rows are tokenized meanwhile.
+        allocation = stack.enter_context(runtime.allocation(session, resources(config), begin))
+        (loading,) = begun
+        if loading.data.done():
+            # An error in data or rewards is usually known by now.
+            loading.data.result()
+
+        # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
+        from rlctl.launch.worker_specs import start_trainers
+        from rlctl.training.trainer_group import TrainerGroup
+
+        group = start_trainers(session, config, files, allocation, parts.updates, parts.temperature)
+        stack.callback(group.kill)
+        pool = parts.start_engines(allocation, loading)
+        if pool:
+            stack.callback(pool.kill)
+        data = loading.data.result()
+        with session.starting("trainer"):
+            group.built().wait(deadline_s)
+        if pool:
+            with session.starting("generator"):
+                for pending in pool.built():
+                    pending.wait(deadline_s)
+            stack.push(_closing(group))
+        workers = [*group.workers, *(pool.engines if pool else ())]
+        session.events.emit("processes", **{worker.name: worker.pid() for worker in workers})
+
+        # The checkpoint comes first: engines get the weights that training continues from.
+        source = RowSource(data.train, Cursor(len(data.train), config.run.seed, config.data.shuffle))
+        if session.checkpoint:
+            group.call("load", str(session.checkpoint.trainer))
+            source.cursor.load_state_dict(session.checkpoint.state["cursor"])
+        loop = parts.make_loop(allocation, TrainerGroup(group, config.trainer), source, data)
+        if loop:
+            stack.callback(loop.close)
+            _train(session, loop, pool)
+
+
+def _parts(stack: ExitStack, session: Session, files: ModelFiles, probe_only: bool) -> AlgorithmParts:
+    config = session.config
+    if not isinstance(config, GrpoConfig):
+        return SftParts(session, config, files)
+    from rlctl.rewards.scorer import Scorer
+
+    scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
+    return GrpoParts(session, config, files, scorer, probe_only)
+
+
+def _closing(group: "WorkerGroup") -> Callable[[Any, Any, Any], None]:
+    """Return an exit callback that frees what a refit holds in the ranks.
+
+    It does so after work that went well. After a failure the ranks may not answer, and are killed.
+    """
+
+    def close(kind: Any, error: Any, traceback: Any) -> None:
+        if kind is None:
+            group.call("close")
+
+    return close
+
+
+def _train(session: Session, loop: "Loop", pool: "GeneratorPool | None") -> None:
+    """Run the steps that are left, from the checkpoint on if there is one."""
+
+    def versions() -> str:
+        engines = f", engines at version {pool.version}" if pool else ""
+        return f"trainer at version {loop.done}{engines}"
+
+    session.waits.where = versions
+    if session.checkpoint:
+        loop.resume(session.checkpoint)
+    session.go_on()
+    loop.run(session.start)
+
+
+def announce(session: Session, placement: Placement) -> None:
+    """Emit the run_started event."""
+    config = session.config
+    session.events.emit(
+        "run_started",
+        name=session.run_dir.name,
+        algorithm=config.kind,
+        model=config.model.path,
+        num_steps=config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps,
+        start_step=session.start,
+        attempt=session.run_dir.attempt,
+        damaged=list(session.damaged.values()),
+        **processes_of(placement),
+        **identity(),
+    )
+
+
+def processes_of(placement: Placement) -> dict[str, Any]:
+    """Return the fields of run_started that count ranks, engines, and the devices of each side."""
+    return {
+        "device": placement.device,
+        "devices": {"trainer": placement.trainer_devices, "generator": placement.generator_devices},
+        "ranks": len(placement.trainers),
+        "engines": len(placement.engines),
+        "shared": placement.shared,
+    }
