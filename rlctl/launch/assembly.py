@@ -4,9 +4,9 @@ Read `assemble` from top to bottom. It ends what it started, the last first, how
 own parts, see `AlgorithmParts`.
 """
 
-from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,6 +20,7 @@ from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement, resources
+from rlctl.rewards.scorer import Scorer
 from rlctl.run.fingerprint import made_with
 from rlctl.utils.process import identity
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from rlctl.generation.pool import GeneratorPool
     from rlctl.run.loop import Loop
     from rlctl.training.trainer_group import TrainerGroup
-    from rlctl.workers.group import WorkerGroup
 
 
 class AlgorithmParts(Protocol):
@@ -40,17 +40,14 @@ class AlgorithmParts(Protocol):
 
     def load(self, threads: Executor, rows: RunRows) -> DataLoading[Any]:
         """Start to tokenize the rows in `threads`."""
-        ...
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Any]) -> "GeneratorPool | None":
         """Start the engines, and wait for none of them. Returns None for an algorithm that does not sample."""
-        ...
 
     def make_loop(
         self, allocation: Allocation, trainer: "TrainerGroup", source: RowSource[Any], data: RunData[Any]
     ) -> "Loop | None":
         """Connect what has started and check it. Returns the loop, or None if the check was all that was asked."""
-        ...
 
 
 def launch(
@@ -66,21 +63,22 @@ def launch(
     resolved: the config as YAML. resume: the directory of the run to continue. probe_only: compare trainer and
     generator, then stop. reader: holds the rows if they were read already.
     """
-    reader = reader or RowReader(config)
-
-    def body(session: Session) -> None:
-        assemble(session, runtime, reader, probe_only)
-
+    body = partial(assemble, runtime, reader or RowReader(config), probe_only)
     return run_session(config, resolved, resume, body, runtime.refuse)
 
 
-def assemble(session: Session, runtime: Runtime, reader: RowReader, probe_only: bool) -> None:
+def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
     """Start the parts of a run, train until its last step, and end the parts."""
     config, deadline_s = session.config, session.config.run.deadline_s
     files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
     session.depend_on(made_with(config, Path(files.source)))
     with ExitStack() as stack:
-        parts = _parts(stack, session, files, probe_only)
+        parts: AlgorithmParts
+        if isinstance(config, GrpoConfig):
+            scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
+            parts = GrpoParts(session, config, files, scorer, probe_only)
+        else:
+            parts = SftParts(session, config, files)
         threads = stack.enter_context(ThreadPoolExecutor(1))
         begun: list[DataLoading[Any]] = []
 
@@ -111,7 +109,6 @@ def assemble(session: Session, runtime: Runtime, reader: RowReader, probe_only: 
             with session.starting("generator"):
                 for pending in pool.built():
                     pending.wait(deadline_s)
-            stack.push(_closing(group))
         workers = [*group.workers, *(pool.engines if pool else ())]
         session.events.emit("processes", **{worker.name: worker.pid() for worker in workers})
 
@@ -122,45 +119,19 @@ def assemble(session: Session, runtime: Runtime, reader: RowReader, probe_only: 
             source.cursor.load_state_dict(session.checkpoint.state["cursor"])
         loop = parts.make_loop(allocation, TrainerGroup(group, config.trainer), source, data)
         if loop:
-            stack.callback(loop.close)
-            _train(session, loop, pool)
-
-
-def _parts(stack: ExitStack, session: Session, files: ModelFiles, probe_only: bool) -> AlgorithmParts:
-    config = session.config
-    if not isinstance(config, GrpoConfig):
-        return SftParts(session, config, files)
-    from rlctl.rewards.scorer import Scorer
-
-    scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
-    return GrpoParts(session, config, files, scorer, probe_only)
-
-
-def _closing(group: "WorkerGroup") -> Callable[[Any, Any, Any], None]:
-    """Return an exit callback that frees what a refit holds in the ranks.
-
-    It does so after work that went well. After a failure the ranks may not answer, and are killed.
-    """
-
-    def close(kind: Any, error: Any, traceback: Any) -> None:
-        if kind is None:
+            session.waits.where = partial(_versions, loop, pool)
+            with closing(loop):
+                if session.checkpoint:
+                    loop.resume(session.checkpoint)
+                session.go_on()
+                loop.run(session.start)
+        if pool:
+            # Ranks free what the refit holds. After a failure they may not answer, and are only killed.
             group.call("close")
 
-    return close
 
-
-def _train(session: Session, loop: "Loop", pool: "GeneratorPool | None") -> None:
-    """Run the steps that are left, from the checkpoint on if there is one."""
-
-    def versions() -> str:
-        engines = f", engines at version {pool.version}" if pool else ""
-        return f"trainer at version {loop.done}{engines}"
-
-    session.waits.where = versions
-    if session.checkpoint:
-        loop.resume(session.checkpoint)
-    session.go_on()
-    loop.run(session.start)
+def _versions(loop: "Loop", pool: "GeneratorPool | None") -> str:
+    return f"trainer at version {loop.done}" + (f", engines at version {pool.version}" if pool else "")
 
 
 def announce(session: Session, placement: Placement) -> None:

@@ -35,27 +35,40 @@ _TOO_SLOW = "timed out during startup"
 
 @contextmanager
 def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Iterator[Reaper]:
-    """A Ray of our own for the time of the block; yields the reaper that watches over its folders.
+    """Run a private Ray for the time of the block. Yields the reaper that guards its folders.
 
-    lost: told once, from another thread, when a process is gone that Ray cannot do without.
+    lost: called once, from another thread, with the reason when a process is gone that Ray cannot do without.
     """
     reaper = Reaper()
     try:
         with reaper.folder("rlctl-token-") as folder:
             os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
-            with _started(reaper, logs), _watched(lost):
+            with _start_ray(reaper, logs), _watched(lost):
                 yield reaper
     finally:
         reaper.close()
 
 
-def _started(reaper: Reaper, logs: Path) -> ExitStack:
-    """Ray is up until this is left. What an attempt that was too slow has started is gone before the next; the token
-    stays, which Ray reads once a process."""
+def _start_ray(reaper: Reaper, logs: Path) -> ExitStack:
+    """Start Ray, which runs until the result is left.
+
+    What a too slow attempt has started is gone before the next. The token stays: Ray reads it once a process.
+    """
     for attempt in range(1, _ATTEMPTS + 1):
         with ExitStack() as stack:
             try:
-                stack.enter_context(_ray_in(stack.enter_context(reaper.folder("rlctl-", _root())), logs))
+                folder = stack.enter_context(reaper.folder("rlctl-", _root()))
+                session = ray_session(
+                    logs,
+                    include_dashboard=False,
+                    num_cpus=usable_cores(),
+                    **_object_store(folder),
+                    # Ray opens its folder to everybody: below the run's, which nobody else enters.
+                    _temp_dir=str(folder / "r"),
+                    _node_ip_address=LOOPBACK,
+                )
+                with changed_environment(_inherited(folder)), _loopback_only():
+                    stack.enter_context(session)
                 return stack.pop_all()
             except Exception as error:
                 if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
@@ -65,7 +78,7 @@ def _started(reaper: Reaper, logs: Path) -> ExitStack:
 
 @contextmanager
 def _watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Look after Ray's head and this machine's raylet: a driver without them works on for a minute, then Ray ends it
+    """Watch Ray's head and this machine's raylet. A driver without them works on for a minute, then Ray ends it
     without a word."""
     watched = _needed()
     left = threading.Event()
@@ -104,26 +117,9 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _root() -> str:
-    """Where Ray's folder stands: the temporary folder, unless its path is too long for the sockets in it."""
+    """Return the parent of Ray's folder: the temporary folder, unless its path is too long for Ray's sockets."""
     usual = tempfile.gettempdir()
     return usual if len(os.fsencode(usual)) <= _SOCKET_BYTES - _RAYS_BYTES else "/tmp"
-
-
-@contextmanager
-def _ray_in(folder: Path, logs: Path) -> Iterator[None]:
-    session = ray_session(
-        logs,
-        include_dashboard=False,
-        num_cpus=usable_cores(),
-        **_object_store(folder),
-        # Ray opens its folder to everybody: below the run's, which nobody else enters.
-        _temp_dir=str(folder / "r"),
-        _node_ip_address=LOOPBACK,
-    )
-    with ExitStack() as stack:
-        with changed_environment(_of_processes(folder)), _loopback_only():
-            stack.enter_context(session)
-        yield
 
 
 def _object_store(folder: Path) -> dict[str, Any]:
@@ -141,7 +137,7 @@ def _object_store(folder: Path) -> dict[str, Any]:
     return {"object_store_memory": min(_OBJECT_STORE_BYTES, room), "_plasma_directory": str(folder)}
 
 
-def _of_processes(folder: Path) -> dict[str, str]:
+def _inherited(folder: Path) -> dict[str, str]:
     """Return the environment that Ray's processes, and the run's in them, inherit."""
     # gloo and NCCL listen at the address that the host's name stands for, if nothing is said.
     faces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
