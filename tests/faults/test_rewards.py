@@ -1,6 +1,7 @@
 """Rewards that fail in a live run: told, counted apart, and in the end the reason to stop with a checkpoint."""
 
 import json
+import os
 from pathlib import Path
 
 import psutil
@@ -36,7 +37,11 @@ def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_mos
     )
     run = Run(tmp_path, "failing", *settings)
     run.wait_for_step(3)
-    assert left_by_the_reward()
+    left = left_by_the_reward()
+    assert left
+    # Rewards start while Ray does. With Ray's temporary folder as theirs they would be ended with it.
+    assert not {"VLLM_HOST_IP", "RAY_AUTH_TOKEN_PATH"} & {name for process in left for name in process.environ()}
+    assert {process.environ().get("TMPDIR") for process in left} == {os.environ.get("TMPDIR")}
     (tmp_path / "broken").touch()
     assert run.end() == 1, run.text()
     assert survivors(left_by_the_reward()) == []
