@@ -157,7 +157,7 @@ def test_a_stop_for_health_does_not_save_twice(tmp_path: Path) -> None:
     assert diary.book == ["step 1", "save 1", "step 2", "save 2"]
 
 
-def test_a_resumed_run_knows_what_it_has_said(tmp_path: Path) -> None:
+def test_a_run_that_its_health_stopped_stops_again_where_nothing_was_mended(tmp_path: Path) -> None:
     first = Diary(tmp_path / "first", steps=9, ill_at=2)
     with pytest.raises(HealthStop):
         first.run(0)
@@ -165,7 +165,8 @@ def test_a_resumed_run_knows_what_it_has_said(tmp_path: Path) -> None:
     assert latest is not None
     second = Diary(tmp_path / "second", steps=3, ill_at=3)
     second.resume(latest)
-    second.run(2)
+    with pytest.raises(HealthStop, match=r"^step 3: height 3\.0, at most 2; "):
+        second.run(2)
     assert second.book == ["step 3", "save 3"]
 
 
