@@ -43,8 +43,18 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
 
 
 def refuse_contradictions(composed: "Composed", run: Path) -> None:
-    """Raise ConfigError with all that the run's newest checkpoint contradicts, as far as its files are here."""
-    newest = _checkpoints(run).latest()
+    """Raise ConfigError with all that the run's newest checkpoint contradicts, as far as its files are here.
+
+    A state that is not as it was written says nothing.
+    """
+    from rlctl.run.checkpoints import EarlierVersion
+
+    checkpoints = _checkpoints(run)
+    try:
+        checkpoints.refuse_earlier()
+    except EarlierVersion as error:
+        raise ConfigError([Problem(f"--resume {run}", "", str(error))]) from None
+    newest = checkpoints.latest_as_written()
     if newest is None:
         return
     wrong = list(_contradictions(composed.config, newest))

@@ -33,7 +33,7 @@ _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Converter:
-    """Converts one tree; `problems` holds what was wrong.
+    """Converts one tree; `problems` holds what was wrong, `missing` the keys and sections that are not there.
 
     recipe: the file to name when something is missing. kinds: schemas that a misplaced key may belong to.
     parents: the files that hold the defaults. away: absolute paths that are not here are left to where they are.
@@ -51,6 +51,7 @@ class Converter:
         self.parents = parents
         self.away = away
         self.problems: list[Problem] = []
+        self.missing: list[str] = []
         keys = [key for kind in self.kinds for key, _ in schema_keys(kind)]
         sections = {key.rpartition(".")[0] for key in keys}
         self._known = KnownKeys({key: key in sections for key in keys}, peers=self.kinds == tuple(KINDS.values()))
@@ -76,6 +77,7 @@ class Converter:
             what = "section" if is_dataclass(hint) else "key"
             parents = " or ".join(f"`defaults: {name}`" for name in self.parents)
             missing = f"missing {what}: inherit the defaults, {parents}"
+            self.missing.append(key)
             self.problems.append(Problem(self.recipe, key, missing))
             return BROKEN
         if node.value == MISSING:

@@ -23,10 +23,11 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.datasets import DataError
+from rlctl.preflight.earlier_version import earlier_version
 from rlctl.preflight.placement import PlacementError
 from rlctl.refit.protocol import RefitError
 from rlctl.rewards.base import RewardError
-from rlctl.run.checkpoints import Checkpoint, NoWholeCheckpoint
+from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
 from rlctl.run.interrupts import Interrupts
 from rlctl.run.job_record import JobRecord
@@ -94,6 +95,8 @@ class Session:
         with self.starting("checkpoint"):
             try:
                 found = self.recorder.checkpoints.newest_whole()
+            except EarlierVersion as error:
+                raise EarlierVersion(f"{self.run_dir.path}: {error}") from None
             except NoWholeCheckpoint as error:
                 anew = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
                 self.anew = shlex.join(anew)
@@ -108,7 +111,10 @@ class Session:
         """Keep what checkpoints depend on with them; RunDirError if the one to go on from depends on something else."""
         self.recorder.made_with = made_with
         if self.checkpoint:
-            wrong = contradictions(self.checkpoint.state["made_with"], made_with, self.start)
+            then = self.checkpoint.state.get("made_with")
+            if then is None:
+                raise RunDirError(earlier_version(self.run_dir.path, "its checkpoints do not say what made them"))
+            wrong = contradictions(then, made_with, self.start)
             if wrong:
                 raise RunDirError("; ".join(f"{each.key}: {each}" for each in wrong))
 

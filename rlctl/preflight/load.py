@@ -11,6 +11,7 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
 from rlctl.config.schema import FURTHER, KINDS, RunConfig
 from rlctl.preflight.checks import check, notes
+from rlctl.preflight.earlier_version import earlier_version
 
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
@@ -61,7 +62,7 @@ def load(
     not here. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, config, problems = _checked(kind, file, overrides, resume, away)
+    root, config, problems = _checked(kind, file, overrides, resume, away, run=file.parent if resume else None)
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
@@ -81,12 +82,16 @@ def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNo
 
 
 def _checked(
-    kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False
+    kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False, run: Path | None = None
 ) -> tuple[ConfigNode, RunConfig, list[Problem]]:
+    """run: the directory of a run that goes on, whose config was written whole."""
     root = compose(file, overrides)
-    config, problems = _typed(root, kind, file, away)
+    config, converter = _typed(root, kind, file, away)
+    if run and converter.missing:
+        sign = f"its config has no {', '.join(converter.missing[:3])}"
+        raise ConfigError([Problem(show_path(file), "", earlier_version(Path(show_path(run)), sign))])
     origins = {key: node.origin for key, node in leaves(root)}
-    return root, config, problems + check(config, origins, resume=resume, away=away)
+    return root, config, converter.problems + check(config, origins, resume=resume, away=away)
 
 
 def _by_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,8 +111,8 @@ def _set(values: dict[str, Any], names: list[str], value: Any) -> None:
     parent[int(names[-1]) if isinstance(parent, list) else names[-1]] = value
 
 
-def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, list[Problem]]:
-    """The typed config, what is wrong in it BROKEN, and the problems."""
+def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, Converter]:
+    """The typed config, what is wrong in it BROKEN, and the converter, which has the problems."""
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
     if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
@@ -119,4 +124,4 @@ def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[
         raise ConfigError([Problem(str(stated.origin), "kind", what)])
     converter = Converter(show_path(file), away=away)
     config = converter.section(KINDS[str(stated.value)], root)
-    return config, converter.problems
+    return config, converter

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.run.manifest import find_damage, write_manifest
+from rlctl.preflight.earlier_version import earlier_version
+from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
 
 _STATE = "state.json"
 
@@ -44,6 +45,10 @@ class CheckpointError(RuntimeError):
 
 class NoWholeCheckpoint(RuntimeError):
     """All checkpoints of a run are damaged; the message is one line that names each."""
+
+
+class EarlierVersion(NoWholeCheckpoint):
+    """All checkpoints of a run are of an earlier version of rlctl; the message is one line that says how to go on."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,19 @@ class Checkpoints:
         found = self.all()
         return found[-1] if found else None
 
+    def latest_as_written(self) -> Checkpoint | None:
+        """The newest whose state is as it was written; its other files were not looked at."""
+        for step, path in reversed(list(self._folders())):
+            if is_as_written(path, _STATE) and (checkpoint := _read(path, step)):
+                return checkpoint
+        return None
+
     def newest_whole(self) -> Found:
         """Read every file of the newest checkpoint, and of the next older one if any is not as it was written.
 
-        Raises NoWholeCheckpoint if there are checkpoints, but none whole.
+        Raises NoWholeCheckpoint if there are checkpoints, but none whole, and EarlierVersion.
         """
+        self.refuse_earlier()
         damaged: dict[Path, str] = {}
         notes = [f"{path}: no checkpoint of rlctl, left alone" for path in self._strangers()]
         for step, path in reversed(list(self._folders())):
@@ -126,6 +139,12 @@ class Checkpoints:
         if damaged:
             raise NoWholeCheckpoint(f"{'; '.join(damaged.values())}; {self._folder} has no whole checkpoint")
         return Found(None, damaged, notes)
+
+    def refuse_earlier(self) -> None:
+        """Raise EarlierVersion if all checkpoints are of an earlier version of rlctl."""
+        folders = list(self._folders())
+        if folders and all(_is_earlier(path, step) for step, path in folders):
+            raise EarlierVersion(earlier_version(self._folder.parent, f"its checkpoints have no {MANIFEST}"))
 
     def set_aside(self, damaged: Path) -> Path:
         """Rename a damaged checkpoint to `damaged_step_N`, until a newer one is saved; return its new path."""
@@ -167,6 +186,12 @@ def _read(path: Path, step: int) -> Checkpoint | None:
         return Checkpoint(path, step, state) if state["step"] == step else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _is_earlier(path: Path, step: int) -> bool:
+    """Return True for a checkpoint from before there were manifests."""
+    checkpoint = None if (path / MANIFEST).exists() else _read(path, step)
+    return checkpoint is not None and "made_with" not in checkpoint.state
 
 
 def _line(wrong: dict[Path, str]) -> str:

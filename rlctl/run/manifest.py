@@ -59,6 +59,16 @@ def find_damage(folder: Path) -> dict[Path, str]:
     return wrong | dict.fromkeys(shards, "not written with this checkpoint")
 
 
+def is_as_written(folder: Path, name: str) -> bool:
+    """Return True if one file of `folder` has the bytes that its manifest lists; no other is read."""
+    path = folder / name
+    try:
+        facts = _read(folder / MANIFEST)[name]
+        return not _wrong_size(path, facts) and _digests([path])[path] == facts["digest"]
+    except (OSError, ValueError, RecursionError, KeyError):
+        return False
+
+
 def _read(path: Path) -> dict[str, dict[str, Any]]:
     content = json.loads(path.read_text())
     try:

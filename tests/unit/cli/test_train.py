@@ -1,7 +1,9 @@
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rlctl.cli import train
 from rlctl.config.schema import RunConfig
@@ -197,6 +199,50 @@ def test_what_a_checkpoint_contradicts_is_refused_before_anything_starts(
     assert "override 3: run.seed=3: 0 -> 3: " in lines[2]
     assert "override 4: grpo.num_steps=3: must be at least 4, the step of the newest checkpoint" in lines[3]
     assert (folder / "config.yaml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [('"tokenizer": "', '"tokenizer": "x'), ('"tokenizer"', '"tokenizes"')], ids=["value", "key"]
+)
+def test_a_checkpoint_whose_state_was_damaged_contradicts_nothing(
+    rlctl: Rlctl, home: Path, started: Started, old: str, new: str
+) -> None:
+    folder = write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first"]).to_yaml())
+    kept(folder, 2, 4)
+    state = folder / "checkpoints/step_4/state.json"
+    text = state.read_text()
+    assert old in text
+    state.write_text(text.replace(old, new)[: len(text) - 1] + "}" if len(new) > len(old) else text.replace(old, new))
+    assert rlctl("train", "grpo", "--resume", "first", "grpo.num_steps=3").code == 130
+    # The one before it is judged by.
+    done = rlctl("train", "grpo", "--resume", "first", "grpo.num_steps=1")
+    assert (done.code, "must be at least 2, the step of the newest checkpoint" in done.err) == (2, True)
+
+
+def test_a_run_of_an_earlier_version_is_told_how_to_begin_anew(rlctl: Rlctl, home: Path, started: Started) -> None:
+    resolved = load("grpo", "grpo.recipe.yaml", ["run.name=first"]).to_yaml()
+    folder = write_run(home, resolved)
+    for step in (2, 10):
+        Checkpoints(folder / "checkpoints", 9, 0).save(step, {}, lambda path: shutil.copytree("model", path / "hf"))
+        (folder / f"checkpoints/step_{step}/manifest.json").unlink()
+    anew = (
+        "whose checkpoints this one does not resume; to begin anew from its weights, "
+        "model.path=runs/first/checkpoints/step_10/hf"
+    )
+    for dry in ([], ["--dry-run"]):
+        done = rlctl("train", "grpo", "--resume", "first", *dry)
+        assert (done.code, started, len(done.err.splitlines())) == (2, [], 2)
+        assert f"earlier version of rlctl (its checkpoints have no manifest.json), {anew}" in done.err
+    assert rlctl("train", "grpo", "grpo.recipe.yaml", anew.rpartition(" ")[2]).code == 130
+    config = yaml.safe_load(resolved)
+    del config["health"], config["run"]["explain_after_s"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    done = rlctl("train", "grpo", "--resume", "first", "health.stop=true")
+    assert (done.code, len(done.err.splitlines())) == (2, 2)
+    assert done.err.startswith("error: runs/first/config.yaml: the run is of an earlier version of rlctl (its config")
+    assert "health." in done.err and anew in done.err
+    done = rlctl("train", "grpo", "--resume", "first")
+    assert "(its config has no run.explain_after_s, health)" in done.err
 
 
 def test_two_recipes_are_bad_input(rlctl: Rlctl) -> None:

@@ -111,6 +111,22 @@ def test_a_state_that_no_parser_takes_is_no_checkpoint(kept: Checkpoints, tmp_pa
     assert [checkpoint.step for checkpoint in kept.all()] == [2]
 
 
+def test_the_newest_state_as_it_was_written_is_found_without_reading_another_file(
+    kept: Checkpoints, tmp_path: Path
+) -> None:
+    newest = tmp_path / "checkpoints/step_4"
+    overwrite(newest / SHARD)
+    latest = kept.latest_as_written()
+    assert latest is not None and latest.step == 4
+    state = newest / "state.json"
+    state.write_text(state.read_text().replace('"row": 4', '"row": 5'))
+    latest = kept.latest_as_written()
+    assert latest is not None and latest.step == 2
+    for path in newest, tmp_path / "checkpoints/step_2":
+        (path / "manifest.json").unlink()
+    assert kept.latest_as_written() is None
+
+
 def test_a_damaged_export_is_said_but_a_resume_does_not_read_it(kept: Checkpoints, tmp_path: Path) -> None:
     overwrite(tmp_path / "checkpoints/step_4/hf/model.safetensors")
     found = kept.newest_whole()
