@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.arguments import split
-from rlctl.cli.explained import explained
-from rlctl.cli.output import FAILED, OK, console, examples
+from rlctl.cli.output import FAILED, OK, console, examples, explained
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def logs(
 ) -> None:
     """What Ray's processes and workers wrote; of a stopped cluster, what they left here."""
     with explained():
-        from rlctl.cluster.fleet.logs import show_logs
+        from rlctl.cluster.fleet.status import show_logs
 
         code = show_logs(name or _only(or_any=True), node, follow, lines)
     raise typer.Exit(code)

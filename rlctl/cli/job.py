@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rlctl.cluster.jobs.head_agent import CONFIG, SECRETS
-from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import JobRecord
 
 
 def main() -> int:

@@ -64,3 +64,18 @@ def note(lines: Iterable[str]) -> None:
 
     for line in lines:
         console(stderr=True).print(Text.assemble(("note: ", "yellow"), line))
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Ends a command in one line and the right exit code."""
+    from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster
+
+    try:
+        yield
+    except ClusterError as error:
+        sys.stdout.flush()
+        say(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT if isinstance(error, NoSuchCluster) else FAILED) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None

@@ -68,7 +68,7 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
     Raises ConfigError if none is whole.
     """
     from rlctl.run.checkpoints import NoWholeCheckpoint
-    from rlctl.run.job_record import JobRecord
+    from rlctl.run.run_dir import JobRecord
 
     record, changes = JobRecord.read(run), list(_changes(composed, run)) or ["nothing"]
     changed = [("changes" if not index else "", line) for index, line in enumerate(changes)]

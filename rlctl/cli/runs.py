@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.arguments import runs_folder
-from rlctl.cli.explained import explained
-from rlctl.cli.output import say
+from rlctl.cli.output import explained, say
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -102,7 +101,7 @@ def stop(run: Run = "", root: Root = None) -> None:
     """End a running run after its step, with a checkpoint; a second time, at once."""
     from rlctl.cluster.jobs.watch import stop_job
     from rlctl.dashboard.state import read_state
-    from rlctl.run.job_record import JobRecord
+    from rlctl.run.run_dir import JobRecord
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
@@ -129,7 +128,7 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
 ) -> None:
     """What the run's processes wrote in its newest attempt."""
-    from rlctl.cluster.jobs.logs import show_run_logs
+    from rlctl.cluster.jobs.watch import show_run_logs
 
     with explained():
         raise typer.Exit(show_run_logs(_find(run, root), process, follow, lines))

@@ -8,8 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from rlctl.cli.explained import explained
-from rlctl.cli.output import FAILED, INTERRUPTED, OK, note, say
+from rlctl.cli.output import FAILED, INTERRUPTED, OK, explained, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:

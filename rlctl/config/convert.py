@@ -13,8 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from rlctl.config import paths
-from rlctl.config.errors import Problem, did_you_mean
-from rlctl.config.invalid import BROKEN
+from rlctl.config.errors import BROKEN, Problem, did_you_mean
 from rlctl.config.peer_keys import renamed_value
 from rlctl.config.provenance import MISSING, ConfigNode, leaves, plain
 from rlctl.config.schema import FURTHER, KINDS

@@ -2,11 +2,13 @@
 
 ConfigError          all problems of one config at once; the command line turns it into exit code 2
 ModelError           what keeps one model from being trained
+BROKEN               stands for a value that was found wrong, so that everything else can still be checked
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any, NoReturn
 
 # Letters of a part of a message.
 LONGEST = 480
@@ -50,3 +52,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         return ""
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+class BrokenValueError(Exception):
+    """A check needs a value that was already reported as wrong."""
+
+
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise BrokenValueError
+
+
+class _Broken:
+    """Whatever is asked of it, it raises BrokenValueError."""
+
+    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __str__ = __format__ = __fspath__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __int__ = __float__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __index__ = _refuse
+
+
+BROKEN: Any = _Broken()

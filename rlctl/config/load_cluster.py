@@ -17,8 +17,7 @@ from rlctl.config.cluster_schema import (
 )
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
-from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.config.invalid import BrokenValueError
+from rlctl.config.errors import BrokenValueError, ConfigError, Problem, did_you_mean
 from rlctl.config.provenance import ConfigNode, leaves, show_path
 
 FOLDER = CONFIGS / "cluster"

@@ -44,7 +44,7 @@ from rlctl.rollout.seeds import VALIDATION, rollout_seeds
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
-from rlctl.telemetry.recorder import StepRecorder
+from rlctl.telemetry.clock import StepRecorder
 from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.interface import Totals
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rlctl.dashboard.state import read_state
 from rlctl.preflight.placement import Placement, PlacementError, PlacementSlot, ResourceRequest, place, this_machine
-from rlctl.run.job_record import JobRecord
-from rlctl.run.run_dir import RunDir, RunDirError
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import count_gpus, visible_gpus
 from rlctl.workers.reaper import Reaper, leftovers, sweep

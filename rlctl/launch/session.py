@@ -30,9 +30,8 @@ from rlctl.rewards.base import RewardError
 from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
 from rlctl.run.interrupts import Interrupts
-from rlctl.run.job_record import JobRecord
 from rlctl.run.recorder import RunRecorder
-from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlctl.config.builtin import is_shipped
-from rlctl.config.errors import ModelError, Problem
-from rlctl.config.invalid import BrokenValueError
+from rlctl.config.errors import BrokenValueError, ModelError, Problem
 from rlctl.config.plugins import needs_answers
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig

@@ -1,9 +1,12 @@
 """Ctrl-C, or SIGTERM, which is how `rlctl runs stop` and schedulers ask: the first asks the run to end after its step,
-the second ends it at once."""
+the second ends it at once. A cluster command has no step: its first signal stops it, and its clearing up none."""
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -38,3 +41,27 @@ class Interrupts:
         self.asked = True
         # Not here: the main thread may stand in the middle of what this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """A terminal that closes and a `kill` are Ctrl-C: what was started is stopped again."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Clearing up is not interrupted: it takes seconds, and what it leaves nobody would stop."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, handler in before.items():
+            signal.signal(number, handler)

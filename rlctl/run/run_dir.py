@@ -9,11 +9,12 @@ import json
 import os
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from shlex import quote
 
 from rlctl.config.errors import did_you_mean
+from rlctl.utils.files import write_whole
 
 _CLAIM_POLL_S = 0.1
 # A run from a checkpoint has that run's name in its own: a chain of them must stay a folder's name.
@@ -129,6 +130,35 @@ class RunDir:
         for path in (self.metrics, self.rollouts):
             if path.exists():
                 _drop_after(path, step)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """cluster: its name here. job: Ray's submission id. work: the driver's working directory, on the head.
+    attempt: how often the run was submitted.
+
+    remote: path of the run directory on the head where this one is a copy of it; None where it is the run's own.
+    called: path by which whoever submitted the run knows it; None: its own.
+    """
+
+    cluster: str
+    job: str
+    work: str
+    attempt: int = 1
+    remote: str | None = None
+    called: str | None = None
+
+    @classmethod
+    def read(cls, run: Path) -> "JobRecord | None":
+        """None for a run without a job."""
+        try:
+            return cls(**json.loads((run / "job.json").read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, run: Path) -> None:
+        """Whole or not at all."""
+        write_whole(run / "job.json", json.dumps(asdict(self)))
 
 
 def find_run(text: str, root: Path) -> Path:

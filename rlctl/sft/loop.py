@@ -12,7 +12,7 @@ from rlctl.run.loop import Loop
 from rlctl.run.recorder import RunRecorder
 from rlctl.sft.loss import NllLoss
 from rlctl.telemetry import throughput
-from rlctl.telemetry.recorder import StepRecorder
+from rlctl.telemetry.clock import StepRecorder
 from rlctl.training.sample import TrainingSample
 from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 

@@ -1,7 +1,7 @@
 """The clock of one step: named phases and named idle times that add up to its wall time.
 
 Contract 5: `time/step` equals the sum of every other `time/*` of the step; `time/other` is what the driver
-itself took. Pure: the clock is passed in.
+itself took. Pure: the clock is passed in, and `StepRecorder` alone writes events.
 """
 
 import math
@@ -9,6 +9,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from rlctl.telemetry.events import EventLog
 
 # Spans that are no part of throughput.
 APART = ("time/validation", "time/checkpoint")
@@ -47,6 +49,25 @@ class StepClock:
         wall = self._now() - self._start
         other = max(0.0, wall - math.fsum(self._spans.values()))
         return {**self._spans, "time/other": other, "time/step": wall}
+
+
+class StepRecorder:
+    """A `StepClock` whose phases are also events. `times` after the block are those of `StepClock.finish`."""
+
+    def __init__(self, events: EventLog, step: int) -> None:
+        self._events, self._step = events, step
+        self._clock = StepClock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times the block as `time/NAME`."""
+        self._events.emit("phase", step=self._step, name=name)
+        with self._clock.phase(name):
+            yield
+
+    def finish(self) -> dict[str, float]:
+        """Seconds by name, see `StepClock.finish`."""
+        return self._clock.finish()
 
 
 def productive_seconds(times: dict[str, float]) -> float:

@@ -10,13 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rlctl.cluster.fleet.commands import started
 
 _PROGRAMS = Path(__file__).parent / "remote_scripts"
 _SHARED = re.compile(r"^from rlctl\.cluster\.fleet\.remote_scripts\.(\w+) import .*$", re.MULTILINE)
@@ -142,6 +140,36 @@ class Host:
             return f"no Python there: {self.python} not found; set python=... to one that has ray and rlctl"
         said = [line.strip() for line in errors.splitlines() if line.strip()]
         return said[-1] if said else f"ended with exit code {code} and said nothing"
+
+
+def answer(
+    command: Sequence[str], deadline_s: float, stdin: str = "", environment: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """What it printed, and its exit code. Raises TimeoutExpired, FileNotFoundError.
+
+    In a session of its own: Ctrl-C is this process's to handle.
+    """
+    process = started(command, environment)
+    try:
+        out, err = process.communicate(stdin, timeout=deadline_s)
+    finally:
+        process.kill()
+        process.wait()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+    """The command with pipes to its three streams, in a session of its own. Raises FileNotFoundError."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+        env=environment,
+    )
 
 
 def visible(hidden: str, kept: tuple[str, ...]) -> dict[str, str]:

@@ -7,10 +7,10 @@ from rlctl.cluster.fleet.down import stop_nodes
 from rlctl.cluster.fleet.launchers import Say, Seen
 from rlctl.cluster.fleet.plan import Place
 from rlctl.cluster.fleet.preflight import places_again
-from rlctl.cluster.fleet.signals import unhurried
 from rlctl.cluster.fleet.start import Starter
 from rlctl.cluster.fleet.state import ClusterError, ClusterNode, State, Store, folder_name
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
+from rlctl.run.interrupts import unhurried
 
 
 def gone_nodes(seen: Seen) -> list[ClusterNode]:

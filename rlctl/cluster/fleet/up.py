@@ -7,10 +7,10 @@ Ctrl-C comes, what this call has started is stopped again.
 from dataclasses import dataclass, field
 
 from rlctl.cluster.fleet.launchers import Say, Seen, launcher_of
-from rlctl.cluster.fleet.signals import stop_signals, unhurried
 from rlctl.cluster.fleet.state import ClusterError, State, Store
 from rlctl.cluster.fleet.status import look
 from rlctl.config.cluster_schema import ClusterConfig
+from rlctl.run.interrupts import stop_signals, unhurried
 
 
 @dataclass

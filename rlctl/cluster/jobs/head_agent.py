@@ -21,7 +21,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import JobRecord
 
 _HTTP_S = 20.0
 SECRETS = "job.env"

@@ -16,8 +16,7 @@ from rlctl.cluster.fleet.status import look
 from rlctl.cluster.jobs.upload import pack, portable
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.placement import NodeResources
-from rlctl.run.job_record import JobRecord
-from rlctl.run.run_dir import RunDir
+from rlctl.run.run_dir import JobRecord, RunDir
 
 _ACCEPT_S = 120.0
 

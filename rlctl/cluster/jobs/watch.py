@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlctl.cluster.fleet.hosts import Host
 from rlctl.cluster.fleet.state import ClusterError, State, Store
 from rlctl.cluster.jobs.submit import ask
-from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import JobRecord, RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.utils.files import write_whole
 
@@ -98,6 +99,22 @@ def stop_job(run: Path, record: JobRecord, now: bool) -> bool:
         raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
     request = {"job": record.job, "run": record.remote or str(run.resolve()), "now": now}
     return bool(ask(state, "stop", request)["stopped"])
+
+
+def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> int:
+    """Prints them; returns the exit code. Raises ClusterError for a run of a cluster that is not up."""
+    record, host, folder = JobRecord.read(run), Host(""), str(RunDir(run).logs.resolve())
+    if record and record.remote:
+        state = cluster_of(record)
+        if state is None:
+            raise ClusterError(f"{run.name} was on {record.cluster}, which is not up: its logs are in {record.remote}")
+        host, folder = state.host_of(state.head), f"{record.remote}/logs/latest"
+    request = {"folder": folder, "keep": folder, "cluster": "", "node": run.name, "lines": lines, "follow": follow}
+    running = host.follow("logs", {**request, "suffixes": [".log"], "process": process})
+    try:
+        return running.wait()
+    finally:
+        running.kill()
 
 
 def _watch_job(run: Path, record: JobRecord, state: State, stop: threading.Event, following: Followed) -> None:

@@ -7,7 +7,7 @@ construction: the distributed optimizer is always used, and AdamW is the only op
 from contextlib import suppress
 from json import dumps
 
-from rlctl.config.invalid import BrokenValueError
+from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import FLOAT32, Found, ShardCounts, State, StateBytes

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.dashboard.terminal import terminal_alone
+from rlctl.dashboard.view import terminal_alone
 
 
 def test_prints_of_python_native_code_and_children_go_to_the_log(

@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.fleet.commands import answer
+from rlctl.cluster.fleet.hosts import answer
 from rlctl.cluster.fleet.state import ClusterError
 
 _ANSWER_S = 60.0

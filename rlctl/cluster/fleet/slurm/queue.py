@@ -4,8 +4,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
-from rlctl.cluster.fleet.commands import answer, started
-from rlctl.cluster.fleet.hosts import visible
+from rlctl.cluster.fleet.hosts import answer, started, visible
 from rlctl.cluster.fleet.links import SLURM_HIDES
 from rlctl.cluster.fleet.state import ClusterError
 

@@ -10,8 +10,7 @@ import pytest
 from rlctl.cluster.jobs import head_agent
 from rlctl.dashboard.state import read_state
 from rlctl.launch.runtime import LocalRuntime
-from rlctl.run.job_record import JobRecord
-from rlctl.run.run_dir import RunDir, RunDirError
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.events import EventLog
 
 

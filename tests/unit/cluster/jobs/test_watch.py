@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rlctl.cluster.fleet.hosts import Host
 from rlctl.cluster.jobs import watch
-from rlctl.run.job_record import JobRecord
+from rlctl.run.run_dir import JobRecord
 
 FILES = ("events.jsonl", "metrics.jsonl")
 
