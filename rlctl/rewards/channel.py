@@ -67,7 +67,9 @@ class Channel:
 
     def is_quiet(self) -> bool:
         """Return whether nothing came that was not asked for, the end included."""
-        return not self._buffer and not select.select([self._connection], [], [], 0)[0]
+        poll = select.poll()  # unlike select, it takes descriptors above 1023
+        poll.register(self._connection, select.POLLIN)
+        return not self._buffer and not poll.poll(0)
 
     def close(self) -> None:
         self._connection.close()

@@ -1,6 +1,7 @@
 """Reward processes that die, speak or stand still between calls, and whatever a reward says, returns or prints."""
 
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -107,6 +108,20 @@ def test_what_a_process_does_between_calls_costs_no_rollout(hook: RewardSection,
         time.sleep(0.6)
         assert scored(scorer, "fine", "fine")[0].failed is None
         assert not scorer.failures.counts
+
+
+def test_a_driver_with_a_thousand_open_files_keeps_its_process(hook: RewardSection) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with Scorer([hook]) as scorer:
+            pids = [scored(scorer, "fine") and [each.pid for each in scorer.workers] for _ in range(2)]
+        assert pids[0] == pids[1]
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkeypatch: pytest.MonkeyPatch) -> None:
