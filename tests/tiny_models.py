@@ -4,11 +4,20 @@
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-Kind = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
-KINDS: tuple[Kind, ...] = ("llama", "qwen2", "qwen3", "qwen3_moe")
-TIED: dict[Kind, bool] = {"llama": False, "qwen2": True, "qwen3": True, "qwen3_moe": False}
+from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow, WindowKeys
+
+Kind = str
+KINDS: tuple[Kind, ...] = tuple(ARCHITECTURES)
+# A row that is not in the table: added, it makes an architecture.
+MISTRAL = ArchitectureRow(
+    causal_lm="MistralForCausalLM",
+    qkv_bias=False,
+    output_bias=False,
+    window=WindowKeys("sliding_window", listed=False),
+    tiny={"tie_word_embeddings": False, "sliding_window": None},
+)
 PAD, EOS = 0, 1
 ALPHABET = "0123456789+-*/=?:. \nabcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '\n' }}{% endfor %}"
@@ -32,12 +41,13 @@ def make_model(
 ) -> Path:
     """Write a random float32 model and its character tokenizer; returns `folder`.
 
-    tied: lm_head shares the embedding; None: the kind's usual (TIED). scale: factor on the random weights, so
+    tied: lm_head shares the embedding; None: as the kind's row has it. scale: factor on the random weights, so
     that log-probs are far from uniform and a wrong mask or position shows. Biases and norms are random too.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    row = ARCHITECTURES[kind]
     options: dict[str, Any] = {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -45,17 +55,17 @@ def make_model(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
         "max_position_embeddings": max_length,
-        "tie_word_embeddings": TIED[kind] if tied is None else tied,
         "pad_token_id": PAD,
         "eos_token_id": EOS,
         "bos_token_id": None,
     }
-    if kind != "qwen2":
-        options["head_dim"] = head_dim
-    if kind == "qwen3_moe":
-        options |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
-        options |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if row.experts:
+        options |= {row.experts.number[0]: experts, row.experts.width[0]: hidden}
+    options |= row.tiny
+    if tied is not None:
+        options["tie_word_embeddings"] = tied
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options), dtype=torch.float32)

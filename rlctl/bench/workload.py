@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import Problem, did_you_mean
+from rlctl.models.architectures import ARCHITECTURES
 
-_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+_QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 
 
 def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) -> dict[str, Any]:
@@ -29,7 +30,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
     "qwen3-30b-a3b": _qwen3(2048, 6144, 48, 32, False)
     | {
-        "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "num_key_value_heads": 4,
         "num_experts": 128,
@@ -40,7 +40,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
     },
     "llama-8b": {
-        "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": 128256,
         "hidden_size": 4096,
@@ -108,7 +107,8 @@ def _config(model: str) -> str:
         return file.read_text()
     if model not in SHAPES:
         raise ValueError(f"no folder with a config.json, nor one of {', '.join(SHAPES)}: {model}")
-    return json.dumps(_COMMON | {"eos_token_id": None} | SHAPES[model])
+    causal_lm = ARCHITECTURES[SHAPES[model]["model_type"]].causal_lm
+    return json.dumps(_COMMON | {"architectures": [causal_lm], "eos_token_id": None} | SHAPES[model])
 
 
 def make_random_model(shape: Path, folder: Path) -> None:

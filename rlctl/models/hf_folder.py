@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlctl.models.architectures import is_expert, is_fused
 from rlctl.models.weight_headers import check_weights, weight_files
 
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
 Shape = tuple[int, ...]
 Layout = list[tuple[str, tuple[int, ...], str]]
-_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
+_EXPERT = re.compile(r"(.*)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def resolve(path: str) -> Path:
@@ -38,26 +39,18 @@ def unfuse(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Ten
     Fused experts: gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], each expert's under its own name;
     the tensor may hold only the experts from `first` on.
     """
-    fused = is_fused(name)
-    if fused is None:
+    if not is_fused(name):
         yield name, tensor
         return
+    module, _, leaf = name.rpartition(".")
     for e, expert in enumerate(tensor, first):
-        stem = f"{fused[1]}.{e}"
-        if fused[2] == "down_proj":
+        stem = f"{module}.{e}"
+        if leaf == "down_proj":
             yield f"{stem}.down_proj.weight", expert
         else:
             gate, up = expert.chunk(2)
             yield f"{stem}.gate_proj.weight", gate
             yield f"{stem}.up_proj.weight", up
-
-
-def is_fused(name: str) -> "re.Match[str] | None":
-    """Whether a parameter holds a layer's experts together."""
-    return _FUSED.fullmatch(name)
-
-
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
@@ -66,7 +59,7 @@ def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shap
     Returns the parameter's name and shape, and where the part begins in it.
     """
     found = _EXPERT.fullmatch(name)
-    if found is None:
+    if found is None or not is_expert(name):
         return name, shape, start
     number, rows = int(found[2]), shape[0]
     if found[3] == "down":

@@ -1,7 +1,7 @@
 """What a model's config.json tells, read as plain JSON: sizes, limits and the number of its parameters.
 
-Parameters are counted by formula for the four architectures that rlctl trains, exactly as transformers builds
-them, so that checks and memory forecasts need neither torch nor the weights.
+Parameters are counted by formula, exactly as transformers builds the architectures that rlctl trains, so that checks
+and memory forecasts need neither torch nor the weights.
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.errors import ModelError
+from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow, Flag
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 # What is the same for a sequence alone and in a pack of many. transformers' dynamic and longrope follow the longest
 # sequence of a batch, vLLM's a fixed length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -85,6 +85,12 @@ class Architecture:
         return layers + self.embedding_parameters * (1 if self.tied else 2) + self.hidden
 
     @property
+    def active_parameters(self) -> int:
+        """Those that a token is multiplied with: of the experts those that it goes to, of the embedding its output."""
+        idle = self.expert_parameters // self.experts * (self.experts - self.experts_per_token) if self.experts else 0
+        return self.parameters - idle - self.embedding_parameters * (not self.tied)
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers the key-value cache holds for one token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
@@ -117,46 +123,50 @@ def read_architecture(file: Path) -> Architecture:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} is not JSON: {error}") from error
     kind = raw.get("model_type") if isinstance(raw, dict) else None
-    if kind not in MODEL_TYPES:
-        raise ModelError(f"model_type {kind} in {file}: must be one of {', '.join(MODEL_TYPES)}")
+    row = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    if row is None:
+        raise ModelError(f"model_type {kind} in {file}: must be one of {', '.join(ARCHITECTURES)}")
     if what := _quantised(raw) or _rope(raw):
         raise ModelError(f"{file}: {what}")
     try:
-        if what := _window(kind, raw):
+        if what := _window(row, raw):
             raise ModelError(f"{file}: {what}")
-        return _architecture(kind, raw)
+        return _architecture(str(kind), row, raw)
     except KeyError as error:
         raise ModelError(f"{file} has no {error.args[0]}") from error
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ModelError(f"{file}: a size must be a whole number above 0: {error}") from error
 
 
-def _architecture(kind: str, raw: dict[str, Any]) -> Architecture:
+def _architecture(kind: str, row: ArchitectureRow, raw: dict[str, Any]) -> Architecture:
     hidden, layers, heads = (_size(raw, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
-    qwen3 = kind in ("qwen3", "qwen3_moe")
+    experts = row.experts
     return Architecture(
         model_type=kind,
         hidden=hidden,
         layers=layers,
         heads=heads,
         kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or (128 if kind == "qwen3" else hidden // heads),
+        head_dim=raw.get("head_dim") or (row.head_dim or hidden // heads),
         intermediate=_size(raw, "intermediate_size"),
         vocab=_size(raw, "vocab_size"),
         max_positions=_max_positions(raw),
         tied=bool(raw.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2" or bool(raw.get("attention_bias", False)),
-        output_bias=kind != "qwen2" and bool(raw.get("attention_bias", False)),
-        mlp_bias=kind == "llama" and bool(raw.get("mlp_bias", False)),
-        qk_norm=qwen3,
-        # transformers 5 writes num_local_experts where 4 wrote num_experts.
-        experts=raw.get("num_experts") or raw["num_local_experts"] if kind == "qwen3_moe" else 0,
-        experts_per_token=raw.get("num_experts_per_tok", 8) if kind == "qwen3_moe" else 0,
-        expert_intermediate=raw.get("moe_intermediate_size", 768) if kind == "qwen3_moe" else 0,
-        sparse_layers=_sparse_layers(raw, layers) if kind == "qwen3_moe" else 0,
+        qkv_bias=_flag(raw, row.qkv_bias),
+        output_bias=_flag(raw, row.output_bias),
+        mlp_bias=_flag(raw, row.mlp_bias),
+        qk_norm=row.qk_norm,
+        experts=next(filter(None, map(raw.get, experts.number)), None) or raw[experts.number[-1]] if experts else 0,
+        experts_per_token=raw.get(*experts.per_token) if experts else 0,
+        expert_intermediate=raw.get(*experts.width) if experts else 0,
+        sparse_layers=sum(row.sparse_layers(raw)),
         activation=str(raw.get("hidden_act", "silu")),
         norm_topk_prob=bool(raw.get("norm_topk_prob", False)),
     )
+
+
+def _flag(raw: dict[str, Any], flag: Flag) -> bool:
+    return bool(raw.get(flag, False)) if isinstance(flag, str) else flag
 
 
 def _size(raw: dict[str, Any], name: str) -> int:
@@ -179,26 +189,23 @@ def _quantised(raw: dict[str, Any]) -> str | None:
     return f"{key} says {what}: rlctl does not train quantised weights; {advice}"
 
 
-def _window(kind: str, raw: dict[str, Any]) -> str | None:
-    """What is wrong with an attention that does not see the whole sequence, as transformers 5.19 and vLLM read it.
-
-    Qwen2 and Qwen3: layers from max_window_layers on, unless layer_types lists them. Qwen3-MoE: all layers. Llama has
-    no window in transformers, but one of all layers in vLLM.
-    """
-    listed = raw.get("layer_types")
-    if kind != "qwen3_moe" and listed:
+def _window(row: ArchitectureRow, raw: dict[str, Any]) -> str | None:
+    """What is wrong with an attention that does not see the whole sequence, as transformers 5.19 and vLLM read it."""
+    keys, listed = row.window, raw.get("layer_types")
+    if keys.listed and listed:
         odd = sorted({str(each) for each in listed} - {"full_attention"})
         return f"layer_types has {odd[0]}, and rlctl trains full attention alone" if odd else None
-    key = "sliding_window" if kind == "llama" else "use_sliding_window"
-    window = raw.get("sliding_window", None if kind == "llama" else 4096)
-    if not window or not raw.get(key):
+    window = raw.get("sliding_window", keys.size)
+    own_switch = keys.key != "sliding_window"
+    if not window or (own_switch and not raw.get(keys.key)):
         return None
-    if kind in ("qwen2", "qwen3") and raw.get("max_window_layers", 28) >= raw["num_hidden_layers"]:
+    first = keys.first_layer
+    if first is not None and raw.get("max_window_layers", first) >= raw["num_hidden_layers"]:
         return None
-    off = "null" if kind == "llama" else "false"
+    off = "false" if own_switch else "null"
     return (
-        f"{key} is set, and rlctl trains full attention alone; {key}: {off} there changes nothing for sequences of at "
-        f"most {window} tokens"
+        f"{keys.key} is set, and rlctl trains full attention alone; {keys.key}: {off} there changes nothing for "
+        f"sequences of at most {window} tokens"
     )
 
 
@@ -225,8 +232,3 @@ def _max_positions(raw: dict[str, Any]) -> int:
     kind, scale = _rotary(raw)
     factor = float(scale.get("factor") or 1) if kind == "linear" else 1
     return int(_size(raw, "max_position_embeddings") * factor)
-
-
-def _sparse_layers(raw: dict[str, Any], layers: int) -> int:
-    dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step", 1)
-    return sum(index not in dense and (index + 1) % step == 0 for index in range(layers))

@@ -9,6 +9,7 @@ from json import dumps
 
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
+from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import FLOAT32, Found, ShardCounts, State, StateBytes
 from rlctl.preflight.check_inputs import missing_megatron
@@ -106,6 +107,8 @@ class MegatronBackend:
         """Find layers that Megatron-core, as rlctl builds them, does not have."""
         if sizes is None:
             return
+        if not ARCHITECTURES[sizes.model_type].megatron:
+            yield "trainer.backend", f"megatron has no layers of a {sizes.model_type}; use trainer.backend=fsdp", _MODEL
         biased = sizes.output_bias or sizes.mlp_bias
         if biased or sizes.activation != "silu":
             what = "with biases" if biased else f"with hidden_act {sizes.activation}"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlctl.config.schema import TrainerSection
+from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.meta_model import skeleton
 from rlctl.training.compile import compile_for_packs
@@ -22,9 +23,10 @@ from rlctl.training.packing import Packed
 class FsdpPolicy(nn.Module):
     """Causal LM and head in one root module, so that FSDP has the head's weight whole inside `forward`."""
 
-    def __init__(self, lm: Any, temperature: float, chunk: int, compiled: bool) -> None:
+    def __init__(self, lm: Any, row: ArchitectureRow, temperature: float, chunk: int, compiled: bool) -> None:
         super().__init__()
         self.lm = lm
+        self.row = row
         self.temperature = temperature
         self.chunk = chunk
         self.compiled = compiled
@@ -32,7 +34,7 @@ class FsdpPolicy(nn.Module):
     def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log-prob and entropy, float32 [N] each, of the tokens at `rows` (int64 [N], each after its sequence's
         first) given those before them, under the tempered policy."""
-        output = self.lm.model(
+        output = self.lm.get_submodule(self.row.backbone)(
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
             use_cache=False,
@@ -41,9 +43,8 @@ class FsdpPolicy(nn.Module):
         )
         hidden = output.last_hidden_state[0].index_select(0, rows - 1)
         targets = packed.tokens[rows]
-        return chunked_log_probs(
-            hidden, self.lm.lm_head.weight, targets, self.temperature, self.chunk, compiled=self.compiled
-        )
+        head = self.lm.get_submodule(self.row.head).weight
+        return chunked_log_probs(hidden, head, targets, self.temperature, self.chunk, compiled=self.compiled)
 
 
 def build_policy(
@@ -57,23 +58,25 @@ def build_policy(
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     lm = skeleton(folder, device)
     # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
-    lm.model.embed_tokens.padding_idx = None
+    row = ARCHITECTURES[lm.config.model_type]
+    embedding = lm.get_submodule(row.embedding)
+    embedding.padding_idx = None
     if section.activation_checkpointing:
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
-    policy = FsdpPolicy(lm, temperature, section.logprob_chunk_tokens, section.compile)
+    policy = FsdpPolicy(lm, row, temperature, section.logprob_chunk_tokens, section.compile)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     files = WeightFiles(folder)
-    for i, layer in enumerate(lm.model.layers):
-        _materialize(layer, f"model.layers.{i}.", files, device)
+    for i, layer in enumerate(lm.get_submodule(row.layers)):
+        _materialize(layer, f"{row.layers}.{i}.", files, device)
         if section.compile:
             # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     _materialize(lm, "", files, device)
     if lm.config.tie_word_embeddings:
-        lm.lm_head.weight = lm.model.embed_tokens.weight
+        lm.get_submodule(row.head).weight = embedding.weight
     fully_shard(policy, mesh=mesh, mp_policy=precision)
     _sum_gradients(policy)
     return policy

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from rlctl.config.schema import TrainerSection
 from rlctl.models import hf_folder
-from rlctl.models.meta_model import active_parameters
+from rlctl.models.architectures import is_fused
+from rlctl.models.model_sizes import read_architecture
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training import distributed
@@ -191,7 +192,7 @@ class FsdpTrainer:
             mine = local(p).detach()
             first = self._rank * -(-p.shape[0] // self._world) if isinstance(p, DTensor) else 0
             for part, view in hf_folder.unfuse(name, mine, first) if mine.numel() else ():
-                start = 0 if hf_folder.is_fused(name) else first
+                start = 0 if is_fused(name) else first
                 found.append(Shard(part, (start,) + (0,) * (view.ndim - 1), view))
         return found
 
@@ -234,7 +235,7 @@ class FsdpTrainer:
             "vocab_size": self._policy.lm.config.vocab_size,
             "device": str(self._device),
             "device_name": distributed.device_name(self._device),
-            "active_parameters": active_parameters([row[:2] for row in self.layout()], self._policy.lm.config),
+            "active_parameters": read_architecture(self._folder / "config.json").active_parameters,
         }
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rlctl.models import hf_folder
+from rlctl.models.architectures import ARCHITECTURES
 from rlctl.training.megatron.model import MegatronPolicy
 
 Shape = tuple[int, ...]
@@ -53,6 +54,7 @@ class Mapping:
 
     def __init__(self, policy: MegatronPolicy, hf: Any, ranks: Ranks) -> None:
         self._config, self._hf, self._ranks = policy.config, hf, ranks
+        self._row = ARCHITECTURES[hf.model_type]
         layers = policy.decoder.layers
         self._first = layers[0].layer_number - 1 if len(layers) else 0
 
@@ -66,16 +68,17 @@ class Mapping:
 
         Raises KeyError for a parameter that no Hugging Face tensor stands for.
         """
+        row = self._row
         if name == "embedding.word_embeddings.weight":
-            return [self._rows("model.embed_tokens.weight", tensor)]
+            return [self._rows(f"{row.embedding}.weight", tensor)]
         if name == "output_layer.weight":
-            return [self._rows("model.embed_tokens.weight" if self.tied else "lm_head.weight", tensor)]
+            return [self._rows(f"{row.embedding if self.tied else row.head}.weight", tensor)]
         if name == "decoder.final_layernorm.weight":
-            return [_whole("model.norm.weight", tensor)]
+            return [_whole(f"{row.norm}.weight", tensor)]
         found = _LAYER.fullmatch(name)
         if not found:
             raise KeyError(name)
-        return list(self._of_layer(f"model.layers.{self._first + int(found[1])}.", found[2], tensor))
+        return list(self._of_layer(f"{row.layers}.{self._first + int(found[1])}.", found[2], tensor))
 
     def fused(self, part: Part) -> tuple[str, Shape, Shape]:
         """Name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
@@ -119,7 +122,8 @@ class Mapping:
 
     def _expert(self, layer: str, local: int, which: str, tensor: Tensor) -> Iterator[Part]:
         number = self._ranks.expert * (self._config.num_moe_experts // self._ranks.experts) + local
-        stem = f"{layer}mlp.experts.{number}."
+        assert self._row.experts
+        stem = f"{layer}{self._row.experts.module}.{number}."
         if which == "linear_fc2":
             yield _whole(stem + "down_proj.weight", tensor)
         else:

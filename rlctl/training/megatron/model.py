@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
+from rlctl.models.architectures import ARCHITECTURES
+from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import layout_of
 from rlctl.training.compile import compile_for_packs
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
@@ -80,20 +82,14 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
         return weight
 
 
-def check_supported(hf: Any) -> None:
-    """Raises ValueError for biases, an activation or a router that these layers do not have."""
-    if hf.model_type == "qwen3_moe" and hf.num_experts_per_tok == 1 and hf.norm_topk_prob:
-        raise ValueError("one expert a token with norm_topk_prob is for trainer.backend=fsdp")
-    if hf.hidden_act != "silu" or getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and _biased(hf)):
-        raise ValueError(f"a {hf.model_type} with biases or {hf.hidden_act} is for trainer.backend=fsdp")
-
-
-def build_policy(hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device) -> MegatronPolicy:
+def build_policy(
+    hf: Any, sizes: Architecture, section: TrainerSection, dtype: torch.dtype, device: torch.device
+) -> MegatronPolicy:
     """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration, one that is supported."""
-    config = _transformer_config(hf, section, dtype, device)
+    config = _transformer_config(hf, sizes, section, dtype, device)
     policy = MegatronPolicy(
         config,
-        _block_spec(hf, config),
+        _block_spec(config),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -126,7 +122,7 @@ def _fuse(policy: MegatronPolicy) -> None:
 
 
 def _transformer_config(
-    hf: Any, section: TrainerSection, dtype: torch.dtype, device: torch.device
+    hf: Any, sizes: Architecture, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     parallel = section.megatron
     cuda = device.type == "cuda"
@@ -134,19 +130,19 @@ def _transformer_config(
     if section.activation_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
-        num_attention_heads=hf.num_attention_heads,
-        num_query_groups=hf.num_key_value_heads,
-        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        ffn_hidden_size=sizes.intermediate,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.kv_heads,
+        kv_channels=sizes.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type.startswith("qwen3"),
+        qk_layernorm=sizes.qk_norm,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
+        add_qkv_bias=sizes.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -175,45 +171,35 @@ def _transformer_config(
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         **recompute,
-        **_experts(hf),
+        **_experts(hf, sizes),
     )
 
 
-def _biased(hf: Any) -> bool:
-    return bool(getattr(hf, "attention_bias", False))
-
-
-def _experts(hf: Any) -> dict[str, Any]:
-    if hf.model_type != "qwen3_moe":
+def _experts(hf: Any, sizes: Architecture) -> dict[str, Any]:
+    if not sizes.experts:
         return {}
     return {
-        "num_moe_experts": hf.num_experts,
-        "moe_router_topk": hf.num_experts_per_tok,
-        "moe_ffn_hidden_size": hf.moe_intermediate_size,
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "num_moe_experts": sizes.experts,
+        "moe_router_topk": sizes.experts_per_token,
+        "moe_ffn_hidden_size": sizes.expert_intermediate,
+        "moe_router_pre_softmax": not sizes.norm_topk_prob,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_layer_freq": [int(is_sparse(hf, layer)) for layer in range(hf.num_hidden_layers)],
+        "moe_layer_freq": [int(sparse) for sparse in ARCHITECTURES[sizes.model_type].sparse_layers(hf.to_dict())],
     }
 
 
-def is_sparse(hf: Any, layer: int) -> bool:
-    """Whether the MLP of layer number `layer` (from 0) is a mixture of experts."""
-    if hf.model_type != "qwen3_moe" or layer in (hf.mlp_only_layers or ()):
-        return False
-    return bool(hf.num_experts > 0 and (layer + 1) % hf.decoder_sparse_step == 0)
-
-
-def _block_spec(hf: Any, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     first = get_transformer_layer_offset(config)
     layers = range(first, first + get_num_layers_to_build(config))
+    sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(hf, config, is_sparse(hf, layer)) for layer in layers], layer_norm=RMSNorm
+        layer_specs=[_layer_spec(config, bool(sparse[layer])) for layer in layers], layer_norm=RMSNorm
     )
 
 
-def _layer_spec(hf: Any, config: TransformerConfig, sparse: bool) -> ModuleSpec:
-    experts = hf.num_experts if sparse else None
+def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
+    experts = config.num_moe_experts if sparse else None
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm

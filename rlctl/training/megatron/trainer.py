@@ -20,8 +20,9 @@ from torch import Tensor
 
 from rlctl.config.schema import TrainerSection
 from rlctl.models import hf_folder
-from rlctl.models.meta_model import active_parameters, layout_of, skeleton
-from rlctl.preflight.backend import State
+from rlctl.models.meta_model import layout_of, skeleton
+from rlctl.models.model_sizes import read_architecture
+from rlctl.preflight.backend import State, backend_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
@@ -33,7 +34,7 @@ from rlctl.training.megatron.export import Exporter
 from rlctl.training.megatron.head import Head
 from rlctl.training.megatron.inputs import Inputs, PackSlicer
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
-from rlctl.training.megatron.model import build_policy, check_supported
+from rlctl.training.megatron.model import build_policy
 from rlctl.training.megatron.optimizer import Optimizer
 from rlctl.training.metric_accumulator import MetricAccumulator
 from rlctl.training.offload import OffloadManager
@@ -75,12 +76,14 @@ class MegatronTrainer:
         self._folder = hf_folder.resolve(model_path)
         lm = skeleton(self._folder, self._device)
         self._hf, self._layout = lm.config, layout_of(lm)
-        check_supported(self._hf)
+        self._sizes = read_architecture(self._folder / "config.json")
+        for _, what, _ in backend_of(config).check_model(config, self._sizes):
+            raise ValueError(what)
         distributed.join(config, rank, world, init_method, self._device)
         self._emulation = Emulation()
         self._emulation.start()
         _initialize(config, seed + rank)
-        self._policy = build_policy(self._hf, config, self._dtype, self._device)
+        self._policy = build_policy(self._hf, self._sizes, config, self._dtype, self._device)
         self._named = dict(self._policy.named_parameters())
         self._mapping = Mapping(self._policy, self._hf, _ranks())
         for name, p in self._named.items():
@@ -221,7 +224,7 @@ class MegatronTrainer:
         """See TrainerRank."""
         return {
             "parameters": sum(int(np.prod(shape)) for _, shape in self._layout),
-            "active_parameters": active_parameters(self._layout, self._hf),
+            "active_parameters": self._sizes.active_parameters,
             "dtype": self._own_dtype,
             "vocab_size": self._hf.vocab_size,
             "device": str(self._device),

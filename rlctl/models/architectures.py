@@ -1,0 +1,124 @@
+"""The architectures that rlctl trains, one row each: what differs between them. Everything else asks the row.
+
+Keys are those of config.json, names of modules and tensors those of transformers and of its checkpoints. No torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# A flag of the architecture, or the key of config.json that says it.
+Flag = bool | str
+
+
+@dataclass(frozen=True)
+class WindowKeys:
+    """Which layers see the last `sliding_window` tokens alone, which rlctl does not train.
+
+    key: what turns windows on. size: sliding_window where config.json has none. first_layer: max_window_layers where
+    config.json has none; None: a window is every layer's. listed: where there is a layer_types, it decides.
+    """
+
+    key: str = "use_sliding_window"
+    size: int | None = 4096
+    first_layer: int | None = None
+    listed: bool = True
+
+
+@dataclass(frozen=True)
+class ExpertKeys:
+    """A mixture of experts in place of some layers' MLP.
+
+    number: keys of the number of experts, the first that is set. per_token, width: a key, and its value where
+    config.json has none. module: of a layer; it holds all experts as one gate_up_proj and one down_proj.
+    """
+
+    number: tuple[str, ...]
+    per_token: tuple[str, int]
+    width: tuple[str, int]
+    module: str = "mlp.experts"
+
+
+@dataclass(frozen=True)
+class ArchitectureRow:
+    """One architecture.
+
+    causal_lm: its class in transformers and vLLM. head_dim: where config.json has none; None: hidden size over heads.
+    qk_norm: norms of the heads' q and k. megatron: the backend has its layers and their mapping. tiny: what the tests'
+    model has besides its sizes.
+    """
+
+    causal_lm: str
+    head_dim: int | None = None
+    qkv_bias: Flag = "attention_bias"
+    output_bias: Flag = "attention_bias"
+    mlp_bias: Flag = False
+    qk_norm: bool = False
+    window: WindowKeys = WindowKeys()
+    experts: ExpertKeys | None = None
+    backbone: str = "model"
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    megatron: bool = True
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+
+    def sparse_layers(self, raw: Mapping[str, Any]) -> list[bool]:
+        """Return of each layer of a config.json whether its MLP is a mixture of experts."""
+        dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step", 1)
+        layers = range(raw["num_hidden_layers"])
+        return [self.experts is not None and index not in dense and (index + 1) % step == 0 for index in layers]
+
+
+# By model_type.
+ARCHITECTURES = {
+    "llama": ArchitectureRow(
+        causal_lm="LlamaForCausalLM",
+        mlp_bias="mlp_bias",
+        # None in transformers, but one of all layers in vLLM.
+        window=WindowKeys("sliding_window", size=None),
+        tiny={"tie_word_embeddings": False},
+    ),
+    "qwen2": ArchitectureRow(
+        causal_lm="Qwen2ForCausalLM",
+        qkv_bias=True,
+        output_bias=False,
+        window=WindowKeys(first_layer=28),
+        tiny={"tie_word_embeddings": True},
+    ),
+    "qwen3": ArchitectureRow(
+        causal_lm="Qwen3ForCausalLM",
+        head_dim=128,
+        qk_norm=True,
+        window=WindowKeys(first_layer=28),
+        tiny={"tie_word_embeddings": True},
+    ),
+    "qwen3_moe": ArchitectureRow(
+        causal_lm="Qwen3MoeForCausalLM",
+        qk_norm=True,
+        window=WindowKeys(listed=False),
+        experts=ExpertKeys(
+            # transformers 5 writes num_local_experts where 4 wrote num_experts.
+            number=("num_experts", "num_local_experts"),
+            per_token=("num_experts_per_tok", 8),
+            width=("moe_intermediate_size", 768),
+        ),
+        tiny={"tie_word_embeddings": False, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+}
+
+
+def is_fused(name: str) -> bool:
+    """Return whether a parameter holds a layer's experts together."""
+    module, _, leaf = name.rpartition(".")
+    return leaf in ("gate_up_proj", "down_proj") and module.endswith(_expert_modules())
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a checkpoint's tensor is an expert's."""
+    return any(f"{module}." in name for module in _expert_modules())
+
+
+def _expert_modules() -> tuple[str, ...]:
+    return tuple({f".{row.experts.module}" for row in ARCHITECTURES.values() if row.experts})
