@@ -40,7 +40,7 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
 
 
 def refuse(composed: "Composed", why: str | None) -> None:
-    """End as bad input if there is a reason: the machine cannot do what is asked of it."""
+    """End the command as bad input if the machine cannot do what is asked. why: the reason, None if it can."""
     if why:
         key = "trainer.num_ranks"
         report([Problem(str(composed.origins.get(key, "")), key, why)])

@@ -1,4 +1,4 @@
-"""The ground of a run whose driver works on a cluster: seats on its nodes, reserved for this run."""
+"""The runtime of a driver that is a job of a cluster: it reserves slots on the cluster's nodes for this run."""
 
 import time
 from collections.abc import Iterator
@@ -21,20 +21,20 @@ _POLL_S = 3.0
 
 
 class ClusterRuntime:
-    """The cluster that this process's RAY_ADDRESS names. wait: for room, from the start."""
+    """The cluster that RAY_ADDRESS of this process names. wait: wait for room already at the first attempt."""
 
     def __init__(self, wait: bool) -> None:
         self._wait = wait
 
     def refuse(self, run: RunDir) -> None:
-        """See `Runtime.refuse`: who submitted the job has looked."""
+        """Refuse nothing: the submitter of the job has checked the run."""
 
     @contextmanager
     def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
         """Reserve slots, see `Runtime.allocation`.
 
-        Raises PlacementError with the arithmetic when there is too little room, and it does not wait; TimeoutError when
-        it has waited in vain.
+        Raises PlacementError with the arithmetic if there is too little room and it must not wait, TimeoutError after
+        `placement.wait_s`.
         """
         with ExitStack() as stack:
             stack.enter_context(ray_session(session.logs, address="auto"))
@@ -45,7 +45,7 @@ class ClusterRuntime:
             model = Path(session.config.model.path)
             others = [node for node in reservation.nodes if not node.is_the_drivers]
             must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
-            # Weights in transit stand where the processes are, which need not be where the driver is.
+            # Weights in transit are on the node of the processes, which need not be the driver's.
             folder = reservation.nodes[0].folder
             yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
 
@@ -75,6 +75,6 @@ class ClusterRuntime:
 
 
 def _placed(found: "list[LiveNode]", resources: ResourceRequest) -> Placement:
-    """Seats on what is free; a cluster with GPUs is not trained on by its CPUs."""
+    """Place the run on free resources. A cluster with GPUs does not train on its CPUs."""
     device: Device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
     return place([NodeResources.of(each.name, each.free) for each in found], resources, device)

@@ -1,4 +1,4 @@
-"""Puts a run's trainer ranks behind a compiled graph, or says why not."""
+"""The compiled graph of a run's trainer ranks, or the reason why there is none."""
 
 import time
 from statistics import median
@@ -15,7 +15,7 @@ _CALLS = 20
 
 
 def compile_group(graph: CompiledGraphSection, group: WorkerGroup, session: Session) -> None:
-    """From now on lockstep calls go through a graph; with `enabled: true` an impossible one is a warning.
+    """Send lockstep calls through a graph from now on; with `enabled: true` an impossible graph is a warning.
 
     Raises GraphUnavailable with `enabled: require`.
     """
@@ -47,7 +47,7 @@ def compile_group(graph: CompiledGraphSection, group: WorkerGroup, session: Sess
 
 
 def _milliseconds(group: WorkerGroup) -> float:
-    """Median of a call that does nothing."""
+    """Return the median duration of a call that does nothing, in milliseconds."""
     taken = []
     for _ in range(_CALLS):
         began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Ray on this machine, private to one run: it starts with the driver and is gone when the driver is.
+"""Ray on this machine, private to one run: it starts and ends with the driver.
 
-Tokens are on, nothing of the dashboard listens, and Ray's own chatter goes to the run's log folder.
+Tokens are on, Ray's dashboard is off, and Ray's own messages go to the run's log folder.
 """
 
 import functools

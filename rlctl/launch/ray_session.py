@@ -1,4 +1,4 @@
-"""Ray in the driver's process, as long as a block runs: quiet, and without a say in how the process ends."""
+"""Ray in the driver's process for the time of a block. It is quiet and leaves the process's signals alone."""
 
 import logging
 import signal
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def ray_session(logs: Path, **options: Any) -> Iterator[None]:
-    """`ray.init(**options)` until the block is left; what Ray has to say goes to a file in `logs`."""
+    """Connect by `ray.init(**options)` until the block is left. Ray's messages go to a file in `logs`."""
     import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     import ray  # isort: skip
 

@@ -1,6 +1,6 @@
-"""Where the processes of a run live: on this machine with a Ray of its own, or on a cluster that stands.
+"""The place of a run: this machine with a private Ray, or a running cluster.
 
-Both end in a `Allocation`: seats that are this run's alone, and what a process needs to be started on one.
+Both yield an `Allocation`: slots that belong to this run alone, and what a process needs to start in one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,24 +25,24 @@ Announce = Callable[[Placement], None]
 
 
 class Runtime(Protocol):
-    """Where a run is to live."""
+    """The place that a run gets its processes from."""
 
     def refuse(self, run: RunDir) -> None:
-        """Raises RunDirError for a run that must not be gone on with from here."""
+        """Raise RunDirError for a run that must not be continued from here."""
         ...
 
     def allocation(
         self, session: "Session", resources: ResourceRequest, announce: Announce
     ) -> AbstractContextManager["Allocation"]:
-        """Seats for the time of the block; `announce` is told them before anything slow begins."""
+        """Hold slots for the time of the block. Calls `announce` with them before anything slow begins."""
         ...
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a run stands on. nodes: of the placement, by index; None where there is but this machine.
+    """Slots of a run on its nodes. nodes: by the placement's index; None if there is only this machine.
 
-    folder: makes a new one, by prefix and root, on the first node in use, gone when the site is.
+    folder: function (prefix, root) that makes a folder on the first node in use. It is removed with the allocation.
     """
 
     placement: Placement
@@ -50,29 +50,29 @@ class Allocation:
     folder: Callable[[str, str | None], str]
 
     def node(self, slot: PlacementSlot) -> "NodeLease | None":
-        """The node of a seat."""
+        """Return the node of a slot."""
         return self.nodes[slot.node]
 
     def devices(self, slot: PlacementSlot) -> list[str]:
-        """Its GPUs, as CUDA_VISIBLE_DEVICES wants them."""
+        """Return the GPUs of a slot, as CUDA_VISIBLE_DEVICES names them."""
         return self._named(slot, slot.devices)
 
     def beside(self, slot: PlacementSlot) -> list[str]:
-        """The GPUs that `Placement.beside` says, likewise."""
+        """Return the GPUs of `Placement.beside`, named likewise."""
         return self._named(slot, self.placement.beside(slot))
 
     def environment(self, slot: PlacementSlot) -> dict[str, str]:
-        """What a process there needs to be met from elsewhere."""
+        """Return the variables by which a process in the slot is reached from other nodes."""
         node = self.node(slot)
         return node.environment if node else {}
 
     def cores(self, slot: PlacementSlot) -> int:
-        """CPUs of its machine that may be used."""
+        """Return the number of usable CPUs of the slot's machine."""
         node = self.node(slot)
         return node.cores if node else usable_cores()
 
     def meeting_point(self) -> str:
-        """host:port at which trainer ranks meet: a free port of rank 0's node."""
+        """Return the host:port at which trainer ranks meet: a free port of rank 0's node."""
         from rlctl.utils.ports import LOOPBACK, free_port
 
         node = self.node(self.placement.trainers[0])
@@ -88,10 +88,10 @@ class Allocation:
 
 
 class LocalRuntime:
-    """A private Ray, which is gone when the driver is."""
+    """This machine, with a private Ray that ends with the driver."""
 
     def refuse(self, run: RunDir) -> None:
-        """See `Runtime.refuse`: one of a cluster may have a driver there, which is not seen from here."""
+        """Refuse a cluster's run, see `Runtime.refuse`: its driver may be alive there, unseen from here."""
         record = JobRecord.read(run.path)
         if record is None:
             return
@@ -103,7 +103,7 @@ class LocalRuntime:
 
     @contextmanager
     def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
-        """See `Runtime.allocation`. Raises PlacementError with the arithmetic when there are too few devices."""
+        """Start Ray, see `Runtime.allocation`. Raises PlacementError with the arithmetic for too few devices."""
         from rlctl.launch.local_ray import local_ray
 
         placement = place(this_machine(count_gpus()), resources)
@@ -116,7 +116,7 @@ class LocalRuntime:
 
 
 def _clear_leftovers(session: "Session") -> None:
-    """Remove what drivers of this user left that were killed together with their reapers; say each."""
+    """Remove and report what this user's drivers left that were killed together with their reapers."""
     for each in leftovers():
         sweep([each.path])
         session.events.emit("warning", what=f"removed what a killed run left: {each}")
@@ -127,8 +127,10 @@ def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None],
 
 
 def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> None:
-    """Raises PlacementError unless every node sees the run directory and the model's folder (None: a hub's) as this
-    process does: checkpoints and logs are written by the ranks themselves."""
+    """Raise PlacementError unless every node sees the run directory and the model's folder as this process does.
+
+    The ranks themselves write checkpoints and logs. model: None for a model of the hub.
+    """
     probe, text = run / f".shared-{token_hex(4)}", token_hex(16)
     probe.write_text(text, encoding="utf-8")
     try:

@@ -1,6 +1,6 @@
-"""A run from outside: its directory, its events, its dashboard, Ctrl-C, and the exit code it ends with.
+"""The frame of a run: its directory, events, dashboard, Ctrl-C, and exit code.
 
-Both kinds of run go through here, so that every end leaves a `run_ended` event, the next commands to type, and
+Every algorithm runs in it. Every end leaves a `run_ended` event, the next commands to type, and
 no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
 """
 
@@ -45,9 +45,9 @@ from rlctl.workers.waits import Waits
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
 _BAD_INPUT = (DataError, ModelError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
 _LONGEST_PAUSE_S = 60.0
-# Who submits a job lets go of the run's lock when Ray has said yes, which the driver may be ahead of.
+# The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0
-# For the last events, a traceback and a summary's files.
+# Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
 # Raises RunDirError for a run that must not be continued from here.
@@ -56,12 +56,12 @@ Refuse = Callable[[RunDir], None]
 
 @dataclass
 class Session:
-    """What a run works with while it lasts. resolved: its config as YAML. resumed: there was an attempt before.
+    """State of a run while it lasts. resolved: its config as YAML. resumed: there was an attempt before.
 
-    checkpoint: what it goes on from. damaged: newer ones, by their folder, each with a line that says why it is not
-    that one. anew: what to type where none can be gone on from.
+    checkpoint: the one to continue from. damaged: newer ones by folder, each with a line that says what is wrong with
+    it. anew: the command to type if no checkpoint is whole.
 
-    lost: why the run must end after its step, with a checkpoint: Ray's head is gone, say.
+    lost: the reason to end the run after its step, with a checkpoint; for example, Ray's head is gone.
     """
 
     config: RunConfig
@@ -81,7 +81,7 @@ class Session:
 
     @property
     def start(self) -> int:
-        """Steps already done."""
+        """Number of steps already done."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
@@ -90,7 +90,7 @@ class Session:
         return self.run_dir.logs.resolve()
 
     def find_checkpoint(self) -> None:
-        """Set `checkpoint` to the newest whole one, and say which newer ones are damaged. Raises NoWholeCheckpoint."""
+        """Set `checkpoint` to the newest whole one, and report newer damaged ones. Raises NoWholeCheckpoint."""
         with self.starting("checkpoint"):
             try:
                 found = self.recorder.checkpoints.newest_whole()
@@ -107,7 +107,7 @@ class Session:
             self.events.emit("warning", what=line)
 
     def depend_on(self, made_with: dict[str, Any]) -> None:
-        """Keep what checkpoints depend on with them; RunDirError if the one to go on from depends on something else."""
+        """Save `made_with` with each checkpoint. Raises RunDirError if the one to continue from contradicts it."""
         self.recorder.made_with = made_with
         if self.checkpoint:
             then = self.checkpoint.state.get("made_with")
@@ -118,15 +118,17 @@ class Session:
                 raise RunDirError("; ".join(f"{each.key}: {each}" for each in wrong))
 
     def depend_on_rows(self, digest: str) -> None:
-        """Do the same for the rows that are trained on, see `digest_rows`."""
+        """Save the digest of the training rows likewise, see `digest_rows`. Raises DataError."""
         self.recorder.made_with["rows"] = digest
         if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
             what = f"its rows are not those among which the cursor of the checkpoint of step {self.start} stands"
             raise DataError(f"data.train.path: {self.config.data.train.path}: {what}")
 
     def go_on(self) -> None:
-        """Make the attempt the run's own, once all of the checkpoint is loaded: its config is kept, what was recorded
-        after the checkpoint is cut off, and damaged checkpoints lose their names."""
+        """Commit to this attempt once the checkpoint is loaded.
+
+        Its config becomes the run's, metrics after the checkpoint are cut off, damaged checkpoints are set aside.
+        """
         if self.resumed:
             self.run_dir.truncate_metrics(self.start)
             write_whole(self.run_dir.config, self.resolved)
@@ -151,7 +153,7 @@ class Session:
 
     @contextlib.contextmanager
     def starting(self, what: str) -> Iterator[None]:
-        """Announce a part of the start-up and how long it took."""
+        """Emit startup events around a part of the start-up, with the seconds it took."""
         if self.interrupts.asked:
             # Nothing is done yet that could be saved.
             raise KeyboardInterrupt
@@ -166,39 +168,29 @@ class Session:
 def run_session(
     config: RunConfig, resolved: str, resume: Path | None, body: Callable[[Session], None], refuse: Refuse
 ) -> int:
-    """Run `body` in a session of its own; returns the exit code. resolved: the config as YAML, kept with the run."""
-    try:
-        run_dir, claim = _open(config, resolved, resume, refuse)
-    except (RunDirError, OSError) as error:
-        print(f"error: {neutral(str(error))}", file=sys.stderr)
-        return 2
-    try:
-        return _driven(config, resolved, run_dir, resume is not None, body)
-    finally:
-        os.close(claim)
+    """Run `body` in a session of its own and return the exit code. resolved: the config as YAML, kept with the run."""
+    with contextlib.ExitStack() as stack:
+        try:
+            run_dir = stack.enter_context(_claimed(config, resolved, resume, refuse))
+        except (RunDirError, OSError) as error:
+            print(f"error: {neutral(str(error))}", file=sys.stderr)
+            return 2
+        events = EventLog(run_dir.events)
+        shown = config.telemetry
+        # As it is on disk: trackers show it, and what came from the environment may be secret.
+        trackers = open_trackers(shown.trackers, run_dir.path, yaml.safe_load(resolved), events)
+        metrics = MetricsLog(run_dir.metrics, events, trackers)
+        recorder = _recorder(config, run_dir, events, metrics)
 
+        def notify() -> None:
+            what = f"{interrupts.by}: finishing this step and saving; again: stop now"
+            events.emit("warning", what=what, asked_to_stop=True)
 
-def _driven(
-    config: RunConfig,
-    resolved: str,
-    run_dir: RunDir,
-    resumed: bool,
-    body: Callable[[Session], None],
-) -> int:
-    events = EventLog(run_dir.events)
-    shown = config.telemetry
-    # As it stands on disk: trackers show it, and what came from the environment may be secret.
-    trackers = open_trackers(shown.trackers, run_dir.path, yaml.safe_load(resolved), events)
-    metrics = MetricsLog(run_dir.metrics, events, trackers)
-    recorder = _recorder(config, run_dir, events, metrics)
-
-    def notify() -> None:
-        what = f"{interrupts.by}: finishing this step and saving; again: stop now"
-        events.emit("warning", what=what, asked_to_stop=True)
-
-    reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
-    with show_run(run_dir, shown.dashboard, config.run.log_every) as view, Interrupts(notify) as interrupts:
+        reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
+        view = stack.enter_context(show_run(run_dir, shown.dashboard, config.run.log_every))
+        interrupts = stack.enter_context(Interrupts(notify))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
+        resumed = resume is not None
         session = Session(config, resolved, run_dir, events, recorder, interrupts, reserve, resumed, waits)
         code, status, reason = _run(session, body)
         waits.close()
@@ -218,24 +210,29 @@ def _recorder(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: Met
     return RunRecorder(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
 
 
-def _open(config: RunConfig, resolved: str, resume: Path | None, refuse: Refuse) -> tuple[RunDir, int]:
-    """The run's directory, made ready for an attempt, and the lock that makes it this process's."""
+@contextlib.contextmanager
+def _claimed(config: RunConfig, resolved: str, resume: Path | None, refuse: Refuse) -> Iterator[RunDir]:
+    """Make the run's directory ready for an attempt, and lock it for this process until the block is left."""
     if resume is None:
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
         claim = run_dir.claim()
-        write_whole(run_dir.config, resolved)
     else:
         run_dir = RunDir.open(resume)
         refuse(run_dir)
         _refuse_if_alive(run_dir)
         claim = run_dir.claim(_HANDED_OVER_S)
-    _start_attempt(run_dir, resolved)
-    return run_dir, claim
+    try:
+        if resume is None:
+            write_whole(run_dir.config, resolved)
+        _start_attempt(run_dir, resolved)
+        yield run_dir
+    finally:
+        os.close(claim)
 
 
 def _start_attempt(run_dir: RunDir, resolved: str) -> None:
-    """New logs; the config beside them says what was asked of this attempt, whatever became of it."""
+    """Begin new logs, and write the config of this attempt beside them."""
     run_dir.start_attempt()
     write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
 
@@ -250,7 +247,7 @@ def _refuse_if_alive(run_dir: RunDir) -> None:
 
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:
     try:
-        _last(session, body)
+        _run_with_restarts(session, body)
     except _BAD_INPUT as error:
         return _failed(session, str(error), 2)
     except _EXPLAINED as error:
@@ -268,8 +265,8 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
     return 0, "done", ""
 
 
-def _last(session: Session, body: Callable[[Session], None]) -> None:
-    """The body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times."""
+def _run_with_restarts(session: Session, body: Callable[[Session], None]) -> None:
+    """Run the body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times."""
     run = session.config.run
     while True:
         try:

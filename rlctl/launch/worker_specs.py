@@ -28,7 +28,7 @@ _ROOM = 16
 
 @dataclass(frozen=True)
 class MakeTrainer:
-    """Builds a trainer rank inside its process."""
+    """Factory that builds a trainer rank inside its process."""
 
     spec: TrainerSpec
 
