@@ -5,7 +5,7 @@ Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped
 
 from collections.abc import Container
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -19,6 +19,7 @@ from rlctl.rollout.scoring import RolloutGroup
 from rlctl.training.sample import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
+UNIFORM = "all rewards equal"
 
 
 @dataclass
@@ -61,7 +62,7 @@ class TrainingBatch:
     """Sequences to train on, the group each belongs to (index into `groups`), and what became of the prompts.
 
     places: of each sequence, the prompt's id and the rollout's index in its group. left_out: rollouts that are not
-    among the sequences, see `LeftOut`.
+    among the sequences, see `LeftOut`. rewards: float64, of each sequence's rollout.
     """
 
     sequences: list[TrainingSample]
@@ -69,6 +70,7 @@ class TrainingBatch:
     outcomes: TaskOutcomes
     places: list[tuple[str, int]]
     left_out: list[LeftOut]
+    rewards: NDArray[np.float64]
 
     @classmethod
     def joined(cls, parts: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
@@ -81,7 +83,8 @@ class TrainingBatch:
         sequences = [sequence for part in parts for sequence in part.sequences]
         places = [place for part in parts for place in part.places]
         left_out = [each for part in parts for each in part.left_out]
-        return cls(sequences, owners, outcomes, places, left_out)
+        rewards = np.concatenate([part.rewards for part in parts])
+        return cls(sequences, owners, outcomes, places, left_out, rewards)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
         """One field of every sequence."""
@@ -112,18 +115,18 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
             outcomes.dropped.setdefault(reason, []).append(group.prompt.id)
             continue
         if config.skip_uniform_groups and len(set(values)) == 1:
-            outcomes.filtered.setdefault("all rewards equal", []).append(group.prompt.id)
+            outcomes.filtered.setdefault(UNIFORM, []).append(group.prompt.id)
             continue
         outcomes.trained.append(group.prompt.id)
         rewards += values
         owners += [index] * len(scored)
         completions += [completion for _, completion, _ in scored]
         places += [(group.prompt.id, place) for place, _, _ in scored]
-    owner_array = np.array(owners, np.int64)
-    worth = advantages(np.array(rewards, np.float64), owner_array, config.advantage) if owners else np.zeros(0)
+    owner_array, reward_array = np.array(owners, np.int64), np.array(rewards, np.float64)
+    worth = advantages(reward_array, owner_array, config.advantage)
     rows = zip(owners, completions, worth)
     sequences = [to_sequence(groups[owner].prompt, one, float(value), version) for owner, one, value in rows]
-    return TrainingBatch(sequences, owner_array, outcomes, places, left_out)
+    return TrainingBatch(sequences, owner_array, outcomes, places, left_out, reward_array)
 
 
 def is_uniform(group: RolloutGroup) -> bool:
@@ -152,11 +155,14 @@ def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
 
 
 def add_log_probs(
-    batch: TrainingBatch, columns: Rows[NDArray[np.float32]], source: Literal["trainer", "reference"]
+    batch: TrainingBatch,
+    columns: Rows[NDArray[np.float32]],
+    source: Literal["trainer", "reference"],
+    config: GrpoSection,
 ) -> TrainingBatch:
     """The batch with a field "proximal_log_prob" or "reference_log_prob", without rollouts whose values are not finite.
 
-    Such a rollout's reward counts in its group's baseline all the same: what was sampled and scored is sound.
+    Such a rollout is treated as `make_batch` treats one of the generator: its reward counts in no baseline.
     """
     name = "proximal_log_prob" if source == "trainer" else "reference_log_prob"
     kept, left_out = [], list(batch.left_out)
@@ -167,19 +173,35 @@ def add_log_probs(
             left_out.append(LeftOut(*batch.places[row], answer, value, source))
         else:
             kept.append(row)
-    sequences = with_field([batch.sequences[row] for row in kept], name, [columns[row] for row in kept])
-    places = [batch.places[row] for row in kept]
-    return TrainingBatch(
-        sequences, batch.owners[kept], _without(batch.outcomes, {name for name, _ in places}), places, left_out
-    )
+    more = replace(batch, sequences=with_field(batch.sequences, name, columns), left_out=left_out)
+    return _only(more, np.array(kept, np.int64), config) if len(kept) < len(batch.sequences) else more
 
 
-def _without(outcomes: TaskOutcomes, left: set[str]) -> TaskOutcomes:
-    """The fates where of the trained prompts those that are not `left` are dropped."""
-    lost = [name for name in outcomes.trained if name not in left]
-    now = TaskOutcomes([name for name in outcomes.trained if name in left], outcomes.filtered, outcomes.dropped)
-    if lost:
-        now.add(TaskOutcomes(dropped={NOT_FINITE: lost}))
+def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
+    """The batch of these rows, with the advantages and outcomes that `make_batch` gives groups of them alone."""
+    values, owners = batch.rewards[kept], batch.owners[kept]
+    uniform = [each for each in np.unique(owners) if config.skip_uniform_groups and not np.ptp(values[owners == each])]
+    equal = np.isin(owners, uniform)
+    filtered = {batch.places[row][0] for row in kept[equal]}
+    rows, values, owners = kept[~equal], values[~equal], owners[~equal]
+    sequences = [
+        TrainingSample(one.tokens, one.mask, {**one.fields, "advantage": np.where(one.mask, value, np.float32(0))})
+        for one, value in zip((batch.sequences[row] for row in rows), advantages(values, owners, config.advantage))
+    ]
+    places = [batch.places[row] for row in rows]
+    outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
+    return TrainingBatch(sequences, owners, outcomes, places, batch.left_out, values)
+
+
+def _without(outcomes: TaskOutcomes, left: set[str], filtered: set[str]) -> TaskOutcomes:
+    """The outcomes where of the trained prompts those that are not `left` are filtered or dropped."""
+    now = TaskOutcomes([name for name in outcomes.trained if name in left])
+    now.add(TaskOutcomes(filtered=outcomes.filtered, dropped=outcomes.dropped))
+    for name in outcomes.trained:
+        if name in filtered:
+            now.filtered.setdefault(UNIFORM, []).append(name)
+        elif name not in left:
+            now.dropped.setdefault(NOT_FINITE, []).append(name)
     return now
 
 

@@ -234,13 +234,14 @@ class GrpoLoop(Loop):
     def _add_log_probs(self, batch: TrainingBatch, ahead: "Ahead") -> tuple[TrainingBatch, dict[str, float]]:
         trainer, measured = self._parts.trainer, dict[str, float]()
         if self._loss.proximal == "recompute":
-            batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer")
+            batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer", self._config.grpo)
             if batch.sequences:
                 ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "rollout_log_prob"))
                 gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
                 measured = {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
         if self._loss.kl_coef > 0 and batch.sequences:
-            batch = add_log_probs(batch, trainer.log_probs(batch.sequences, reference=True), "reference")
+            columns = trainer.log_probs(batch.sequences, reference=True)
+            batch = add_log_probs(batch, columns, "reference", self._config.grpo)
         self._refuse_many(batch, ahead)
         return batch, measured
 

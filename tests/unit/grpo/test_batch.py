@@ -158,7 +158,7 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Lite
     # Where the prompt stands nothing is read.
     columns[0][0] = np.nan
     columns[1][4], columns[2][2] = np.inf, np.nan
-    after = add_log_probs(batch, columns, source)
+    after = add_log_probs(batch, columns, source, config(skip=False))
     assert list(map(str, after.left_out)) == [
         f"prompt a, rollout 1, token 2: inf of the {source}",
         f"prompt b, rollout 0, token 0: nan of the {source}",
@@ -168,8 +168,33 @@ def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Lite
     assert after.outcomes.dropped == {NOT_FINITE: ["b"]}
     name = {"trainer": "proximal_log_prob", "reference": "reference_log_prob"}[source]
     assert [sequence.fields[name] is columns[row] for sequence, row in zip(after.sequences, (0, 3))] == [True, True]
-    # The rollout was sampled and scored like the others: its reward stays in the baseline.
-    assert after.sequences[0].fields["advantage"][-1] == 0.5
+    # What is left of its group is compared with nothing.
+    assert after.sequences[0].fields["advantage"][-1] == 0
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("source", ["trainer", "reference"])
+def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_the_same(
+    source: Literal["trainer", "reference"], skip: bool
+) -> None:
+    groups = [group("a", [1.0, 0.0, 0.5, 1.0]), group("b", [1.0, 0.0, 1.0]), group("c", [0.0, 2.0])]
+    places = {0: {0: (1, np.nan)}, 1: {1: (0, np.inf)}}
+    expected = make_batch([spoiled(each, places.get(i, {})) for i, each in enumerate(groups)], config(skip))
+    batch = make_batch(groups, config(skip))
+    columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
+    columns[0][3], columns[5][2] = np.nan, np.inf
+    after = add_log_probs(batch, columns, source, config(skip))
+    assert (after.places, after.outcomes) == (expected.places, expected.outcomes)
+    assert after.owners.tolist() == expected.owners.tolist()
+    assert after.rewards.tolist() == expected.rewards.tolist()
+    assert [(each.prompt_id, each.rollout, each.token) for each in after.left_out] == [
+        (each.prompt_id, each.rollout, each.token) for each in expected.left_out
+    ]
+    for one, other in zip(after.sequences, expected.sequences, strict=True):
+        assert one.fields["advantage"].dtype == np.float32
+        assert one.fields["advantage"].tolist() == other.fields["advantage"].tolist()
+    # The batch that it was made of is as before.
+    assert batch.outcomes == make_batch(groups, config(skip)).outcomes
 
 
 def test_parts_of_a_step_keep_their_places_and_who_was_left_out() -> None:
