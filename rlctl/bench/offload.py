@@ -318,8 +318,7 @@ def _share(bench: OffloadBench, folder: Path) -> "RankBatch":
     """Return random tokens, of which all but each sequence's first are trained on."""
     import numpy as np
 
-    from rlctl.training.micro_batching import plan_micro_batches
-    from rlctl.training.sample import TrainingSample
+    from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
     from rlctl.training.worker import RankBatch
 
     vocabulary = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])

@@ -113,7 +113,7 @@ def _config(model: str) -> str:
 
 def make_random_model(shape: Path, folder: Path) -> None:
     """Write model/ into `folder`: random weights. shape: a folder of `shape_folder`. Raises RuntimeError."""
-    command = [sys.executable, "-m", "rlctl.models.random_init", str(shape), str(folder / "model"), "0", "quick"]
+    command = [sys.executable, "-m", "rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         raise RuntimeError(f"no random model in the shape of {shape}: {made.stderr.strip().splitlines()[-1]}")

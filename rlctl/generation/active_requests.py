@@ -3,8 +3,11 @@
 Pure bookkeeping, but for the futures that callers wait on.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -39,12 +42,59 @@ class EngineStats:
         return replace(self, paused=self.paused + seconds)
 
 
+# Steps before the change that tell the ordinary gap.
+_BEFORE = 64
+
+
+def stall(steps: list[float], begin: float, end: float) -> float:
+    """Return what a change of weights in [begin, end] costs running requests: seconds of the longest gap between two
+    steps that touches it, beyond the median gap before it.
+
+    steps: ascending times; 0 where nothing was sampled before or after.
+    """
+    gaps = [(first, last) for first, last in pairwise(steps) if last > begin and first < end]
+    before = [last - first for first, last in pairwise([step for step in steps if step <= begin][-_BEFORE:])]
+    if not gaps or not before:
+        return 0.0
+    return max(0.0, max(last - first for first, last in gaps) - median(before))
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """What vLLM gave for one rollout, and the version of each of its tokens, int32 [n]."""
 
     output: Any
     versions: NDArray[np.int32]
+
+
+@dataclass
+class TokenVersions:
+    """Which weight version sampled which token of a running rollout: counted at every change of weights, so exact.
+
+    The engine says who runs and how many tokens each has when the weights change.
+    """
+
+    _of: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+    def begin(self, rollout: str, version: int) -> None:
+        """A rollout enters while `version` is live."""
+        self._of[rollout] = [(0, version)]
+
+    def change(self, running: Iterable[tuple[str, int]], version: int) -> None:
+        """`version` became live. running: (rollout, tokens sampled so far) of every one not yet ended."""
+        for rollout, tokens in running:
+            self._of[rollout].append((tokens, version))
+
+    def forget(self, rollout: str) -> None:
+        """A rollout ended without an answer."""
+        self._of.pop(rollout, None)
+
+    def end(self, rollout: str, length: int) -> NDArray[np.int32]:
+        """A rollout ended with this many tokens: the version of each, int32 [length]."""
+        spans = self._of.pop(rollout)
+        starts = [min(start, length) for start, _ in spans] + [length]
+        versions = np.array([version for _, version in spans], np.int32)
+        return np.repeat(versions, np.diff(starts))
 
 
 @dataclass(frozen=True)

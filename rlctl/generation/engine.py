@@ -19,12 +19,12 @@ from rlctl.generation.active_requests import (
     EngineStats,
     FinishedGroups,
     SampledTokens,
+    TokenVersions,
     columns,
+    stall,
 )
 from rlctl.generation.requests import PackedRollouts, TurnRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.generation.stall import stall
-from rlctl.generation.token_versions import TokenVersions
 from rlctl.generation.vllm_build import begun, build_llm, sampling_params
 from rlctl.generation.weight_loader import LoadMode, Mode
 from rlctl.refit.plan import RefitPlan

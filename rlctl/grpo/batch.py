@@ -16,7 +16,7 @@ from rlctl.data.prompts import Prompt
 from rlctl.generation.requests import Rollout
 from rlctl.grpo.advantages import advantages
 from rlctl.rollout.scoring import RolloutGroup
-from rlctl.training.sample import TrainingSample
+from rlctl.training.micro_batching import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
 UNIFORM = "all rewards equal"

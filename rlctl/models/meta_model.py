@@ -1,5 +1,13 @@
-"""A Hugging Face causal LM without its weights: what tells every backend the shape of what it trains."""
+"""A Hugging Face causal LM of its config.json alone: without weights, for its shape, or with random ones, as a folder.
 
+`python -m rlctl.models.meta_model SHAPE FOLDER SEED [quick]` writes a random one. SHAPE is a Hugging Face folder of
+which only config.json and the tokenizer are read. FOLDER appears whole or not at all; the same seed writes the same
+bytes.
+"""
+
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +50,28 @@ def layout_of(lm: Any) -> list[tuple[str, tuple[int, ...]]]:
         if name != head or not lm.config.tie_word_embeddings
         for part, view in hf_folder.unfuse(name, parameter)
     ]
+
+
+def write_random_model(shape: Path, folder: Path, seed: int, quick: bool = False) -> None:
+    """Weights as transformers draws them for the architecture (initializer_range), float32.
+
+    quick: by a GPU and as bfloat16 where there is one; a CPU draws 4 billion numbers in minutes.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    on_gpu = quick and torch.cuda.is_available()
+    with torch.device("cuda" if on_gpu else "cpu"):
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape), dtype=dtype)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.save_pretrained(temporary)
+    for file in shape.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and not (temporary / file.name).exists():
+            shutil.copy(file, temporary / file.name)
+    os.replace(temporary, folder)
+
+
+if __name__ == "__main__":
+    write_random_model(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), "quick" in sys.argv[4:])

@@ -44,7 +44,7 @@ class ModelFiles:
 def _random(shape: str, folder: Path, seed: int) -> str:
     # In a process of its own: the driver stays free of torch.
     if not (folder / "config.json").exists():
-        command = [sys.executable, "-m", "rlctl.models.random_init", shape, str(folder), str(seed)]
+        command = [sys.executable, "-m", "rlctl.models.meta_model", shape, str(folder), str(seed)]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         if made.returncode:
             raise RuntimeError(f"no random model in the shape of {shape}: {_reason(made)}")

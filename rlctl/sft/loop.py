@@ -13,7 +13,7 @@ from rlctl.run.recorder import RunRecorder
 from rlctl.sft.loss import NllLoss
 from rlctl.telemetry import throughput
 from rlctl.telemetry.clock import StepRecorder
-from rlctl.training.sample import TrainingSample
+from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.refit.source import Shard
-from rlctl.training.sample import TrainingSample
+from rlctl.training.micro_batching import TrainingSample
 
 MicroBatch = list[TrainingSample]
 

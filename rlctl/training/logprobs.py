@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from rlctl.training.compile import compile_for_packs
+from rlctl.training.packing import compile_for_packs
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which rank trains which sequences in which micro-batch: pure, deterministic, no torch.
+"""What a trainer learns from, and which rank trains which of it in which micro-batch: pure, deterministic, no torch.
 
 Ranks run their collectives in lockstep, so every one gets the same number of micro-batches. Where several ranks train
 the same sequences, "rank" here is all of them together.
@@ -6,7 +6,26 @@ the same sequences, "rank" here is all of them together.
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """One rollout or chat. tokens: int32 [T]. mask: bool [T], true where the token counts. fields: name -> float32 [T].
+
+    Everything is aligned to the token it speaks of: index t of a mask, a log-prob or a field is about tokens[t] given
+    tokens[:t]. Index 0 has no context, so its mask is false.
+    """
+
+    tokens: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ own: on the way out beside the pass over log-probs, on the way back beside forwa
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -184,3 +185,31 @@ def _lock(buffer: Tensor) -> None:
 def _unlock(buffer: Tensor, stream: DeviceStream) -> None:
     stream.wait()
     torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+
+
+class Reference:
+    """The reference policy: the run's first weights on the host, put in the policy's place while they are needed.
+
+    weights: this rank's part of them, by name, in the compute dtype (forward passes round to it anyway).
+    """
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = {name: _host(tensor) for name, tensor in weights.items()}
+
+    @contextmanager
+    def in_place_of(self, live: dict[str, Tensor]) -> Iterator[None]:
+        """Within, `live` holds the reference weights; after, bit by bit what it held before."""
+        kept = {name: _host(tensor) for name, tensor in live.items()}
+        try:
+            for name, tensor in live.items():
+                tensor.copy_(self._weights[name], non_blocking=True)
+            yield
+        finally:
+            for name, tensor in live.items():
+                tensor.copy_(kept[name], non_blocking=True)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, page-locked where a GPU will read it."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+    return copy.copy_(tensor)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
 from rlctl.training.interface import Loss, LossInParts, Totals
-from rlctl.training.micro_batching import plan_micro_batches
-from rlctl.training.sample import TrainingSample
+from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
 from rlctl.training.worker import RankBatch
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import WorkerGroup

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from rlctl.config.schema import TrainerSection
 from rlctl.refit.sending import SendingEnd, SendsWeights
 from rlctl.training.interface import Loss, LossInParts, MicroBatch, Totals, TrainerRank
+from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.profile import Profiler, ProfileSpec
-from rlctl.training.sample import TrainingSample
 
 
 @dataclass(frozen=True)

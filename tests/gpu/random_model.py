@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from rlctl.bench.workload import SHAPES, model_folder, word_tokenizer
-from rlctl.models.random_init import write_random_model
+from rlctl.models.meta_model import write_random_model
 
 REWARD = '''"""Rewards even words: something that a random model can learn to do more of."""
 

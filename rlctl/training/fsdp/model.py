@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.models.meta_model import skeleton
-from rlctl.training.compile import compile_for_packs
+from rlctl.training.fsdp.optimizer import Named, local
 from rlctl.training.logprobs import chunked_log_probs
-from rlctl.training.packing import Packed
+from rlctl.training.packing import Packed, compile_for_packs
 
 
 class FsdpPolicy(nn.Module):
@@ -90,6 +91,24 @@ def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: tor
             files.read_into(prefix + name, value)
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, nn.Parameter(value.to(device)))
+
+
+def read_shards(folder: Path, parameters: Named, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Of every parameter, in `dtype`, cut as it is."""
+    files = WeightFiles(folder)
+    weights = {}
+    for name, parameter in parameters.items():
+        whole = torch.empty(parameter.shape, dtype=torch.float32)
+        files.read_into(name, whole)
+        weights[name] = _own_shard(whole, parameter).to(dtype)
+    return weights
+
+
+def _own_shard(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of `whole`, which every rank holds, cut as `like` is."""
+    if not isinstance(like, DTensor):
+        return whole
+    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
 
 
 def _sum_gradients(policy: nn.Module) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlctl.config.schema import OptimizerSection
-from rlctl.training.metric_accumulator import check_finite
+from rlctl.training.update import check_finite
 
 Named = dict[str, nn.Parameter]
 

@@ -24,16 +24,12 @@ from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training import distributed
 from rlctl.training.fsdp import checkpoint
-from rlctl.training.fsdp.model import build_policy, free_gathered
+from rlctl.training.fsdp.model import build_policy, free_gathered, read_shards
 from rlctl.training.fsdp.optimizer import Named, build_adamw, clip_gradients, local, moments
-from rlctl.training.fsdp.reference import read_shards
 from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
-from rlctl.training.metric_accumulator import MetricAccumulator
-from rlctl.training.offload import OffloadManager
+from rlctl.training.offload import OffloadManager, Reference
 from rlctl.training.packing import Packed, pack, token_batch
-from rlctl.training.parts import carry_on
-from rlctl.training.reference import Reference
-from rlctl.training.schedule import learning_rate
+from rlctl.training.update import MetricAccumulator, carry_on, learning_rate
 
 
 class FsdpTrainer:

@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
@@ -22,9 +23,8 @@ from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import Architecture
 from rlctl.preflight.backend import layout_of
-from rlctl.training.compile import compile_for_packs
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
-from rlctl.training.megatron.experts import GroupedExperts
+from rlctl.training.packing import compile_for_packs
 
 # Without Transformer Engine 0.16.1 leaves this name undefined, and a router with a dtype of its own fails on it.
 moe_utils.te_general_gemm = None
@@ -62,6 +62,34 @@ def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], 
         return residual + output_and_bias[0]
 
     return add
+
+
+class GroupedExperts(SequentialMLP):  # type: ignore[misc]
+    """SwiGLU experts without biases: one grouped matrix product each way, where the device has it; else one by one.
+
+    Weights, their names and checkpoints are those of Megatron's SequentialMLP.
+    """
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        """permuted_local_hidden_states [N, hidden], by expert; tokens_per_expert [experts]; permuted_probs [N]."""
+        hidden = permuted_local_hidden_states
+        if hidden.dtype != torch.bfloat16 or not hidden.is_cuda or len(hidden) == 0:
+            output, _ = super().forward(hidden, tokens_per_expert, permuted_probs)
+            return output, None
+        ends = tokens_per_expert.cumsum(0).to(device=hidden.device, dtype=torch.int32)
+        up = torch.stack([expert.linear_fc1.weight for expert in self.local_experts]).transpose(1, 2)
+        down = torch.stack([expert.linear_fc2.weight for expert in self.local_experts]).transpose(1, 2)
+        gate, value = _grouped(hidden, up, ends).chunk(2, -1)
+        inner = (F.silu(gate) * value * permuted_probs[:, None]).to(hidden.dtype)
+        return _grouped(inner, down, ends), None
+
+
+def _grouped(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    product: Any = F.grouped_mm
+    result: Tensor = product(x, weights, offs=ends)
+    return result
 
 
 class MegatronPolicy(GPTModel):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backends.megatron import hosted_share
-from rlctl.training.metric_accumulator import check_finite
+from rlctl.training.update import check_finite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -36,12 +36,9 @@ from rlctl.training.megatron.inputs import Inputs, PackSlicer
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
 from rlctl.training.megatron.model import build_policy
 from rlctl.training.megatron.optimizer import Optimizer
-from rlctl.training.metric_accumulator import MetricAccumulator
-from rlctl.training.offload import OffloadManager
+from rlctl.training.offload import OffloadManager, Reference
 from rlctl.training.packing import Packed, pack, token_batch
-from rlctl.training.parts import carry_on
-from rlctl.training.reference import Reference
-from rlctl.training.schedule import learning_rate
+from rlctl.training.update import MetricAccumulator, carry_on, learning_rate
 
 # (log-probs, entropy, the pack they belong to, whether it holds any sequence) -> loss and what is kept of it.
 Finish = Callable[[Tensor, Tensor, Packed, bool], tuple[Tensor, Any]]

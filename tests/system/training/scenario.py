@@ -14,8 +14,7 @@ from rlctl.config.schema import GrpoConfig, MegatronSection, OptimizerSection, T
 from rlctl.grpo.loss import GrpoLoss
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
-from rlctl.training.micro_batching import plan_micro_batches
-from rlctl.training.sample import TrainingSample
+from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
 from rlctl.training.worker import trainer_class
 
 TEMPERATURE = 0.8

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
-from rlctl.training.sample import TrainingSample
-from rlctl.training.schedule import learning_rate
+from rlctl.training.micro_batching import TrainingSample
+from rlctl.training.update import learning_rate
 from tests.compiled import new_graphs
 from tests.system.training.scenario import (
     CONFIG,

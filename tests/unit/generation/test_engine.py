@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.active_requests import ActiveRequests
+from rlctl.generation.active_requests import ActiveRequests, TokenVersions
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import TurnRequest
-from rlctl.generation.token_versions import TokenVersions
 from rlctl.generation.vllm_worker import answered
 from rlctl.refit.protocol import Header, RefitError
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.generation.token_versions import TokenVersions
+from rlctl.generation.active_requests import TokenVersions
 
 
 def test_a_rollout_that_sees_two_changes_carries_three_versions() -> None:

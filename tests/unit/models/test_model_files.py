@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlctl.config.schema import ModelSection
+from rlctl.models.meta_model import write_random_model
 from rlctl.models.model_files import ModelFiles
-from rlctl.models.random_init import write_random_model
 from tests.tiny_models import make_model
 from tests.unit.folders import weights
 

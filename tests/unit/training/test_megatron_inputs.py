@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import pack
-from rlctl.training.sample import TrainingSample
 
 pytest.importorskip("megatron.core")
 CPU = torch.device("cpu")

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.packing import pack
-from rlctl.training.sample import TrainingSample
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from rlctl.config.schema import OptimizerSection
-from rlctl.training.schedule import learning_rate
+from rlctl.training.update import learning_rate
 
 BASE = OptimizerSection(
     name="adamw", lr=1.0, betas=[0.9, 0.99], eps=1e-8, weight_decay=0.0, max_grad_norm=1.0,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.sample import TrainingSample
+from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.worker import RankBatch
 
 

@@ -1,13 +1,28 @@
-"""Metrics of one update: summed over micro-batches on the device, read once, joined over ranks once."""
+"""One update, whatever trains it: its learning rate, its metrics, and its parts."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from math import isfinite
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlctl.training.interface import LossOutput
+from rlctl.config.schema import OptimizerSection
+from rlctl.training.interface import Loss, LossOutput, Totals
+
+
+def learning_rate(update: int, section: OptimizerSection, total_updates: int) -> float:
+    """Learning rate of update number `update`, counted from 0.
+
+    Linear warm-up over `warmup_steps` updates, reaching `lr` with the last of them; then constant, or down a line
+    or a half cosine to `min_lr_ratio * lr`, which update `total_updates` would have, the first not made.
+    """
+    if update < section.warmup_steps:
+        return section.lr * (update + 1) / section.warmup_steps
+    done = min(1.0, (update - section.warmup_steps) / max(1, total_updates - section.warmup_steps))
+    left = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[section.schedule]
+    return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * left)
 
 
 class MetricAccumulator:
@@ -51,6 +66,26 @@ class MetricAccumulator:
             for name, value in maxima.items():
                 joined[name] = max(joined.get(name, value), value)
         return joined
+
+
+def carry_on(
+    begun: MetricAccumulator | None, gradients: Iterable[Tensor], loss: Loss, before: Totals, now: Totals
+) -> MetricAccumulator:
+    """What the parts so far left, divided by `before`, comes to be divided by `now`: gradients in place, and metrics.
+
+    begun: the metrics, which are returned. Raises RuntimeError without any, TypeError for a loss that knows no parts
+    (see `LossInParts`).
+    """
+    if begun is None:
+        raise RuntimeError("the earlier parts of the update are gone")
+    carry = getattr(loss, "carry", None)
+    if carry is None:
+        raise TypeError(f"{type(loss).__name__} has no `carry`: its update cannot be made in parts")
+    begun.scale(lambda name: float(carry(name, before, now)))
+    factor = float(carry("loss", before, now))
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return begun
 
 
 def check_finite(loss: float, norm: float, where: Callable[[], str]) -> None:
