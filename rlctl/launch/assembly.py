@@ -94,10 +94,12 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
             loading.data.result()
 
         # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
-        from rlctl.launch.worker_specs import start_trainers
+        from rlctl.launch.worker_specs import trainer_specs
         from rlctl.training.trainer_group import TrainerGroup
+        from rlctl.workers.group import WorkerGroup
 
-        group = start_trainers(session, config, files, allocation, parts.updates, parts.temperature)
+        specs = trainer_specs(session, config, files, allocation, parts.updates, parts.temperature)
+        group = WorkerGroup(specs, deadline_s)
         stack.callback(group.kill)
         pool = parts.start_engines(allocation, loading)
         if pool:

@@ -18,7 +18,7 @@ from rlctl.refit.refit import Options
 from rlctl.telemetry.throughput import flops_per_token
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.worker import TrainerSpec, TrainerWorker
-from rlctl.workers.group import WorkerGroup, WorkerSpec
+from rlctl.workers.group import WorkerSpec
 from rlctl.workers.waits import Waits
 
 # Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
@@ -36,15 +36,15 @@ class MakeTrainer:
         return TrainerWorker(self.spec)
 
 
-def start_trainers(
+def trainer_specs(
     session: Session,
     config: RunConfig,
     files: ModelFiles,
     allocation: Allocation,
     total_updates: int,
     temperature: float,
-) -> WorkerGroup:
-    """Start the trainer ranks, and wait for none of them."""
+) -> list[WorkerSpec]:
+    """Return the spec of every trainer rank."""
     placement, ranks = allocation.placement, config.trainer.num_ranks
     resolved = Resolved(config, placement.device)
     # Without engines to make room for, nothing moves for them.
@@ -76,7 +76,7 @@ def start_trainers(
         specs.append(
             WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=allocation.node(slot), waits=session.waits)
         )
-    return WorkerGroup(specs, config.run.deadline_s)
+    return specs
 
 
 def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callable[[float], float]]:
