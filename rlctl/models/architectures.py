@@ -109,6 +109,16 @@ ARCHITECTURES = {
 }
 
 
+def own_keys() -> list[str]:
+    """Return the keys of config.json that the sizes of some rows depend on, besides those that all have."""
+    keys: list[str] = []
+    for row in ARCHITECTURES.values():
+        keys += [flag for flag in (row.qkv_bias, row.output_bias, row.mlp_bias) if isinstance(flag, str)]
+        if row.experts:
+            keys += [*row.experts.number, row.experts.per_token[0], row.experts.width[0]]
+    return list(dict.fromkeys(keys))
+
+
 def is_fused(name: str) -> bool:
     """Return whether a parameter holds a layer's experts together."""
     module, _, leaf = name.rpartition(".")

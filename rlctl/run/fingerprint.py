@@ -15,6 +15,7 @@ import numpy as np
 
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.data.prompts import Prompt, SupervisedSample
+from rlctl.models.architectures import own_keys
 
 _SIZES = [
     "model_type",
@@ -26,12 +27,7 @@ _SIZES = [
     "intermediate_size",
     "vocab_size",
     "tie_word_embeddings",
-    "attention_bias",
-    "mlp_bias",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
+    *own_keys(),
     "mlp_only_layers",
     "decoder_sparse_step",
     "norm_topk_prob",

@@ -12,6 +12,7 @@ from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.hf_folder import WeightFiles, fuse, unfuse, write_folder
 from rlctl.models.meta_model import layout_of, skeleton
 from rlctl.models.model_sizes import Architecture, read_architecture
+from rlctl.run import fingerprint
 from tests.tiny_models import KINDS, Kind, make_model
 
 
@@ -124,3 +125,11 @@ def test_a_pack_sees_what_each_of_its_sequences_sees_alone(folder: Path, lm: Any
         ).logits[0]
         alone = torch.cat([lm(input_ids=own[None], use_cache=False).logits[0] for own in tokens.split(lengths)])
     torch.testing.assert_close(got, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_a_resume_compares_what_the_row_reads(kind: Kind, folder: Path) -> None:
+    row, raw = ARCHITECTURES[kind], json.loads((folder / "config.json").read_text())
+    read = {flag for flag in (row.qkv_bias, row.output_bias, row.mlp_bias) if isinstance(flag, str)}
+    if row.experts:
+        read |= {*row.experts.number, row.experts.per_token[0], row.experts.width[0]}
+    assert {key for key in read if raw.get(key) is not None} <= fingerprint._sizes(folder).keys()
