@@ -67,6 +67,7 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
 
     Raises ConfigError if none is whole.
     """
+    from rlctl.preflight.resolved import Resolved
     from rlctl.run.checkpoints import NoWholeCheckpoint
     from rlctl.run.run_dir import JobRecord
 
@@ -79,7 +80,7 @@ def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
             found = _checkpoints(run).newest_whole()
     except NoWholeCheckpoint as error:
         raise ConfigError([Problem(f"--resume {run}", "", str(error))]) from None
-    done, steps = found.checkpoint.step if found.checkpoint else 0, _num_steps(composed.config)
+    done, steps = found.checkpoint.step if found.checkpoint else 0, Resolved(composed.config).num_steps
     rows = [("damaged", line) for line in found.damaged.values()] + [("note", line) for line in found.notes]
     where = f"step {done}: {found.checkpoint.path}" if found.checkpoint else "the start: it has no checkpoint"
     rows.append(("goes on after", where))
@@ -98,6 +99,7 @@ def _checkpoints(run: Path) -> "Checkpoints":
 
 def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple[str, str]]:
     from rlctl.models.model_sizes import config_file
+    from rlctl.preflight.resolved import Resolved
     from rlctl.run.fingerprint import contradictions, made_with
 
     file = config_file(config.model.path)
@@ -105,14 +107,8 @@ def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple
     if then:
         for each in contradictions(then, made_with(config, file.parent if file else None), newest.step):
             yield each.key, str(each)
-    if _num_steps(config) < newest.step:
+    if Resolved(config).num_steps < newest.step:
         yield f"{config.kind}.num_steps", f"must be at least {newest.step}, the step of the newest checkpoint"
-
-
-def _num_steps(config: "RunConfig") -> int:
-    from rlctl.config.schema import GrpoConfig
-
-    return config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
 
 
 def _changes(composed: "Composed", run: Path) -> Iterator[str]:

@@ -20,6 +20,7 @@ from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement, resources
+from rlctl.preflight.resolved import Resolved
 from rlctl.rewards.scorer import Scorer
 from rlctl.run.fingerprint import made_with
 from rlctl.utils.process import identity
@@ -144,7 +145,7 @@ def announce(session: Session, placement: Placement) -> None:
         name=session.run_dir.name,
         algorithm=config.kind,
         model=config.model.path,
-        num_steps=config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps,
+        num_steps=Resolved(config).num_steps,
         start_step=session.start,
         attempt=session.run_dir.attempt,
         damaged=list(session.damaged.values()),

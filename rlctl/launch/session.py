@@ -20,11 +20,12 @@ from typing import Any
 import yaml
 
 from rlctl.config.errors import ModelError
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.datasets import DataError
 from rlctl.preflight.earlier_version import earlier_version
 from rlctl.preflight.placement import PlacementError
+from rlctl.preflight.resolved import Resolved
 from rlctl.refit.protocol import RefitError
 from rlctl.rewards.base import RewardError
 from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
@@ -320,5 +321,7 @@ def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]
     resume = f"rlctl train {config.kind} --resume {shlex.quote(known)}{there}"
     if status != "done":
         return [resume, f"rlctl runs logs {shlex.quote(known)}"] if status == "failed" else [resume]
-    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
-    return [f"rlctl runs dash {shlex.quote(known)}", f"{resume} {config.kind}.num_steps={2 * steps}"]
+    return [
+        f"rlctl runs dash {shlex.quote(known)}",
+        f"{resume} {config.kind}.num_steps={2 * Resolved(config).num_steps}",
+    ]

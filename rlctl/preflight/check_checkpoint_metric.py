@@ -8,6 +8,7 @@ import re
 from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import reward_names
 from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.preflight.resolved import Resolved
 from rlctl.telemetry.metrics import MEANING
 
 _HELD_OUT = "validation/"
@@ -24,8 +25,7 @@ def best_notes(config: RunConfig) -> list[str]:
         return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]
     if config.data.validation.path is None or not validated or not metric.startswith(_HELD_OUT):
         return []
-    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
-    on_the_way = range(saved.every, steps, saved.every) if saved.every else range(0)
+    on_the_way = range(saved.every, Resolved(config).num_steps, saved.every) if saved.every else range(0)
     if missed := sum(step % validated > 0 for step in on_the_way):
         uneven = f"checkpoint.every={saved.every} is no multiple of validation.every={validated}"
         return [

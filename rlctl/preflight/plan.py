@@ -143,8 +143,7 @@ def _batch(config: RunConfig, longest: int | None) -> BatchSize:
 
 
 def _schedule(resolved: Resolved, architecture: Architecture | None) -> Schedule:
-    config = resolved.config
-    steps = config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+    config, steps = resolved.config, resolved.num_steps
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
     validations = 0

@@ -22,6 +22,12 @@ class Resolved:
     device: Device | None = None
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        config = self.config
+        return config.grpo.num_steps if isinstance(config, GrpoConfig) else config.sft.num_steps
+
+    @property
     def dtype(self) -> Dtype:
         """Compute dtype of the trainer. auto: bfloat16 has no fast kernels, nor enough digits for tests, on CPU."""
         own = self.config.trainer.dtype
