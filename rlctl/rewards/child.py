@@ -1,59 +1,21 @@
-"""The processes of a reward worker: a keeper, and below it the one that runs the user's functions.
+"""The process that runs the user's rewards, below its keeper: `python -m rlctl.rewards.child FD`."""
 
-The keeper adopts whatever its descendants leave behind, also what has a session of its own, and ends all of it when
-the worker ends, when the parent asks for it, and when the parent is gone (its standard input closes). What runs below
-another program's roof, such as a container that a daemon starts, is out of its reach.
-Run as `python -m rlctl.rewards.child FD`: the connection's descriptor.
-"""
-
-import contextlib
-import ctypes
+import json
 import os
 import pickle
-import select
-import signal
 import socket
-import sys
-import time
-from typing import IO, NoReturn
+from typing import IO
 
 from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFunction, attempt
-from rlctl.rewards.channel import answer
 from rlctl.rewards.load import load_function
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# To end a family that forks as fast as it is killed.
-_ENDING_S = 5.0
-
-
-def main(connection: socket.socket) -> NoReturn:
-    """Fork the worker, and keep it."""
-    os.set_inheritable(connection.fileno(), False)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    recorder = os.getpid()
-    worker = os.fork()
-    if not worker:
-        os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != recorder:
-            os._exit(1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        work(connection)
-        os._exit(0)
-    connection.close()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The parent finishes its step. The worker keeps the defaults, which whatever a reward starts inherits.
-        signal.signal(number, signal.SIG_IGN)
-    code = _keep(worker)
-    # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
-    os._exit(code)
+from rlctl.rewards.replies import answer
+from rlctl.workers.keeper import run_guarded
 
 
 def work(connection: socket.socket) -> None:
     """Load the functions, then score until the parent hangs up."""
     requests = connection.makefile("rb")
-    _stay_silent_when_forked(connection)
     sections: list[RewardSection] = pickle.load(requests)
     functions: list[RewardFunction] = []
     problems: list[tuple[int, str]] = []
@@ -62,8 +24,6 @@ def work(connection: socket.socket) -> None:
             functions.append(load_function(section))
         except RewardError as error:
             problems.append((index, str(error)))
-    import json
-
     connection.sendall(json.dumps({"problems": problems}).encode() + b"\n")
     if not problems:
         _serve(connection, requests, functions)
@@ -83,80 +43,5 @@ def _serve(connection: socket.socket, requests: IO[bytes], functions: list[Rewar
             return
 
 
-def _stay_silent_when_forked(connection: socket.socket) -> None:
-    """Take the connection from every process that the user's code forks."""
-    number = connection.fileno()
-
-    def silence() -> None:
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), number, inheritable=False)
-
-    os.register_at_fork(after_in_child=silence)
-
-
-def _keep(worker: int) -> int:
-    """Wait for the end of the worker or of the parent's wish, end the family; the worker's exit code as shells say."""
-    woken, wake = os.pipe()
-    for end in (woken, wake):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _nothing)
-    poll = select.poll()
-    poll.register(0, select.POLLIN | select.POLLHUP)
-    poll.register(woken, select.POLLIN)
-    status = _reap(worker)
-    while status is None:
-        ready = [number for number, _ in poll.poll()]
-        if 0 in ready and not os.read(0, 1):
-            break
-        with contextlib.suppress(BlockingIOError):
-            os.read(woken, 4096)
-        status = _reap(worker)
-    _end_family(worker)
-    if status is None:
-        return 0
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
-
-
-def _reap(worker: int) -> int | None:
-    """Take the exit status of every child that has ended; that of the worker."""
-    status = None
-    while True:
-        try:
-            ended, how = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return status
-        if ended == 0:
-            return status
-        if ended == worker:
-            status = how
-
-
-def _end_family(worker: int) -> None:
-    import psutil
-
-    with contextlib.suppress(OSError):
-        os.killpg(worker, signal.SIGKILL)
-    # An orphan comes to this process as soon as its parent is gone, and so into the next round.
-    end = time.monotonic() + _ENDING_S
-    while time.monotonic() < end:
-        _reap(worker)
-        family = psutil.Process().children(recursive=True)
-        if not family:
-            return
-        for process in family:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        time.sleep(0.005)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _nothing(number: int, frame: object) -> None: ...
-
-
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    run_guarded(work)

@@ -1,24 +1,21 @@
-"""The handle of a process that runs rewards which may hang, fork or crash: it talks to it, ends and replaces it.
+"""The handle of a process that runs rewards which may hang, fork or crash: it asks it, and replaces it.
 
 The child answers one message an item, so that the parent always knows which item it died or hung on.
     parent -> child: the RewardSections, once; then (call id, reward index, [Item, ...]) a call
     child -> parent: {problems} when the functions are loaded, or why not; then {call, item, value or failure} an item
 """
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 
 from rlctl.config.schema import RewardSection
-from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput
-from rlctl.rewards.channel import BadReply, Channel
+from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, shortened
+from rlctl.rewards.replies import MAX_REPLY, outcome, problems
+from rlctl.workers.channel import BadReply, Channel
+from rlctl.workers.guarded import GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
 # A worker that does not take a request is at nobody's item and cannot be trusted.
 SEND_TIMEOUT_S = 60.0
-ENDING_TIMEOUT_S = 10.0
 _ENDED = "ended its process"
 _TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
 _NOT_TAKEN = RewardFailure("could not be asked", detail="its process took no request")
@@ -39,11 +36,8 @@ class RewardWorker:
     """
 
     def __init__(self, sections: list[RewardSection], output: int | None) -> None:
-        self._sections, self._output = sections, output
-        # Taken now: while Ray starts, this process has Ray's, and whoever has that ends with Ray's folder.
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: Channel | None = None
+        self._sections = sections
+        self._process = GuardedProcess("rlctl.rewards.child", MAX_REPLY, output)
         self._calls = 0
 
     def score(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
@@ -68,22 +62,12 @@ class RewardWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the keeper, see child.py."""
-        return self._process.pid if self._process else None
+        """Process id of the keeper."""
+        return self._process.pid
 
     def stop(self) -> None:
         """End the process, and whatever it started."""
-        if self._process is not None:
-            assert self._process.stdin
-            self._process.stdin.close()
-            try:
-                self._process.wait(ENDING_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-        if self._channel is not None:
-            self._channel.close()
-        self._process = self._channel = None
+        self._process.stop()
 
     def _call(self, channel: Channel, reward: int, items: list[RewardInput]) -> list[Outcome]:
         """Outcomes of the items up to the last, or to the one that ended the process."""
@@ -97,58 +81,34 @@ class RewardWorker:
             return [_NOT_TAKEN]
         try:
             for number in range(len(items)):
-                outcomes.append(channel.outcome(self._calls, number, timeout_s))
+                outcomes.append(outcome(channel.reply(timeout_s), self._calls, number))
         except TimeoutError:
             self.stop()
             outcomes.append(RewardFailure(f"took longer than {timeout_s:g} s"))
         except BadReply as error:
             self.stop()
-            outcomes.append(RewardFailure("wrote to a file descriptor that is not its own", detail=str(error)))
+            outcomes.append(
+                RewardFailure("wrote to a file descriptor that is not its own", detail=shortened(str(error)))
+            )
         except (EOFError, ConnectionError):
-            outcomes.append(RewardFailure(_ENDED, detail=self._ending()))
+            outcomes.append(RewardFailure(_ENDED, detail=self._process.ending()))
         return outcomes
 
     def _started(self) -> Channel:
-        if self._process is not None and self._channel is not None:
-            # It may have ended, or spoken, since its last call: no item of the next one pays for that.
-            if self._process.poll() is None and self._channel.is_quiet():
-                return self._channel
-            self.stop()
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rlctl.rewards.child", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.PIPE,
-            stdout=2 if self._output is None else self._output,
-            stderr=self._output,
-            env=self._environment,
-            start_new_session=True,
-        )
-        theirs.close()
+        # It may have ended, or spoken, since its last call: no item of the next one pays for that.
+        if (ready := self._process.ready()) is not None:
+            return ready
+        channel = self._process.start()
         try:
-            self._channel.send(self._sections, START_TIMEOUT_S)
-            reasons = self._channel.problems(START_TIMEOUT_S)
+            channel.send(self._sections, START_TIMEOUT_S)
+            reasons = problems(channel.reply(START_TIMEOUT_S))
             if not reasons:
-                return self._channel
+                return channel
         except TimeoutError:
             reasons = [(None, f"rewards took longer than {START_TIMEOUT_S:g} s to load")]
         except (EOFError, ConnectionError):
-            reasons = [(None, f"a reward ended its process while loading: {self._ending()}")]
+            reasons = [(None, f"a reward ended its process while loading: {self._process.ending()}")]
         except BadReply:
             reasons = [(None, "a reward wrote to a file descriptor that is not its own while loading")]
         self.stop()
         raise LoadError(reasons)
-
-    def _ending(self) -> str:
-        assert self._process is not None
-        try:
-            code = self._process.wait(ENDING_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        finally:
-            self.stop()
-        try:
-            return signal.Signals(code - 128).name
-        except ValueError:
-            return f"exit code {code}"
