@@ -11,9 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import ray
-
+# First, since it sets what Ray reads at its import.
 from rlctl.launch.local_ray import local_ray
+import ray
 
 start, folders, lost = ray.init, [], []
 
