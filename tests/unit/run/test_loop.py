@@ -39,7 +39,7 @@ class Diary(Loop):
             MetricsLog(run.metrics, events),
             CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
             ValidationSection(validate, at_start, 1, 0.0, None),
-            TelemetrySection("off", False, None, 0, None),
+            TelemetrySection("off", [], 0, None),
         )
         self.book: list[str] = []
         self.run_dir, self._ill_at, self._broken_at = run, ill_at, broken_at

@@ -29,7 +29,7 @@ def make_keeper(
 
 
 def _shown(rollouts: int) -> TelemetrySection:
-    return TelemetrySection("off", False, None, rollouts, None)
+    return TelemetrySection("off", [], rollouts, None)
 
 
 def write(trainer: Path, export: Path | None, dtype: str | None) -> None:
