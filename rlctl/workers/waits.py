@@ -61,10 +61,16 @@ class Waits:
 
     def _look(self) -> None:
         while not self._ended.wait(_POLL_S):
-            with self._lock:
-                waits = list(self._open.values())
-            for wait in waits:
-                self._explain(wait)
+            self._look_once()
+
+    def _look_once(self) -> None:
+        # Its own function: a name that outlived the look would hold the last wait, and so references of Ray's, which
+        # this thread would then drop at its next look. After Ray's shutdown that ends the whole process with 1 (Ray
+        # 2.60: "The core worker has already been shutdown").
+        with self._lock:
+            waits = list(self._open.values())
+        for wait in waits:
+            self._explain(wait)
 
     def _explain(self, wait: _Wait) -> None:
         lasted = time.monotonic() - wait.began

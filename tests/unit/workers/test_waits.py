@@ -87,3 +87,24 @@ def test_a_wait_that_ends_while_it_is_looked_at_is_not_told() -> None:
         until(lambda: bool(told))
     waits.close()
     assert "call refit_send" in told[0]
+
+
+def test_what_a_wait_refers_to_is_let_go_where_it_was_waited_for() -> None:
+    class Reference:
+        def __del__(self) -> None:
+            freed.append(threading.current_thread())
+
+    freed: list[threading.Thread] = []
+    waits = Waits(60.0, print)
+    reference = Reference()
+
+    def late(reference: Reference = reference) -> list[tuple[str, int | None]]:
+        return [("trainer-0", None)] if reference else []
+
+    with waits.wait("train", late, 60, "run.deadline_s"):
+        time.sleep(1.2)
+    time.sleep(0.2)
+    # As Ray's references, which only the driver's own thread may drop at the end of a run.
+    del late, reference
+    assert freed == [threading.current_thread()]
+    waits.close()
