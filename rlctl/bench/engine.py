@@ -22,7 +22,7 @@ class BenchWorker(RefitWorker):
 
     def bench_meet(self, port: int, parties: int) -> None:
         """Join the other processes of the bench."""
-        self._bench = BenchEnd(self.device, Meeting(port, parties, recorder=False))
+        self._bench = BenchEnd(self.device, Meeting(port, parties, server=False))
 
     def bench_clear(self) -> None:
         """Leave the last scheme."""

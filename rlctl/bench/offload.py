@@ -20,6 +20,7 @@ from rlctl.bench.workload import longest, make_random_model, model_problems, sha
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.load import load
+from rlctl.preflight.resolved import Resolved
 
 if TYPE_CHECKING:
     from rlctl.training.worker import RankBatch
@@ -54,14 +55,14 @@ class OffloadBench(Bench):
 
     @cached_property
     def section(self) -> TrainerSection:
-        """The trainer section with the settings. Raises ConfigError."""
-        return load("sft", None, [f"trainer.backend={self.backend}", *self.settings]).config.trainer
+        """The trainer section with the settings, its dtype resolved. Raises ConfigError."""
+        config = load("sft", None, [f"trainer.backend={self.backend}", *self.settings]).config
+        return replace(config.trainer, dtype=Resolved(config, "cpu" if self.device == "cpu" else "cuda").dtype)
 
     @property
     def places(self) -> list[str]:
         """Places of optimizer state; the host updates weights only of bfloat16."""
-        dtype = self.section.dtype
-        half = dtype == "bfloat16" or (dtype == "auto" and self.device != "cpu")
+        half = self.section.dtype == "bfloat16"
         return [LEFT, MOVED, *(HOST_UPDATES[self.section.backend] if half else ())]
 
     def check(self) -> list[Problem]:

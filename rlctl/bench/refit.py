@@ -188,7 +188,7 @@ class _Stage:
         self.bound = 0.0
         self._version = 0
         port, parties = free_port(), len(trainers) + self.workers
-        joined = trainers.start("meet", port, parties, free_port())
+        joined = trainers.start("rendezvous", port, parties, free_port())
         self._rpc("bench_meet", port, parties)
         joined.wait(_DEADLINE_S)
 

@@ -21,9 +21,9 @@ Timing = tuple[dict[str, float], float]
 class Meeting:
     """A place where `parties` processes of one host wait for each other."""
 
-    def __init__(self, port: int, parties: int, recorder: bool) -> None:
+    def __init__(self, port: int, parties: int, server: bool) -> None:
         patience = timedelta(seconds=_PATIENCE_S)
-        self._store: Any = open_store(LOOPBACK, port, recorder=recorder, timeout=patience)
+        self._store: Any = open_store(LOOPBACK, port, server=server, timeout=patience)
         self._parties, self._count = parties, 0
 
     def wait(self) -> None:

@@ -51,9 +51,9 @@ class BenchTrainer(SendsWeights):
 
     def rendezvous(self, port: int, parties: int, alone: int) -> None:
         """Join the other processes of the bench; at the port `alone` the other trainer ranks, without engines."""
-        recorder = self._spec.rank == 0
-        self._end = BenchEnd(self._device, Meeting(port, parties, recorder))
-        self._alone = Meeting(alone, self._spec.world, recorder)
+        server = self._spec.rank == 0
+        self._end = BenchEnd(self._device, Meeting(port, parties, server))
+        self._alone = Meeting(alone, self._spec.world, server)
 
     def fill(self, version: int) -> None:
         """Make the weights those of a version."""
@@ -68,7 +68,7 @@ class BenchTrainer(SendsWeights):
             self._synchronize()
             return {}, 0.0
 
-        return self._end.measure(rounds, work, Meeting(free_port(), 1, recorder=True))
+        return self._end.measure(rounds, work, Meeting(free_port(), 1, server=True))
 
     def clear(self) -> None:
         """Leave the last scheme."""

@@ -26,7 +26,7 @@ def listen_on_the_address_alone() -> None:
     """Have torch's tcp:// rendezvous, by which the workers of an engine meet, use `open_store`."""
 
     def create(host: str, port: int, rank: int, world: int, timeout: timedelta, use_libuv: bool = True) -> Any:
-        return open_store(host, port, recorder=rank == 0, timeout=timeout, world=world)
+        return open_store(host, port, server=rank == 0, timeout=timeout, world=world)
 
     # torch.distributed has a function of the module's name.
     import_module("torch.distributed.rendezvous").__dict__["_create_c10d_store"] = create

@@ -61,10 +61,10 @@ class BroadcastGroup:
             self._group.abort()
 
 
-def rendezvous(spec: TransportSpec, recorder: bool) -> Any:
+def rendezvous(spec: TransportSpec, server: bool) -> Any:
     patience = timedelta(seconds=spec.timeout_s)
     try:
-        return open_store(spec.host, spec.port, recorder=recorder, timeout=patience)
+        return open_store(spec.host, spec.port, server=server, timeout=patience)
     except Exception as error:
         raise RefitError(f"refit: nobody could be met at {spec.host}:{spec.port}: {error}") from error
 

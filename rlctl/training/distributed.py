@@ -29,7 +29,7 @@ def met_at(init_method: str, rank: int, world: int) -> Any:
     if url.scheme == "file":
         return dist.FileStore(url.path, world)  # type: ignore[attr-defined]
     assert url.hostname and url.port
-    return open_store(url.hostname, url.port, recorder=rank == 0, timeout=default_pg_timeout, world=world)
+    return open_store(url.hostname, url.port, server=rank == 0, timeout=default_pg_timeout, world=world)
 
 
 def compute_dtype(section: TrainerSection) -> torch.dtype:

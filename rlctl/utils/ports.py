@@ -15,7 +15,7 @@ def free_port(address: str = LOOPBACK) -> int:
         return port
 
 
-def open_store(host: str, port: int, *, recorder: bool, timeout: timedelta, world: int | None = None) -> Any:
+def open_store(host: str, port: int, *, server: bool, timeout: timedelta, world: int | None = None) -> Any:
     """Return torch's TCPStore at host:port; its keeper listens on that address alone.
 
     torch's own keeper listens on every interface, and whoever connects may read and write without a token. world:
@@ -24,11 +24,11 @@ def open_store(host: str, port: int, *, recorder: bool, timeout: timedelta, worl
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": world is not None}
-    if recorder:
+    if server:
         listening = socket.create_server((host, port), family=_family(host), backlog=1024)
         # The store closes it.
         options["master_listen_fd"] = listening.detach()
-    return TCPStore(host, port, world, recorder, **options)
+    return TCPStore(host, port, world, server, **options)
 
 
 def _family(address: str) -> socket.AddressFamily:

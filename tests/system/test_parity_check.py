@@ -1,6 +1,6 @@
 """The parity probe: agreement passes, and a generator with other weights than the trainer's stops the run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ class MakeTrainer:
 
 
 def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> GrpoComponents:
-    rest = dict.fromkeys(("source", "validation", "score", "keeper", "devices", "vitals"))
+    rest = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor"))
     return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     right, wrong = make_model(tmp_path / "right", seed=1), make_model(tmp_path / "wrong", seed=2)
     config = load("grpo", None, []).config
     assert isinstance(config, GrpoConfig)
-    make = MakeTrainer(config.trainer, right, tmp_path / "store")
+    make = MakeTrainer(replace(config.trainer, dtype="float32"), right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
     pool = GeneratorPool(spec_for(right), [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
     source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)

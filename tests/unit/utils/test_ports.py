@@ -20,10 +20,10 @@ def listening(port: int) -> list[str]:
 def test_a_store_is_reached_at_its_address_alone() -> None:
     port = free_port()
     patience = timedelta(seconds=20)
-    recorder = open_store(LOOPBACK, port, recorder=True, timeout=patience)
-    guest = open_store(LOOPBACK, port, recorder=False, timeout=patience)
+    server = open_store(LOOPBACK, port, server=True, timeout=patience)
+    guest = open_store(LOOPBACK, port, server=False, timeout=patience)
     guest.set("weights", "1")
-    assert recorder.get("weights") == b"1"
+    assert server.get("weights") == b"1"
     assert listening(port) == [LOOPBACK]
     with socket.socket() as stranger, pytest.raises(ConnectionRefusedError):
         # Another address of this machine, as a neighbour would use.
