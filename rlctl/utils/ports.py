@@ -16,10 +16,10 @@ def free_port(address: str = LOOPBACK) -> int:
 
 
 def open_store(host: str, port: int, *, server: bool, timeout: timedelta, world: int | None = None) -> Any:
-    """Return torch's TCPStore at host:port; its keeper listens on that address alone.
+    """Return torch's TCPStore at host:port; its server listens on that address alone.
 
-    torch's own keeper listens on every interface, and whoever connects may read and write without a token. world:
-    processes that the keeper waits for; None waits for nobody.
+    torch's own server listens on every interface, and whoever connects may read and write without a token. world:
+    processes that the server waits for; None waits for nobody.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
