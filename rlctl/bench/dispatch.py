@@ -199,7 +199,7 @@ class DispatchRow:
 
     @property
     def ratio(self) -> float | None:
-        """How much faster the compiled call is, at the median."""
+        """Return how much faster the compiled call is, at the median."""
         return None if self.compiled is None else self.ordinary.median / self.compiled.median
 
     def cells(self) -> Cells:

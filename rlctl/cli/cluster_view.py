@@ -55,7 +55,7 @@ class Progress:
 
 
 def next_steps(state: State) -> str:
-    """What to type next, aligned."""
+    """Return the commands to type next, aligned."""
     steps = [(f"rlctl cluster status {state.name}", "what it has and has free")]
     if state.dashboard:
         steps.append((f"rlctl train grpo --cluster {state.name}", "a run that lives on it"))

@@ -117,7 +117,7 @@ def _grpo(config: GrpoConfig, section: DatasetSection, count: int) -> _Seen:
 
 
 def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
-    """What the run draws first."""
+    """Return the rows that the run draws first."""
     from rlctl.data.cursor import Cursor, RowSource
 
     return RowSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle)).draw(min(count, len(rows)))

@@ -59,7 +59,7 @@ def report(problems: Iterable[Problem]) -> None:
 
 
 def note(lines: Iterable[str]) -> None:
-    """What is worth knowing but stops nothing, on stderr."""
+    """Print on stderr what is worth knowing but stops nothing."""
     from rich.text import Text
 
     for line in lines:
