@@ -166,10 +166,10 @@ def _ends(config: RunConfig, chat: "Chat") -> "EndTokens":
 
 
 def _longest(config: SftConfig) -> int:
-    from rlctl.models.model_sizes import architecture_of
+    from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.plan import longest_sequence
 
-    longest = longest_sequence(config, architecture_of(config.model.path))
+    longest = longest_sequence(config, sizes_of(config.model.path))
     if longest is None:
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
         raise ConfigError([Problem("model.max_length", "", what)])

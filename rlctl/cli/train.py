@@ -149,11 +149,11 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
 
 
 def _plan(composed: "Composed") -> "RunPlan":
-    from rlctl.models.model_sizes import architecture_of
+    from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.machine import read_machine
     from rlctl.preflight.plan import make_plan
 
     config = composed.config
     machine = read_machine(Path(config.run.dir).absolute())
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
-    return make_plan(config, architecture_of(config.model.path), len(machine.gpus), memory)
+    return make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)

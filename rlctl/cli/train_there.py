@@ -61,11 +61,11 @@ def train_there(where: Where, target: "Target", composed: "Composed", resumed: "
     from rlctl.cli.dry_run import refuse, show_plan
     from rlctl.cluster.jobs.submit import Order, submit
     from rlctl.config.builtin import RECIPES
-    from rlctl.models.model_sizes import architecture_of
+    from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.plan import make_plan
 
     config = composed.config
-    plan = make_plan(config, architecture_of(config.model.path), target.gpus, target.device_memory, target.rooms())
+    plan = make_plan(config, sizes_of(config.model.path), target.gpus, target.device_memory, target.rooms())
     if dry_run:
         show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
     short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None

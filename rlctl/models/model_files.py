@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.config.schema import ModelSection
-from rlctl.models.model_sizes import read_architecture
+from rlctl.models.model_sizes import read_sizes
 from rlctl.models.weight_headers import check_weights
 
 _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -34,7 +34,7 @@ class ModelFiles:
         for a model that rlctl does not train, and for weights that are quantised, cut short or missing.
         """
         source = model.path if Path(model.path).is_dir() else _download(model.path)
-        sizes = read_architecture(Path(source) / "config.json")
+        sizes = read_sizes(Path(source) / "config.json")
         if not model.random_init:
             check_weights(Path(source))
         folder = _random(source, run_dir / "init", seed) if model.random_init else source
@@ -61,5 +61,5 @@ def _download(name: str) -> str:
     from huggingface_hub import snapshot_download
 
     # Two kilobytes say whether the weights are worth fetching.
-    read_architecture(Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json")
+    read_sizes(Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json")
     return str(snapshot_download(name, allow_patterns=_FILES))

@@ -19,7 +19,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
-class Architecture:
+class ModelSizes:
     """The sizes of a decoder. sparse_layers: layers whose MLP is a mixture of experts."""
 
     model_type: str
@@ -110,13 +110,13 @@ def config_file(model: str) -> Path | None:
     return folder / "config.json" if (folder / "config.json").is_file() else None
 
 
-def architecture_of(model: str) -> Architecture | None:
+def sizes_of(model: str) -> ModelSizes | None:
     """Of a model folder or hub name; None when its config.json is not here. Raises ModelError as below."""
     file = config_file(model)
-    return read_architecture(file) if file else None
+    return read_sizes(file) if file else None
 
 
-def read_architecture(file: Path) -> Architecture:
+def read_sizes(file: Path) -> ModelSizes:
     """Raises ModelError: not JSON, a size missing, another kind of model, quantised, windows, an odd rotary scale."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -138,10 +138,10 @@ def read_architecture(file: Path) -> Architecture:
         raise ModelError(f"{file}: a size must be a whole number above 0: {error}") from error
 
 
-def _architecture(kind: str, row: ArchitectureRow, raw: dict[str, Any]) -> Architecture:
+def _architecture(kind: str, row: ArchitectureRow, raw: dict[str, Any]) -> ModelSizes:
     hidden, layers, heads = (_size(raw, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     experts = row.experts
-    return Architecture(
+    return ModelSizes(
         model_type=kind,
         hidden=hidden,
         layers=layers,

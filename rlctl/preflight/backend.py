@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from rlctl.config.schema import TrainerSection
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
 
 FLOAT32 = 4
@@ -40,7 +40,7 @@ class ShardCounts:
     experts: int
     optimizer: int
 
-    def of(self, architecture: Architecture) -> int:
+    def of(self, architecture: ModelSizes) -> int:
         """Return the number of parameters of one rank."""
         dense = architecture.parameters - architecture.expert_parameters
         return -(-dense // self.weights) + -(-architecture.expert_parameters // self.experts)
@@ -66,15 +66,15 @@ class Backend(Protocol):
         """Yield keys of this backend that ask for something while another one trains."""
         ...
 
-    def check_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> Found:
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Found:
         """Yield contradictions of the layout. sizes: None when unknown. sequences: of an update, None when wrong."""
         ...
 
-    def check_model(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
         """Yield what of the model the backend has no layers for."""
         ...
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
         """Yield contradictions of where the optimizer runs."""
         ...
 
@@ -82,7 +82,7 @@ class Backend(Protocol):
         """Return keys that are set and change nothing, with the reason."""
         ...
 
-    def suggest_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int) -> str:
+    def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
         """Return the overrides of the nearest layout that `sequences` an update can feed, as `; try ...`, or ''."""
         ...
 
@@ -90,7 +90,7 @@ class Backend(Protocol):
         """Return among how many ranks each state is shared."""
         ...
 
-    def states(self, trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, StateBytes]:
+    def states(self, trainer: TrainerSection, architecture: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return the bytes of one rank's states. size: bytes of one number of the compute dtype."""
         ...
 

@@ -4,12 +4,12 @@ One line a key, whatever it contradicts.
 """
 
 from rlctl.config.schema import MOST_SEQUENCES, GrpoConfig, RunConfig, TrainerSection
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Found, backend_of, other_backends
 from rlctl.preflight.resolved import Resolved
 
 
-def check_backend(trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> list[Found]:
+def check_backend(trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> list[Found]:
     """Return the checks of the backend, and of keys of backends that do not train.
 
     A value that is broken ends one of them alone.
@@ -20,7 +20,7 @@ def check_backend(trainer: TrainerSection, sizes: Architecture | None, sequences
     return [*own, backend.check_layout(trainer, sizes, sequences), *of_model]
 
 
-def check_batch(config: RunConfig, sizes: Architecture | None) -> Found:
+def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Found:
     """Find shards of an update that would get no rollout or sample."""
     trainer = config.trainer
     if isinstance(config, GrpoConfig):

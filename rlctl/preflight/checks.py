@@ -23,7 +23,7 @@ from rlctl.config.errors import BrokenValueError, ModelError, Problem
 from rlctl.config.plugins import needs_answers
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
-from rlctl.models.model_sizes import Architecture, architecture_of, config_file, read_architecture
+from rlctl.models.model_sizes import ModelSizes, config_file, read_sizes, sizes_of
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import backend_of
 from rlctl.preflight.check_async import WISE_AGE, check_async, check_corrections
@@ -59,10 +59,10 @@ class View:
         return self.origins.get(key) or next(inside, Origin())
 
     @cached_property
-    def architecture(self) -> Architecture | None:
+    def architecture(self) -> ModelSizes | None:
         """The model's sizes, or None when its config.json is not here or wrong (`_model` says so)."""
         try:
-            return architecture_of(self.config.model.path)
+            return sizes_of(self.config.model.path)
         except ValueError:
             return None
 
@@ -146,7 +146,7 @@ def _model(view: View) -> Problems:
             yield view.problem("model.path", f"{path} is a file; needed: a Hugging Face model folder")
         return
     try:
-        read_architecture(file)
+        read_sizes(file)
     except ModelError as error:
         yield view.problem("model.path", str(error))
         return

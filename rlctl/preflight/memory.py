@@ -9,7 +9,7 @@ and its weights take the policy's own place while they are needed.
 from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, State, backend_of
 from rlctl.preflight.offload_plan import Phase
 from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
@@ -49,7 +49,7 @@ class Memory:
         return max(trainer, resident + engine)
 
 
-def forecast(resolved: Resolved, architecture: Architecture, longest: int | None, device_memory: int | None) -> Memory:
+def forecast(resolved: Resolved, architecture: ModelSizes, longest: int | None, device_memory: int | None) -> Memory:
     """Return the forecast. On a CPU ranks and engines share `device_memory` at all times."""
     config = resolved.config
     trainer = _trainer(resolved, architecture)
@@ -69,12 +69,12 @@ def forecast(resolved: Resolved, architecture: Architecture, longest: int | None
     return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, placed_states=where)
 
 
-def refit_bytes(resolved: Resolved, architecture: Architecture) -> int:
+def refit_bytes(resolved: Resolved, architecture: ModelSizes) -> int:
     """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
     return architecture.parameters * DTYPE_BYTES[resolved.generation_dtype]
 
 
-def activation_bytes(architecture: Architecture, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
+def activation_bytes(architecture: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
     """Bytes kept for the backward pass of `tokens` tokens; a number takes `size` bytes, one of the residual `residual`.
 
     A layer keeps the inputs and outputs of its two norms, q, k and v (twice with norms of their own), the
@@ -92,7 +92,7 @@ def activation_bytes(architecture: Architecture, tokens: int, size: int, residua
     return tokens * per_token
 
 
-def _trainer(resolved: Resolved, architecture: Architecture) -> dict[str, int]:
+def _trainer(resolved: Resolved, architecture: ModelSizes) -> dict[str, int]:
     config, cpu = resolved.config, resolved.device == "cpu"
     trainer, size = config.trainer, DTYPE_BYTES[resolved.dtype]
     backend = backend_of(trainer)
@@ -118,7 +118,7 @@ def _trainer(resolved: Resolved, architecture: Architecture) -> dict[str, int]:
 
 
 def _engine(
-    resolved: Resolved, config: GrpoConfig, architecture: Architecture, device_memory: int | None
+    resolved: Resolved, config: GrpoConfig, architecture: ModelSizes, device_memory: int | None
 ) -> tuple[dict[str, int], int]:
     """(memory of one device of an engine by purpose, bytes of a cached token on it)."""
     size, devices = DTYPE_BYTES[resolved.generation_dtype], config.generation.tensor_parallel_size

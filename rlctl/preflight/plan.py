@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig, RunConfig
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.memory import Memory, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout
@@ -70,7 +70,7 @@ class RunPlan:
 
 def make_plan(
     config: RunConfig,
-    architecture: Architecture | None,
+    architecture: ModelSizes | None,
     gpus: int,
     device_memory: int | None,
     rooms: Sequence[NodeResources] | None = None,
@@ -100,7 +100,7 @@ def make_plan(
     )
 
 
-def longest_sequence(config: RunConfig, architecture: Architecture | None) -> int | None:
+def longest_sequence(config: RunConfig, architecture: ModelSizes | None) -> int | None:
     """Tokens of the longest sequence of the run, as far as it is known before the data is read."""
     own = config.model.max_length
     if own is None and architecture is not None:
@@ -142,7 +142,7 @@ def _batch(config: RunConfig, longest: int | None) -> BatchSize:
     )
 
 
-def _schedule(resolved: Resolved, architecture: Architecture | None) -> Schedule:
+def _schedule(resolved: Resolved, architecture: ModelSizes | None) -> Schedule:
     config, steps = resolved.config, resolved.num_steps
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every

@@ -5,7 +5,7 @@ Exact for FSDP (float32, sharded over the ranks); for Megatron-core as if its st
 
 from dataclasses import dataclass
 
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import STATES, State, StateBytes, backend_of
 from rlctl.preflight.offload_plan import Phase, Place, phases, residency
 from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
@@ -23,7 +23,7 @@ class PlacedState:
     host: int
 
 
-def placed_states(resolved: Resolved, architecture: Architecture) -> dict[Phase, dict[State, PlacedState]]:
+def placed_states(resolved: Resolved, architecture: ModelSizes) -> dict[Phase, dict[State, PlacedState]]:
     """Return the states by phase of the run. Without a GPU all of them are in host memory."""
     config = resolved.config
     table = residency(config.trainer, resolved.shares_devices)

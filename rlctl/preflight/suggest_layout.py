@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
 
 # Of the sizes proposed for a model that is not known: no model has more heads, or layers, to share out.
@@ -25,7 +25,7 @@ KEYS = {
 }
 
 
-def clashes(asked: Layout, sizes: Architecture | None) -> Iterator[tuple[str, str]]:
+def clashes(asked: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
     """(field of the layout, what is wrong with it), all of them."""
     ranks = asked.tensor * asked.pipeline * asked.context
     if asked.world % ranks:
@@ -39,7 +39,7 @@ def clashes(asked: Layout, sizes: Architecture | None) -> Iterator[tuple[str, st
     yield from _experts(asked, sizes)
 
 
-def nearest(asked: Layout, sizes: Architecture | None, sequences: int | None = None) -> Layout:
+def nearest(asked: Layout, sizes: ModelSizes | None, sequences: int | None = None) -> Layout:
     """The layout of as many ranks with sizes closest to those asked for that has no contradiction.
 
     sequences: trained in one update: at least one a shard. Where they are too few for any layout of so many ranks:
@@ -57,7 +57,7 @@ def nearest(asked: Layout, sizes: Architecture | None, sequences: int | None = N
     return Layout(sequences, 1, 1, 1, 1, asked.sequence)
 
 
-def instead(asked: Layout, sizes: Architecture | None, sequences: int | None) -> str:
+def instead(asked: Layout, sizes: ModelSizes | None, sequences: int | None) -> str:
     """`; try KEY=VALUE KEY=VALUE`: the overrides that make the nearest layout that works."""
     better = nearest(asked, sizes, sequences)
     pairs = [(key, getattr(asked, name), getattr(better, name)) for name, key in KEYS.items()]
@@ -65,14 +65,14 @@ def instead(asked: Layout, sizes: Architecture | None, sequences: int | None) ->
     return f"; try {' '.join(changes)}"
 
 
-def world_sizes(asked: Layout, sizes: Architecture | None, sequences: int | None) -> list[int]:
+def world_sizes(asked: Layout, sizes: ModelSizes | None, sequences: int | None) -> list[int]:
     """The nearest numbers of ranks, below and above, that work with the sizes as they are."""
     below = asked.world // (multiple := _multiple(asked)) * multiple
     counts = (below, below + multiple)
     return [count for count in counts if count and _works(replace(asked, world=count), sizes, sequences)]
 
 
-def _tensor(size: int, sizes: Architecture) -> Iterator[tuple[str, str]]:
+def _tensor(size: int, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
     cut = {"attention heads": sizes.heads, "key-value heads": sizes.kv_heads}
     if sizes.sparse_layers < sizes.layers:
         cut["MLP columns (intermediate_size)"] = sizes.intermediate
@@ -84,7 +84,7 @@ def _tensor(size: int, sizes: Architecture) -> Iterator[tuple[str, str]]:
         yield "tensor", what
 
 
-def _context(asked: Layout, sizes: Architecture) -> Iterator[tuple[str, str]]:
+def _context(asked: Layout, sizes: ModelSizes) -> Iterator[tuple[str, str]]:
     """Ulysses: for attention, the context ranks exchange tokens for heads."""
     if sizes.heads % asked.tensor or sizes.kv_heads % asked.tensor:
         return
@@ -95,7 +95,7 @@ def _context(asked: Layout, sizes: Architecture) -> Iterator[tuple[str, str]]:
         yield "context", f"must divide the {keys} key-value heads of a tensor rank or be a multiple of them, not {size}"
 
 
-def _experts(asked: Layout, sizes: Architecture | None) -> Iterator[tuple[str, str]]:
+def _experts(asked: Layout, sizes: ModelSizes | None) -> Iterator[tuple[str, str]]:
     size, stage = asked.expert, asked.world // asked.pipeline
     wrong = []
     if sizes and size > 1 and not sizes.sparse_layers:
@@ -112,12 +112,12 @@ def _experts(asked: Layout, sizes: Architecture | None) -> Iterator[tuple[str, s
         yield "sequence", f"must not be false: Megatron-core trains experts on {asked.tensor} tensor ranks only with it"
 
 
-def _works(each: Layout, sizes: Architecture | None, sequences: int | None) -> bool:
+def _works(each: Layout, sizes: ModelSizes | None, sequences: int | None) -> bool:
     enough = sequences is None or each.data <= sequences
     return enough and next(clashes(each, sizes), None) is None
 
 
-def _candidates(asked: Layout, sizes: Architecture | None) -> Iterator[Layout]:
+def _candidates(asked: Layout, sizes: ModelSizes | None) -> Iterator[Layout]:
     """Every way to cut the ranks; sequence parallelism as asked for or, where that contradicts, as it is best."""
     world, divisors = asked.world, _divisors(asked.world)
     mixture = sizes is None or sizes.sparse_layers

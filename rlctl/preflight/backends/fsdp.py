@@ -1,7 +1,7 @@
 """Facts of torch FSDP2: weights, gradients and optimizer state are sharded over all ranks."""
 
 from rlctl.config.schema import TrainerSection
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Found, ShardCounts, State, StateBytes
 from rlctl.preflight.parallel_layout import Layout
 
@@ -23,15 +23,15 @@ class FsdpBackend:
         """Find nothing: FSDP has no keys of its own."""
         yield from ()
 
-    def check_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> Found:
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Found:
         """Find nothing: any number of ranks works."""
         yield from ()
 
-    def check_model(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
         """Find nothing: the layers are transformers' own."""
         yield from ()
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
         """Find nothing: the optimizer runs where the weights are."""
         yield from ()
 
@@ -39,7 +39,7 @@ class FsdpBackend:
         """Return nothing: FSDP has no keys of its own."""
         return {}
 
-    def suggest_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int) -> str:
+    def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
         """Return '': the number of ranks is the layout."""
         return ""
 
@@ -48,7 +48,7 @@ class FsdpBackend:
         ranks = trainer.num_ranks
         return ShardCounts(1, 1, ranks, ranks, ranks)
 
-    def states(self, trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, StateBytes]:
+    def states(self, trainer: TrainerSection, architecture: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return float32 masters and AdamW's two moments, exactly."""
         shared = self.shard_counts(trainer)
         weights, sharded = shared.of(architecture), -(-architecture.parameters // shared.optimizer)

@@ -10,7 +10,7 @@ from json import dumps
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, Found, ShardCounts, State, StateBytes
 from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import Layout
@@ -91,7 +91,7 @@ class MegatronBackend:
                     what = f"{dumps(value)} needs trainer.backend=megatron: {why}"
                     yield f"{_SECTION}.{name}", what, ("trainer.backend",)
 
-    def check_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int | None) -> Found:
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Found:
         """Find sizes that contradict the model or each other, one line a key."""
         asked = self.layout(trainer)
         found = list(clashes(asked, sizes))
@@ -103,7 +103,7 @@ class MegatronBackend:
                 what += advice
             yield KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ()))
 
-    def check_model(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
         """Find layers that Megatron-core, as rlctl builds them, does not have."""
         if sizes is None:
             return
@@ -117,7 +117,7 @@ class MegatronBackend:
             what = "megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1"
             yield "trainer.backend", f"{what}; use trainer.backend=fsdp", _MODEL
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: Architecture | None) -> Found:
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
         """Find what `optimizer_cpu_offload` needs, and keys that need it."""
         own, key = trainer.megatron, f"{_SECTION}.optimizer_cpu_offload"
         if own.optimizer_cpu_offload:
@@ -144,7 +144,7 @@ class MegatronBackend:
             idle[f"{_SECTION}.fp32_residual_connection"] = "trainer.dtype is float32"
         return idle
 
-    def suggest_layout(self, trainer: TrainerSection, sizes: Architecture | None, sequences: int) -> str:
+    def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
         """Return the overrides of the nearest layout."""
         return instead(self.layout(trainer), sizes, sequences)
 
@@ -156,7 +156,7 @@ class MegatronBackend:
         experts = stages * layout.expert_model_parallel_size
         return ShardCounts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
 
-    def states(self, trainer: TrainerSection, architecture: Architecture, size: int) -> dict[State, StateBytes]:
+    def states(self, trainer: TrainerSection, architecture: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return the bytes as if all stages were alike.
 
         Weights are in the compute dtype; the optimizer has float32 masters besides if that is a half. Where the host

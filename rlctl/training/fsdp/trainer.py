@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from rlctl.config.schema import TrainerSection
 from rlctl.models import hf_folder
 from rlctl.models.architectures import is_fused
-from rlctl.models.model_sizes import read_architecture
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training import distributed
@@ -231,7 +231,7 @@ class FsdpTrainer:
             "vocab_size": self._policy.lm.config.vocab_size,
             "device": str(self._device),
             "device_name": distributed.device_name(self._device),
-            "active_parameters": read_architecture(self._folder / "config.json").active_parameters,
+            "active_parameters": read_sizes(self._folder / "config.json").active_parameters,
         }
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
-from rlctl.models.model_sizes import Architecture
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import layout_of
 from rlctl.training.megatron.attention import CoreAttention, Pack, turned
 from rlctl.training.packing import compile_for_packs
@@ -111,7 +111,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
 
 
 def build_policy(
-    hf: Any, sizes: Architecture, section: TrainerSection, dtype: torch.dtype, device: torch.device
+    hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> MegatronPolicy:
     """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration, one that is supported."""
     config = _transformer_config(hf, sizes, section, dtype, device)
@@ -150,7 +150,7 @@ def _fuse(policy: MegatronPolicy) -> None:
 
 
 def _transformer_config(
-    hf: Any, sizes: Architecture, section: TrainerSection, dtype: torch.dtype, device: torch.device
+    hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     parallel = section.megatron
     cuda = device.type == "cuda"
@@ -203,7 +203,7 @@ def _transformer_config(
     )
 
 
-def _experts(hf: Any, sizes: Architecture) -> dict[str, Any]:
+def _experts(hf: Any, sizes: ModelSizes) -> dict[str, Any]:
     if not sizes.experts:
         return {}
     return {

@@ -21,7 +21,7 @@ from torch import Tensor
 from rlctl.config.schema import TrainerSection
 from rlctl.models import hf_folder
 from rlctl.models.meta_model import layout_of, skeleton
-from rlctl.models.model_sizes import read_architecture
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import State, backend_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.offload_plan import residency
@@ -73,7 +73,7 @@ class MegatronTrainer:
         self._folder = hf_folder.resolve(model_path)
         lm = skeleton(self._folder, self._device)
         self._hf, self._layout = lm.config, layout_of(lm)
-        self._sizes = read_architecture(self._folder / "config.json")
+        self._sizes = read_sizes(self._folder / "config.json")
         for _, what, _ in backend_of(config).check_model(config, self._sizes):
             raise ValueError(what)
         distributed.join(config, rank, world, init_method, self._device)

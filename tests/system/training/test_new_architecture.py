@@ -13,7 +13,7 @@ import torch
 from rlctl.config.errors import ModelError
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.hf_folder import WeightFiles
-from rlctl.models.model_sizes import read_architecture
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import backend_of
 from tests.system.training.scenario import (
     CONFIG,
@@ -37,10 +37,10 @@ def test_a_row_is_all_that_an_architecture_takes(tmp_path: Path, monkeypatch: py
         added.setitem(ARCHITECTURES, "mistral", MISTRAL)
         folder = make_model(tmp_path / "model", "mistral")
     with pytest.raises(ModelError, match=r"model_type mistral in .*: must be one of llama, qwen2, qwen3, qwen3_moe"):
-        read_architecture(folder / "config.json")
+        read_sizes(folder / "config.json")
     monkeypatch.setitem(ARCHITECTURES, "mistral", MISTRAL)
     lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    assert read_architecture(folder / "config.json").parameters == sum(p.numel() for p in lm.parameters())
+    assert read_sizes(folder / "config.json").parameters == sum(p.numel() for p in lm.parameters())
     expected = [plain_log_probs(lm, sequence)[0].detach().numpy() for sequence in DATA]
     updates, weights = [], []
     for backend in ("fsdp", "megatron"):
@@ -63,7 +63,7 @@ def test_a_row_is_all_that_an_architecture_takes(tmp_path: Path, monkeypatch: py
 def test_a_row_may_be_for_fsdp_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARCHITECTURES, "mistral", replace(MISTRAL, megatron=False))
     folder = make_model(tmp_path / "model", "mistral")
-    sizes, what = read_architecture(folder / "config.json"), "megatron has no layers of a mistral"
+    sizes, what = read_sizes(folder / "config.json"), "megatron has no layers of a mistral"
     checked = {name: replace(CONFIG, backend=name) for name in ("fsdp", "megatron")}
     found = {name: [said for _, said, _ in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
     assert found == {"fsdp": [], "megatron": [f"{what}; use trainer.backend=fsdp"]}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlctl.config.errors import ConfigError, ModelError
-from rlctl.models.model_sizes import read_architecture
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
 from tests.unit.folders import MODEL
@@ -89,11 +89,11 @@ def test_sliding_windows_are_those_of_transformers(model: Path, kind: str, value
     config = AutoConfig.from_pretrained(model.parent)
     types = ["sliding_attention"] if kind == "qwen3_moe" and config.sliding_window else []
     if "sliding_attention" not in (getattr(config, "layer_types", None) or types):
-        read_architecture(model)
+        read_sizes(model)
         skeleton(model.parent, torch.device("cpu"))
         return
     with pytest.raises(ModelError, match="rlctl trains full attention alone"):
-        read_architecture(model)
+        read_sizes(model)
     with pytest.raises(ValueError, match="sliding-window attention"):
         skeleton(model.parent, torch.device("cpu"))
 
@@ -125,7 +125,7 @@ def test_the_longest_sequence_is_what_a_scaled_rotary_embedding_means(
 ) -> None:
     """As vLLM 0.32's `_get_and_verify_max_len` derives it: what is longer, its engine refuses once all is up."""
     write(model, **{key: scale})
-    assert read_architecture(model).max_positions == longest
+    assert read_sizes(model).max_positions == longest
     load("grpo", "grpo.recipe.yaml", [f"model.max_length={longest}", "trainer.micro_batch_tokens=2048"])
     with pytest.raises(ConfigError, match=f"must be at most {longest}"):
         load("grpo", "grpo.recipe.yaml", [f"model.max_length={longest + 1}", "trainer.micro_batch_tokens=2048"])
@@ -135,7 +135,7 @@ def test_the_longest_sequence_is_what_a_scaled_rotary_embedding_means(
 def test_a_rotary_embedding_that_depends_on_the_batch(model: Path, kind: str) -> None:
     write(model, rope_scaling={"rope_type": kind, "factor": 4.0})
     with pytest.raises(ModelError, match=f"rope_type {kind}: must be one of default, linear, llama3, yarn, which turn"):
-        read_architecture(model)
+        read_sizes(model)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_sizes_that_are_none(model: Path, size: Any) -> None:
     for key in ("hidden_size", "num_attention_heads", "max_position_embeddings", "num_hidden_layers", "vocab_size"):
         write(model, **{key: size})
         with pytest.raises(ModelError):
-            read_architecture(model)
+            read_sizes(model)

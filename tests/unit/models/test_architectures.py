@@ -11,7 +11,7 @@ from rlctl.models import packed_attention
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.hf_folder import WeightFiles, fuse, unfuse, write_folder
 from rlctl.models.meta_model import layout_of, skeleton
-from rlctl.models.model_sizes import Architecture, read_architecture
+from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.run import fingerprint
 from tests.tiny_models import KINDS, Kind, make_model
 
@@ -47,7 +47,7 @@ def test_the_row_names_what_transformers_builds(kind: Kind, lm: Any) -> None:
 
 
 def test_sizes_are_those_of_transformers(folder: Path, lm: Any) -> None:
-    sizes = read_architecture(folder / "config.json")
+    sizes = read_sizes(folder / "config.json")
     assert sizes.parameters == sum(parameter.numel() for parameter in lm.parameters())
     assert (sizes.layers, sizes.heads, sizes.kv_heads, sizes.head_dim) == (3, 6, 2, 32)
     names = {name for name, _ in lm.named_parameters()}
@@ -74,7 +74,7 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: Kind, tmp_pat
     config = AutoConfig.from_pretrained(tmp_path)
     with torch.device("meta"):
         built = AutoModelForCausalLM.from_config(config)
-    found: Architecture = read_architecture(tmp_path / "config.json")
+    found: ModelSizes = read_sizes(tmp_path / "config.json")
     assert found.parameters == sum(parameter.numel() for parameter in built.parameters())
     if row.experts:
         assert found.experts_per_token == config.num_experts_per_tok
@@ -96,7 +96,7 @@ def test_a_folder_goes_through_memory_and_back_bit_by_bit(folder: Path, lm: Any,
 
 
 def test_parts_stand_in_memory_where_fuse_says(folder: Path, lm: Any) -> None:
-    experts = read_architecture(folder / "config.json").experts
+    experts = read_sizes(folder / "config.json").experts
     for name, parameter in lm.named_parameters():
         for part, view in unfuse(name, parameter):
             whole, shape, start = fuse(part, tuple(view.shape), (0,) * view.ndim, experts)

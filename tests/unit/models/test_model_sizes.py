@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.models.model_sizes import read_architecture
+from rlctl.models.model_sizes import read_sizes
 
 QWEN3_0_6B = {
     "model_type": "qwen3",
@@ -51,13 +51,13 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.save_pretrained(tmp_path)
-    architecture = read_architecture(tmp_path / "config.json")
+    architecture = read_sizes(tmp_path / "config.json")
     assert architecture.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert architecture.max_positions == 64
 
 
 def test_a_published_size(tmp_path: Path) -> None:
-    architecture = read_architecture(written(tmp_path, QWEN3_0_6B))
+    architecture = read_sizes(written(tmp_path, QWEN3_0_6B))
     assert architecture.parameters == 596_049_920
     assert architecture.kv_values_per_token == 2 * 28 * 8 * 128
 
@@ -73,4 +73,4 @@ def test_a_published_size(tmp_path: Path) -> None:
 def test_a_config_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_architecture(tmp_path / "config.json")
+        read_sizes(tmp_path / "config.json")

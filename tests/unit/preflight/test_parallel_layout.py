@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.config.errors import ConfigError
-from rlctl.models.model_sizes import Architecture, read_architecture
+from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight import check_inputs
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
@@ -29,7 +29,7 @@ SEQUENCE, OFFLOAD = "trainer.megatron.sequence_parallel", "trainer.megatron.opti
 RESIDUAL = "trainer.megatron.fp32_residual_connection"
 FRACTION, OVERLAP = "trainer.megatron.optimizer_offload_fraction", "trainer.megatron.overlap_cpu_optimizer_d2h_h2d"
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 33, "num_experts_per_tok": 2}
-QWEN3_8B = Architecture(
+QWEN3_8B = ModelSizes(
     model_type="qwen3", hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936,
     max_positions=40960, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=True, experts=0,
     experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
@@ -52,7 +52,7 @@ def model(home: Path, **sizes: object) -> None:
 
 def plan(home: Path, *overrides: str, kind: str = "grpo") -> RunPlan:
     config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
-    return make_plan(config, read_architecture(home / "model/config.json"), 0, None)
+    return make_plan(config, read_sizes(home / "model/config.json"), 0, None)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline", "context", "data"), [(2, 1, 1, 2), (2, 3, 2, 4), (1, 2, 2, 3)])
@@ -252,7 +252,7 @@ SIZE = st.integers(1, 12)
 
 
 @st.composite
-def architectures(draw: st.DrawFn) -> Architecture:
+def architectures(draw: st.DrawFn) -> ModelSizes:
     keys, layers = draw(SIZE), draw(SIZE)
     sparse = draw(st.sampled_from((0, 1, layers)))
     return replace(
@@ -265,7 +265,7 @@ LAYOUTS = st.builds(Layout, st.integers(1, 48), SIZE, SIZE, SIZE, SIZE, st.sampl
 
 
 @given(LAYOUTS, st.none() | architectures())
-def test_the_nearest_layout_has_as_many_ranks_and_no_contradiction(asked: Layout, sizes: Architecture | None) -> None:
+def test_the_nearest_layout_has_as_many_ranks_and_no_contradiction(asked: Layout, sizes: ModelSizes | None) -> None:
     found = nearest(asked, sizes)
     assert found.world == asked.world
     assert list(clashes(found, sizes)) == []
@@ -274,7 +274,7 @@ def test_the_nearest_layout_has_as_many_ranks_and_no_contradiction(asked: Layout
 
 @given(LAYOUTS, st.none() | architectures(), st.integers(1, 48))
 def test_the_nearest_layout_has_a_sequence_for_each_shard(
-    asked: Layout, sizes: Architecture | None, sequences: int
+    asked: Layout, sizes: ModelSizes | None, sequences: int
 ) -> None:
     found = nearest(asked, sizes, sequences)
     assert 1 <= found.data <= sequences

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.models.model_sizes import Architecture, read_architecture
+from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.memory import activation_bytes
 from rlctl.preflight.plan import RunPlan, make_plan
 from rlctl.preflight.state_memory import PlacedState
 
 GIB = 1 << 30
-ONE_LAYER = Architecture(
+ONE_LAYER = ModelSizes(
     model_type="llama", hidden=8, layers=1, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10,
     max_positions=64, tied=False, qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False, experts=0,
     experts_per_token=0, expert_intermediate=0, sparse_layers=0, activation="silu", norm_topk_prob=False,
@@ -19,11 +19,11 @@ ONE_LAYER = Architecture(
 
 def plan(home: Path, *overrides: str, kind: str = "grpo", gpus: int = 0, memory: int | None = 16 * GIB) -> RunPlan:
     config = load(kind, f"{kind}.recipe.yaml", list(overrides)).config
-    return make_plan(config, read_architecture(home / "model/config.json"), gpus, memory)
+    return make_plan(config, read_sizes(home / "model/config.json"), gpus, memory)
 
 
 def parameters(home: Path) -> int:
-    return read_architecture(home / "model/config.json").parameters
+    return read_sizes(home / "model/config.json").parameters
 
 
 def test_the_arithmetic_of_a_step(home: Path) -> None:
