@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.data.datasets import DataError
-from rlctl.data.prompts import Prompt, SupervisedSample
+from rlctl.data.tasks import SupervisedSample, Task
 
-Drawn = TypeVar("Drawn", Prompt, SupervisedSample)
+Drawn = TypeVar("Drawn", Task, SupervisedSample)
 
 
 @dataclass(frozen=True)
@@ -107,5 +107,5 @@ class RowSource(Generic[Drawn]):
         return replace(row, id=f"e{draw.epoch}-{row.id}")
 
 
-PromptSource = RowSource[Prompt]
+TaskSource = RowSource[Task]
 SampleSource = RowSource[SupervisedSample]

@@ -13,8 +13,8 @@ from rlctl.config.plugins import needs_answers
 from rlctl.config.schema import DataSection, DatasetSection, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows
-from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.data.rows import Messages, conversation, is_plain, question
+from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
 
 
@@ -77,7 +77,7 @@ def load_chat(config: RunConfig, model: str) -> Chat:
 
 def load_prompts(
     config: RunConfig, section: DatasetSection, chat: Chat, rows: list[Row]
-) -> tuple[list[Prompt], LengthReport]:
+) -> tuple[list[Task], LengthReport]:
     """Return the prompts of `section` from its rows. Raises DataError."""
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
 

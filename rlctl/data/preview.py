@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import Cursor
-from rlctl.data.prompts import SupervisedSample
+from rlctl.data.tasks import SupervisedSample
 
 # Steps of a run that say how well its samples pack.
 _STEPS = 200

@@ -1,4 +1,4 @@
-"""From rows to what is drawn: `Prompt`s (GRPO) and `SupervisedSample`s (SFT), and a report of what their lengths cost.
+"""From rows to what is drawn: `Task`s (GRPO) and `SupervisedSample`s (SFT), and a report of what their lengths cost.
 
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
@@ -11,8 +11,8 @@ import numpy as np
 from rlctl.config.schema import DatasetSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import DataError, Row
-from rlctl.data.prompts import Prompt, SupervisedSample
 from rlctl.data.rows import conversation, question
+from rlctl.data.tasks import SupervisedSample, Task
 
 
 @dataclass
@@ -41,14 +41,14 @@ class LengthReport:
 
 def tokenize_prompts(
     rows: list[Row], section: DatasetSection, chat: Chat, max_prompt_length: int | None
-) -> tuple[list[Prompt], LengthReport]:
+) -> tuple[list[Task], LengthReport]:
     """Prompts named `r{row}`; those of more than `max_prompt_length` tokens are left out and counted.
 
     The answer is the answer column or, if there is none, the chat's trailing assistant message.
     Raises DataError at the first bad row, or if no prompt is left.
     """
     report = LengthReport(len(rows))
-    prompts: list[Prompt] = []
+    prompts: list[Task] = []
     for row in rows:
         messages, answer = question(row, section)
         with _At(row):
@@ -59,7 +59,7 @@ def tokenize_prompts(
             report.dropped += 1
         else:
             report.unanswered += answer is None
-            prompts.append(Prompt(f"r{row.number}", tokens, text, answer, row.values))
+            prompts.append(Task(f"r{row.number}", tokens, text, answer, row.values))
     if not prompts:
         raise DataError(f"{section.path}: every prompt is longer than data.max_prompt_length={max_prompt_length}")
     return prompts, report

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import GrpoSection
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout
 from rlctl.grpo.advantages import advantages
 from rlctl.rollout.scoring import RolloutGroup
@@ -210,7 +210,7 @@ def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray
     return [TrainingSample(s.tokens, s.mask, {**s.fields, name: column}) for s, column in zip(sequences, columns)]
 
 
-def to_sequence(prompt: Prompt, completion: Rollout, advantage: float, version: int | None = None) -> TrainingSample:
+def to_sequence(prompt: Task, completion: Rollout, advantage: float, version: int | None = None) -> TrainingSample:
     """A rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age"."""
     start, length = len(prompt.tokens), len(prompt.tokens) + len(completion.tokens)
     tokens = np.empty(length, np.int32)

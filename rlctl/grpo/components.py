@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlctl.data.cursor import PromptSource
-from rlctl.data.prompts import Prompt
+from rlctl.data.cursor import TaskSource
+from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.refit.refit import Refit
 from rlctl.rollout.scoring import GroupScorer
@@ -34,8 +34,8 @@ class GrpoComponents:
     trainer: TrainerGroup
     pool: GeneratorPool
     refit: Refit
-    source: PromptSource
-    validation: list[Prompt]
+    source: TaskSource
+    validation: list[Task]
     score: GroupScorer
     recorder: RunRecorder
     devices: Devices

@@ -4,7 +4,7 @@ Checksums show that every tensor arrived as sent; sampled tokens show that it wa
 """
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.batch import to_sequence
 from rlctl.grpo.components import GrpoComponents
@@ -22,7 +22,7 @@ class ProbeError(RuntimeError):
     """Trainer and generator disagree: training on such samples would be silently wrong."""
 
 
-def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Prompt], version: int, dtype: str) -> Mismatch:
+def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], version: int, dtype: str) -> Mismatch:
     """Refit with checksums, sample a few tokens, compare log-probs.
 
     Raises RefitError naming the first tensor that arrived changed, or ProbeError if log-probs differ by more
@@ -39,7 +39,7 @@ def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Prompt], vers
     return gap
 
 
-def parity(config: GrpoConfig, parts: GrpoComponents, prompts: list[Prompt], version: int) -> Mismatch:
+def parity(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], version: int) -> Mismatch:
     """Sample a few tokens while trainer and generator both have `version`, and compare their log-probs.
 
     What else the engines sample goes on meanwhile.

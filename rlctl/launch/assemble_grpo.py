@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
-from rlctl.data.cursor import PromptSource
+from rlctl.data.cursor import TaskSource
 from rlctl.data.load import RunRows
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.launch.loading import DataLoading, RunData, load_run_prompts
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
@@ -43,12 +43,12 @@ class GrpoParts:
         self.updates = self.config.grpo.num_steps * self.config.grpo.updates_per_step
         self.temperature = self.config.generation.temperature
 
-    def load(self, threads: Executor, rows: RunRows) -> DataLoading[Prompt]:
+    def load(self, threads: Executor, rows: RunRows) -> DataLoading[Task]:
         """Tokenize the prompts, and try the rewards on the first of them."""
         load = partial(load_run_prompts, self.session, self.config, self.files, rows, self.scorer)
         return DataLoading.begin(threads, self.session, self.files, load)
 
-    def start_engines(self, allocation: Allocation, loading: DataLoading[Prompt]) -> "GeneratorPool":
+    def start_engines(self, allocation: Allocation, loading: DataLoading[Task]) -> "GeneratorPool":
         """Start the engines, which are made with the tokens that end an answer."""
         from rlctl.generation.pool import GeneratorPool
         from rlctl.launch.worker_specs import engine_slots, engine_spec
@@ -66,7 +66,7 @@ class GrpoParts:
         return self.pool
 
     def make_loop(
-        self, allocation: Allocation, trainer: "TrainerGroup", source: PromptSource, data: RunData[Prompt]
+        self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]
     ) -> "GrpoLoop | None":
         """Open the refit, bring the engines to the trainer's version, and compare the two if that is asked."""
         from rlctl.grpo.components import Devices, GrpoComponents

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
 from rlctl.data.load import RunRows
-from rlctl.data.prompts import SupervisedSample
+from rlctl.data.tasks import SupervisedSample
 from rlctl.launch.loading import DataLoading, RunData, load_run_samples
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session

@@ -12,7 +12,7 @@ from rlctl.data.datasets import DataError
 from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_chat, load_prompts, load_samples
 from rlctl.data.preview import step_lengths
-from rlctl.data.prompts import Prompt, SupervisedSample
+from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
@@ -62,12 +62,12 @@ def _chat(session: Session, files: ModelFiles) -> tuple[Chat, EndTokens]:
 
 def load_run_prompts(
     session: Session, config: GrpoConfig, files: ModelFiles, rows: RunRows, scorer: "Scorer", chat: Chat
-) -> RunData[Prompt]:
+) -> RunData[Task]:
     """Tokenize the prompts, and try the rewards on the first one. Raises DataError or RewardError."""
     from rlctl.rollout.scoring import sample_item
 
     length, answer = config.model.max_length or files.max_length, config.generation.max_new_tokens
-    found: dict[str, list[Prompt]] = {"validation": []}
+    found: dict[str, list[Task]] = {"validation": []}
     with session.starting("data"):
         for name, section, listed in rows.parts(config.data):
             found[name], report = load_prompts(config, section, chat, listed)
@@ -98,7 +98,7 @@ def load_run_samples(
     return RunData(found["train"], found["validation"][: config.validation.max_prompts])
 
 
-def check_room(prompts: list[Prompt], answer: int, length: int) -> None:
+def check_room(prompts: list[Task], answer: int, length: int) -> None:
     """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
     longest = max(prompts, key=lambda prompt: len(prompt.tokens))
     if len(longest.tokens) + answer > length:

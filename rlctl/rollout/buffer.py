@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.cursor import PromptSource
-from rlctl.data.prompts import Prompt
+from rlctl.data.cursor import TaskSource
+from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.preflight.resolved import Resolved
 from rlctl.refit.refit import Refit
@@ -29,7 +29,7 @@ from rlctl.rollout.seeds import REDRAW, TRAIN, rollout_seeds
 from rlctl.rollout.staleness import StalenessScheduler
 
 Span = Callable[[str], AbstractContextManager[None]]
-ScoreGroups = Callable[[list[Prompt], list[list[Rollout]]], list[list[Score]]]
+ScoreGroups = Callable[[list[Task], list[list[Rollout]]], list[list[Score]]]
 Emit = Callable[..., None]
 _TICK_S = 0.5
 
@@ -38,7 +38,7 @@ _TICK_S = 0.5
 class _Active:
     """A group between admission and the end of its step. began: when it was admitted or drawn anew."""
 
-    prompt: Prompt
+    prompt: Task
     attempt: int = 0
     began: float = 0.0
     completions: list[Rollout] | None = None
@@ -51,7 +51,7 @@ class RolloutBuffer:
     def __init__(
         self,
         config: GrpoConfig,
-        source: PromptSource,
+        source: TaskSource,
         dispatcher: Callable[[Callable[[list[tuple[str, list[Rollout]]]], None]], RolloutDispatcher],
         refit: Refit,
         score: ScoreGroups,

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Score, Scorer
@@ -11,7 +11,7 @@ from rlctl.rewards.scorer import Score, Scorer
 Decode = Callable[[list[list[int]]], list[str]]
 
 
-def sample_item(prompt: Prompt) -> RewardInput:
+def sample_item(prompt: Task) -> RewardInput:
     """What rewards are tried on before a run: a prompt, answered with its own answer."""
     return RewardInput(prompt.text, prompt.answer or "", prompt.answer, prompt.row)
 
@@ -20,7 +20,7 @@ def sample_item(prompt: Prompt) -> RewardInput:
 class RolloutGroup:
     """A prompt's rollouts and their scores, side by side."""
 
-    prompt: Prompt
+    prompt: Task
     completions: list[Rollout]
     scores: list[Score]
 
@@ -32,7 +32,7 @@ class GroupScorer:
     scorer: Scorer
     decode: Decode
 
-    def __call__(self, prompts: list[Prompt], completions: list[list[Rollout]]) -> list[list[Score]]:
+    def __call__(self, prompts: list[Task], completions: list[list[Rollout]]) -> list[list[Score]]:
         """A score a rollout, group by group."""
         texts = iter(self.decode([c.tokens.tolist() for group in completions for c in group]))
         items = [

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
-from rlctl.data.prompts import Prompt, SupervisedSample
+from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.architectures import own_keys
 
 _SIZES = [
@@ -84,11 +84,11 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
     }
 
 
-def digest_rows(rows: Sequence[Prompt] | Sequence[SupervisedSample]) -> str:
+def digest_rows(rows: Sequence[Task] | Sequence[SupervisedSample]) -> str:
     """Return the digest of all rows of a data set, as tokens."""
     digest = hashlib.sha256()
     for row in rows:
-        rest = row.answer if isinstance(row, Prompt) else row.mask.tobytes()
+        rest = row.answer if isinstance(row, Task) else row.mask.tobytes()
         digest.update(repr((len(row.tokens), rest)).encode("utf-8", "surrogatepass"))
         digest.update(np.asarray(row.tokens, np.int32).tobytes())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
-from rlctl.data.prompts import SupervisedSample
+from rlctl.data.tasks import SupervisedSample
 from rlctl.run.health import Decline, Health, gradient_jump
 from rlctl.run.loop import Loop
 from rlctl.run.recorder import RunRecorder

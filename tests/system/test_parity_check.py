@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.schema import GrpoConfig, TrainerSection
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
@@ -20,7 +20,7 @@ from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, 
 from tests.tiny_models import make_model
 
 DEADLINE = 600.0
-PROMPTS = [Prompt(f"r{i}", [5 + i, 9, 12], "", None) for i in range(4)]
+PROMPTS = [Task(f"r{i}", [5 + i, 9, 12], "", None) for i in range(4)]
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.cursor import Cursor, PromptSource
-from rlctl.data.prompts import Prompt
+from rlctl.data.cursor import Cursor, TaskSource
+from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import FinishedGroups
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Rollout, TurnRequest
@@ -57,8 +57,8 @@ class Stage:
         config = load("grpo", None, [*size, *more, *settings]).config
         assert isinstance(config, GrpoConfig)
         config = replace(config, generation=replace(config.generation, max_new_tokens=1500))
-        rows = [Prompt(f"r{i}", [5 + i, 9, 12], "", None) for i in range(100)]
-        source = PromptSource(rows, Cursor(len(rows), 0, False))
+        rows = [Task(f"r{i}", [5 + i, 9, 12], "", None) for i in range(100)]
+        source = TaskSource(rows, Cursor(len(rows), 0, False))
         self.pool.refit(self.refit, 0)
         self.steps, self.events[:] = [], []
         self.parts, self.taken_early = False, 0
@@ -113,7 +113,7 @@ class Stage:
         self.events.append({"kind": kind, **fields})
 
 
-def score(prompts: list[Prompt], groups: list[list[Rollout]]) -> list[list[Score]]:
+def score(prompts: list[Task], groups: list[list[Rollout]]) -> list[list[Score]]:
     return [[Score(float(len(one.tokens) % 2), {}, None, True) for one in group] for group in groups]
 
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.data.cursor import Cursor, Draw, PromptSource
+from rlctl.data.cursor import Cursor, Draw, TaskSource
 from rlctl.data.datasets import DataError
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
 
@@ -64,6 +64,6 @@ def test_a_state_of_a_data_set_of_another_size_is_refused():
 
 
 def test_a_source_names_each_draw_by_epoch_and_row_of_the_data_set():
-    kept = [Prompt(f"r{row}", [1], "x", "y") for row in (0, 7)]  # the rows between were too long
-    source = PromptSource(kept, Cursor(2, seed=0, shuffle=False))
+    kept = [Task(f"r{row}", [1], "x", "y") for row in (0, 7)]  # the rows between were too long
+    source = TaskSource(kept, Cursor(2, seed=0, shuffle=False))
     assert [prompt.id for prompt in source.draw(4)] == ["e0-r0", "e0-r7", "e1-r0", "e1-r7"]

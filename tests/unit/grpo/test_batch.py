@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
@@ -23,7 +23,7 @@ def config(skip: bool) -> GrpoSection:
 
 
 def group(name: str, values: list[float | None]) -> RolloutGroup:
-    prompt = Prompt(name, [7, 8], "?", "!")
+    prompt = Task(name, [7, 8], "?", "!")
     completions = [
         Rollout(name, np.full(3, i, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
         for i in range(len(values))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.requests import Finish, Rollout
 from rlctl.grpo.batch import make_batch
@@ -32,7 +32,7 @@ def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> Roll
         for length, _, finish in rollouts
     ]
     scores = [Score(value, {"exact": value}, None, value == 1.0) for _, value, _ in rollouts]
-    return RolloutGroup(Prompt("p", [1] * prompt, "?", "!"), completions, scores)
+    return RolloutGroup(Task("p", [1] * prompt, "?", "!"), completions, scores)
 
 
 def measured(groups: list[RolloutGroup]) -> dict[str, float]:

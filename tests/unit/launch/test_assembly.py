@@ -7,7 +7,7 @@ import pytest
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
 from rlctl.data.datasets import DataError
-from rlctl.data.prompts import Prompt
+from rlctl.data.tasks import Task
 from rlctl.launch.assembly import processes_of
 from rlctl.launch.loading import check_room
 from rlctl.preflight.load import load
@@ -16,7 +16,7 @@ from rlctl.telemetry.events import EventLog
 
 
 def test_a_prompt_that_leaves_no_room_for_an_answer_is_named_with_what_mends_it() -> None:
-    prompts = [Prompt("r0", [1] * 3, "", None), Prompt("r1", [1] * 9, "", None)]
+    prompts = [Task("r0", [1] * 3, "", None), Task("r1", [1] * 9, "", None)]
     check_room(prompts, answer=7, length=16)
     with pytest.raises(DataError, match=r"prompt r1 has 9 tokens; .*=8 that .* 16: data.max_prompt_length=8 leaves"):
         check_room(prompts, answer=8, length=16)

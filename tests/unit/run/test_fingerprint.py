@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlctl.data.prompts import Prompt, SupervisedSample
+from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.preflight.load import load
 from rlctl.run.fingerprint import contradictions, digest_rows, made_with
 from tests.unit import folders
@@ -110,7 +110,7 @@ def test_no_value_that_may_be_secret_is_kept(home: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_have_a_digest_that_each_of_them_changes() -> None:
-    prompts = [Prompt("r0", [1, 2], "", "3"), Prompt("r1", [4], "", None)]
+    prompts = [Task("r0", [1, 2], "", "3"), Task("r1", [4], "", None)]
     ours = digest_rows(prompts)
     assert digest_rows([*prompts]) == ours
     others = [prompts[::-1], prompts[:1], [replace(prompts[0], answer="4"), prompts[1]]]

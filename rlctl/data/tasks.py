@@ -1,4 +1,4 @@
-"""What is drawn from a data set: a `Prompt` to answer (GRPO) or a `SupervisedSample` to imitate (SFT)."""
+"""Draws from a data set: a `Task` that rollouts are attempts at (GRPO), or a `SupervisedSample` to imitate (SFT)."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,8 +8,11 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One draw of one row. `id` names the draw (`e0-r17`: epoch 0, row 17), so equal texts stay apart."""
+class Task:
+    """One draw of one row; a rollout is an attempt at it. tokens: the prompt.
+
+    `id` names the draw (`e0-r17`: epoch 0, row 17), so that equal texts are told apart.
+    """
 
     id: str
     tokens: list[int]
