@@ -12,7 +12,7 @@ from rlctl.cli.output import FAILED, OK, console, examples, explained
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rlctl.cluster.fleet.state import State, Store
+    from rlctl.cluster.state import ClusterState, ClusterStore
 
 app = typer.Typer(help="Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes.", no_args_is_help=True)
 
@@ -49,21 +49,21 @@ def up(
 ) -> None:
     """Start a cluster, or what is gone of one that is up. What cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
-    from rlctl.cluster.fleet.status import summary
+    from rlctl.cluster.status import summary
     from rlctl.config.load_cluster import load_cluster
 
     cluster, overrides = split(arguments)
     config = load_cluster(cluster or "local", overrides)
     if dry_run:
         with explained():
-            from rlctl.cluster.fleet.up import shown
+            from rlctl.cluster.lifecycle import shown
 
             typer.echo(shown(config, job), nl=False)
         return
     if job is not None:
         raise ConfigError([Problem("--job", "", "goes with --dry-run: pipe what it prints into kubectl create -f -")])
     with explained(), Progress() as progress:
-        from rlctl.cluster.fleet.up import bring_up
+        from rlctl.cluster.lifecycle import bring_up
 
         started = bring_up(config, progress.say)
     for warning in started.warnings:
@@ -86,7 +86,7 @@ def status(
     """Nodes, what they have and have free, what listens, what is wrong. Exit code 1 unless it is up."""
     with explained():
         from rlctl.cli.cluster_view import render
-        from rlctl.cluster.fleet.status import as_dict, look
+        from rlctl.cluster.status import as_dict, look
 
         store, state = _find(name)
         while True:
@@ -113,7 +113,7 @@ def down(
     from rlctl.cli.cluster_view import Progress
 
     with explained(), Progress() as progress:
-        from rlctl.cluster.fleet.down import take_down
+        from rlctl.cluster.down import take_down
 
         state = take_down(name or _only(), progress.say, forget)
     typer.echo(f"{state.name} is down")
@@ -128,7 +128,7 @@ def logs(
 ) -> None:
     """What Ray's processes and workers wrote; of a stopped cluster, what they left here."""
     with explained():
-        from rlctl.cluster.fleet.status import show_logs
+        from rlctl.cluster.status import show_logs
 
         code = show_logs(name or _only(or_any=True), node, follow, lines)
     raise typer.Exit(code)
@@ -140,7 +140,7 @@ def list_(as_json: AsJson = False) -> None:
     from rlctl.cli.cluster_view import clusters_table
 
     with explained():
-        from rlctl.cluster.fleet.status import all_clusters
+        from rlctl.cluster.status import all_clusters
 
         entries = all_clusters()
     if as_json:
@@ -155,29 +155,29 @@ def list_(as_json: AsJson = False) -> None:
 def env(name: Name = "") -> None:
     """Lines for a shell, so that Ray programs started there find a cluster and its token."""
     with explained():
-        from rlctl.cluster.fleet.launchers import launcher_of
+        from rlctl.cluster.launcher import launcher_of
 
         store, state = _find(name)
         for key, value in launcher_of(state.kind).environment(store, state).items():
             typer.echo(f"export {key}={shlex.quote(value)}")
 
 
-def _find(name: str) -> "tuple[Store, State]":
-    from rlctl.cluster.fleet.down import not_standing
-    from rlctl.cluster.fleet.state import NoSuchCluster, Store
+def _find(name: str) -> "tuple[ClusterStore, ClusterState]":
+    from rlctl.cluster.down import not_up
+    from rlctl.cluster.state import ClusterStore, NoSuchCluster
 
-    store = Store(name or _only())
+    store = ClusterStore(name or _only())
     state = store.load()
     if state is None:
-        raise NoSuchCluster(not_standing(store.name))
+        raise NoSuchCluster(not_up(store.name))
     return store, state
 
 
 def _only(or_any: bool = False) -> str:
     """The cluster that is meant when none is named: the one that stands. or_any: else the one that has logs."""
-    from rlctl.cluster.fleet.state import NoSuchCluster, known_clusters, standing_clusters
+    from rlctl.cluster.state import NoSuchCluster, known_clusters, running_clusters
 
-    names = standing_clusters() or (known_clusters() if or_any else [])
+    names = running_clusters() or (known_clusters() if or_any else [])
     if len(names) == 1:
         return names[0]
     if names:

@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from rlctl.cli.output import console
-from rlctl.cluster.fleet.launchers import NodeSeen, Seen, launcher_of
-from rlctl.cluster.fleet.requirements import GIB
-from rlctl.cluster.fleet.state import State
-from rlctl.cluster.fleet.status import open_ports, summary
+from rlctl.cluster.launcher import ClusterStatus, NodeStatus, launcher_of
+from rlctl.cluster.requirements import GIB
+from rlctl.cluster.state import ClusterState
+from rlctl.cluster.status import open_ports, summary
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -54,7 +54,7 @@ class Progress:
             self._console.print(Text(f"{word:7} {text}"))
 
 
-def next_steps(state: State) -> str:
+def next_steps(state: ClusterState) -> str:
     """Return the commands to type next, aligned."""
     steps = [(f"rlctl cluster status {state.name}", "what it has and has free")]
     if state.dashboard:
@@ -71,7 +71,7 @@ def next_steps(state: State) -> str:
     return "\n".join(f"  {command:{width}}   {what}" for command, what in steps)
 
 
-def render(state: State, seen: Seen) -> "RenderableType":
+def render(state: ClusterState, seen: ClusterStatus) -> "RenderableType":
     """A cluster in 80 columns: what it is, its nodes, what listens, warnings."""
     from rich.console import Group
     from rich.text import Text
@@ -132,7 +132,7 @@ def clusters_table(entries: list[dict[str, Any]]) -> "Table":
     return table
 
 
-def _nodes_table(seen: Seen) -> "Table":
+def _nodes_table(seen: ClusterStatus) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
@@ -149,7 +149,7 @@ def _nodes_table(seen: Seen) -> "Table":
     return table
 
 
-def _amounts(each: NodeSeen) -> list[str]:
+def _amounts(each: NodeStatus) -> list[str]:
     """Free of all: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
     ray = [f"{each.free.get(name, 0):g}/{each.total.get(name, 0):g}" if each.in_ray else "–" for name in ("CPU", "GPU")]
     if not each.facts:
@@ -158,7 +158,7 @@ def _amounts(each: NodeSeen) -> list[str]:
     return [*ray, memory, f"{each.facts['disk_free'] / GIB:.0f}"]
 
 
-def _versions(each: NodeSeen) -> str:
+def _versions(each: NodeStatus) -> str:
     if not each.facts:
         return ""
     driver = f", driver {each.facts['driver']}" if each.facts["driver"] else ""

@@ -69,7 +69,7 @@ def note(lines: Iterable[str]) -> None:
 @contextmanager
 def explained() -> Iterator[None]:
     """Ends a command in one line and the right exit code."""
-    from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster
+    from rlctl.cluster.state import ClusterError, NoSuchCluster
 
     try:
         yield

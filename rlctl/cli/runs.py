@@ -80,10 +80,10 @@ def dash(
     if svg is not None:
         write_svg(state, svg, *console.size)
     elif state.status in ("new", "running") and console.is_terminal:
-        from rlctl.cluster.jobs.watch import followed
+        from rlctl.cluster.jobs.watch import follow_run
 
         try:
-            with followed(folder) as following, LiveDashboard(RunDir(folder), console) as live:
+            with follow_run(folder) as following, LiveDashboard(RunDir(folder), console) as live:
                 live.wait(following.is_lost)
             if following.lost:
                 say(f"error: {following.lost}", err=True)
@@ -151,11 +151,11 @@ def _bring_up_to_date(folder: Path) -> None:
     """Of a run that a cluster drives, what has happened since."""
     if not (folder / "job.json").is_file():
         return
-    from rlctl.cluster.jobs.watch import bring_up_to_date
+    from rlctl.cluster.jobs.watch import refresh_run
     from rlctl.dashboard.state import read_state
 
     if read_state(folder).status in ("new", "running", "died"):
-        bring_up_to_date(folder)
+        refresh_run(folder)
 
 
 def _print(table: "RenderableType") -> "Console":

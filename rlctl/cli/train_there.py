@@ -13,7 +13,7 @@ from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
-    from rlctl.cluster.jobs.submit import Target
+    from rlctl.cluster.jobs.submit import TargetCluster
     from rlctl.launch.runtime import Runtime
     from rlctl.preflight.load import Composed
 
@@ -32,17 +32,17 @@ class Where:
     secrets: list[str]
     probe: bool = False
 
-    def target(self) -> "Target | None":
+    def target(self) -> "TargetCluster | None":
         """The cluster that gets the run; None: this process drives it. Ends the command where it takes no runs."""
         if self.cluster is None or self.cluster == HERE:
             given = {"--wait": self.wait and self.cluster is None, "--detach": self.detach, "--env": bool(self.secrets)}
             if wrong := [name for name, is_given in given.items() if is_given]:
                 raise ConfigError([Problem(name, "", "goes with --cluster NAME") for name in wrong])
             return None
-        from rlctl.cluster.jobs.submit import find_target
+        from rlctl.cluster.jobs.submit import find_cluster
 
         with explained():
-            return find_target(self.cluster)
+            return find_cluster(self.cluster)
 
     def runtime(self) -> "Runtime":
         """What a run stands on that this process drives."""
@@ -56,10 +56,12 @@ class Where:
         return ClusterRuntime(self.wait)
 
 
-def train_there(where: Where, target: "Target", composed: "Composed", resumed: "Resumed | None", dry_run: bool) -> int:
+def train_there(
+    where: Where, target: "TargetCluster", composed: "Composed", resumed: "Resumed | None", dry_run: bool
+) -> int:
     """Returns the exit code: the run's own, if it is watched to its end."""
     from rlctl.cli.dry_run import refuse, show_plan
-    from rlctl.cluster.jobs.submit import Order, submit
+    from rlctl.cluster.jobs.submit import Submission, submit
     from rlctl.config.builtin import RECIPES
     from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.plan import make_plan
@@ -76,7 +78,9 @@ def train_there(where: Where, target: "Target", composed: "Composed", resumed: "
         what = "the config reads it, and it is not there: add --env "
         raise ConfigError([Problem(f"${{oc.env:{name}}}", "", f"{what}{name}") for name in unsent])
     with explained():
-        run = submit(target, Order(composed.written(), resumed.run if resumed else None, where.secrets, flags, RECIPES))
+        run = submit(
+            target, Submission(composed.written(), resumed.run if resumed else None, where.secrets, flags, RECIPES)
+        )
     say(f"{run.name} runs on {target.state.name}; {_later(run)}", err=True)
     return OK if where.detach else watch(run, config.run.log_every, config.telemetry.dashboard)
 
@@ -84,7 +88,7 @@ def train_there(where: Where, target: "Target", composed: "Composed", resumed: "
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     """Shows a run that a job drives until it ends or Ctrl-C, which leaves it running; returns its exit code."""
 
-    from rlctl.cluster.jobs.watch import bring_up_to_date, followed
+    from rlctl.cluster.jobs.watch import follow_run, refresh_run
     from rlctl.dashboard.dashboard import LiveDashboard
     from rlctl.dashboard.plain_log import LineView
     from rlctl.dashboard.safe_console import SafeConsole
@@ -92,9 +96,9 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     from rlctl.run.run_dir import RunDir
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
-    with suppress(KeyboardInterrupt), followed(run) as following:
+    with suppress(KeyboardInterrupt), follow_run(run) as following:
         # What is here may be the end of an earlier attempt.
-        bring_up_to_date(run)
+        refresh_run(run)
         view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, _begun(run))
         with view:
             view.wait(following.is_lost)

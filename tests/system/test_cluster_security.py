@@ -67,7 +67,7 @@ def brought_up(clusters: Clusters, hosts: SshHosts, *more: str) -> str:
     return err
 
 
-def remote_scripts(clusters: Clusters, hosts: SshHosts, index: int, *command: str, **environment: str) -> str:
+def run_on(clusters: Clusters, hosts: SshHosts, index: int, *command: str, **environment: str) -> str:
     """What a Python program prints there."""
     done = subprocess.run(
         [*hosts.inside(index), sys.executable, *command],
@@ -83,7 +83,7 @@ def remote_scripts(clusters: Clusters, hosts: SshHosts, index: int, *command: st
 def seen_by_a_stranger(clusters: Clusters, hosts: SshHosts, tmp_path: Path) -> dict[str, Any]:
     home = tmp_path / "stranger"
     home.mkdir()
-    said = remote_scripts(clusters, hosts, 1, str(STRANGER), hosts.addresses[0], str(home))
+    said = run_on(clusters, hosts, 1, str(STRANGER), hosts.addresses[0], str(home))
     found: dict[str, Any] = json.loads(said.splitlines()[-1])
     return found
 
@@ -102,7 +102,7 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     (node,) = clusters.state("ssh")["nodes"]
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{node['folder']}/token"}
     head = f"{hosts.addresses[0]}:6379"
-    assert remote_scripts(clusters, hosts, 0, "-c", ACTOR, head, **token) == "here\n"
+    assert run_on(clusters, hosts, 0, "-c", ACTOR, head, **token) == "here\n"
 
     found, shown = seen_by_a_stranger(clusters, hosts, tmp_path), listed(clusters)
     assert set(found["ports"]) - {SSH_PORT} <= shown.keys()
@@ -127,9 +127,9 @@ def test_every_open_port_is_listed_and_refuses_whoever_has_no_token(
     assert found["wrong_token"]["seconds"] < 2
 
     home = {"HOME": str(tmp_path), "RAY_NUM_REDIS_GET_RETRIES": "2"}
-    assert "refused: " in remote_scripts(clusters, hosts, 1, "-c", DRIVER, head, **home)
+    assert "refused: " in run_on(clusters, hosts, 1, "-c", DRIVER, head, **home)
     dashboard = f"http://{hosts.addresses[0]}:{DASHBOARD}"
-    assert "refused: Failed to connect" in remote_scripts(clusters, hosts, 1, "-c", JOB, dashboard, **home)
+    assert "refused: Failed to connect" in run_on(clusters, hosts, 1, "-c", JOB, dashboard, **home)
 
     # Through the tunnel that `status` prints it is there, for who has the token.
     said = " ".join(clusters.run("status")[0].split())

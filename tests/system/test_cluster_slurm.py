@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.cluster.fleet.state import ClusterNode, State
+from rlctl.cluster.state import ClusterNode, ClusterState
 from tests.faults.runs import read
 from tests.system.clusters import Clusters, gone
 from tests.system.slurm_lab import SlurmLab, why_not
@@ -55,7 +55,7 @@ def clusters(lab: SlurmLab, tmp_path: Path) -> Iterator[Clusters]:
     assert lab.jobs() == []
 
 
-def works_on(state: State) -> list[str]:
+def works_on(state: ClusterState) -> list[str]:
     """The nodes that run what a Ray program sends them, being itself on the head."""
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{state.head.folder}/token"}
     program = PROGRAM.format(environment=environment, address=state.address)
@@ -103,7 +103,9 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     monkeypatch.setenv("SLURM_CONF", lab.environment["SLURM_CONF"])
     monkeypatch.setenv("SLURM_JOB_ID", "12345")
     nodes = [ClusterNode(**node) for node in state["nodes"]]
-    known = State(**{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes)
+    known = ClusterState(
+        **{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes
+    )
     facts = known.host_of(nodes[1]).run("look", {key: state["nodes"][1][key] for key in LOOK}, 60)
     assert facts["alive"]
     assert works_on(known) == ["n1", "n2"]

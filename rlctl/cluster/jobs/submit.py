@@ -8,12 +8,12 @@ from typing import Any
 
 import yaml
 
-from rlctl.cluster.fleet.down import not_standing
-from rlctl.cluster.fleet.hosts import HostError
-from rlctl.cluster.fleet.launchers import Seen
-from rlctl.cluster.fleet.state import ClusterError, NoSuchCluster, State, Store
-from rlctl.cluster.fleet.status import look
+from rlctl.cluster.down import not_up
+from rlctl.cluster.hosts import HostError
 from rlctl.cluster.jobs.upload import pack, portable
+from rlctl.cluster.launcher import ClusterStatus
+from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster
+from rlctl.cluster.status import look
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.placement import NodeResources
 from rlctl.run.run_dir import JobRecord, RunDir
@@ -22,12 +22,12 @@ _ACCEPT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetCluster:
     """A cluster that runs can be handed to, as it is now."""
 
-    store: Store
-    state: State
-    seen: Seen
+    store: ClusterStore
+    state: ClusterState
+    seen: ClusterStatus
 
     @property
     def away(self) -> bool:
@@ -51,23 +51,23 @@ class Target:
         return min(memories, default=None)
 
 
-def find_target(name: str) -> Target:
+def find_cluster(name: str) -> TargetCluster:
     """Raises ClusterError unless the cluster stands and takes jobs."""
-    store = Store(name)
+    store = ClusterStore(name)
     state = store.load() if store.folder.is_dir() else None
     if state is None or state.phase != "up":
-        raise NoSuchCluster(f"{not_standing(name)}; start it: rlctl cluster up {name}")
+        raise NoSuchCluster(f"{not_up(name)}; start it: rlctl cluster up {name}")
     seen = look(store, state)
     if not seen.head_alive:
         raise ClusterError(f"{name} is not up: {'; '.join(seen.warnings) or seen.condition}")
     if not state.dashboard:
         mend = f"pip install 'ray[default]' there, then rlctl cluster down {name} and up"
         raise ClusterError(f"{name} takes no jobs, its head has no job server: {mend}")
-    return Target(store, state, seen)
+    return TargetCluster(store, state, seen)
 
 
 @dataclass(frozen=True)
-class Order:
+class Submission:
     """A run that is to be handed over. config: resolved, as plain values. resume: a run directory here, or None.
 
     secrets: names of environment variables whose values the driver is to have. flags: of `rlctl.cli.job`. recipes: the
@@ -81,7 +81,7 @@ class Order:
     recipes: Path
 
 
-def submit(target: Target, order: Order) -> Path:
+def submit(target: TargetCluster, order: Submission) -> Path:
     """Returns the run directory to be watched. Raises ClusterError, and ConfigError for what is wrong on the head."""
     config, resume = order.config, order.resume
     home, state = Path.cwd(), target.state
@@ -105,7 +105,7 @@ def submit(target: Target, order: Order) -> Path:
     return _copy(record, Path(config["run"]["dir"]), resume) if target.away else Path(reply["run"])
 
 
-def ask(state: State, operation: str, request: dict[str, Any], deadline_s: float = _ACCEPT_S) -> dict[str, Any]:
+def ask(state: ClusterState, operation: str, request: dict[str, Any], deadline_s: float = _ACCEPT_S) -> dict[str, Any]:
     """What the head says to an operation of jobs/head.py. Raises ClusterError."""
     common = {"op": operation, "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
     try:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster.fleet.state import ClusterError
+from rlctl.cluster.state import ClusterError
 
 MOST_BYTES = 64 << 20
 _LEFT_OUT = {"runs", "__pycache__", "node_modules"}

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster.fleet.hosts import Host
-from rlctl.cluster.fleet.state import ClusterError, State, Store
+from rlctl.cluster.hosts import Host
 from rlctl.cluster.jobs.submit import ask
+from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore
 from rlctl.run.run_dir import JobRecord, RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.utils.files import write_whole
@@ -31,15 +31,15 @@ _SYNC_S = 30.0
 _SILENT_S = 120.0
 
 
-def cluster_of(record: JobRecord) -> State | None:
+def cluster_of(record: JobRecord) -> ClusterState | None:
     """The cluster that a job is of, if it stands."""
     with suppress(ClusterError):
-        return Store(record.cluster).load()
+        return ClusterStore(record.cluster).load()
     return None
 
 
 @dataclass
-class Followed:
+class FollowedRun:
     """lost: why nothing more is to be heard of the run, in a line; empty while there is."""
 
     lost: str = ""
@@ -50,9 +50,9 @@ class Followed:
 
 
 @contextmanager
-def followed(run: Path) -> Iterator[Followed]:
+def follow_run(run: Path) -> Iterator[FollowedRun]:
     """While the block runs, `run` is kept like the directory on the head, and a driver's sudden end is marked in it."""
-    record, following = JobRecord.read(run), Followed()
+    record, following = JobRecord.read(run), FollowedRun()
     state = cluster_of(record) if record else None
     if record is None or state is None:
         yield following
@@ -71,7 +71,7 @@ def followed(run: Path) -> Iterator[Followed]:
             thread.join(timeout=_AGAIN_S)
 
 
-def bring_up_to_date(run: Path) -> None:
+def refresh_run(run: Path) -> None:
     """What is known of a run on its cluster now; nothing if that cannot be reached."""
     record = JobRecord.read(run)
     if record is None:
@@ -117,7 +117,9 @@ def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> i
         running.kill()
 
 
-def _watch_job(run: Path, record: JobRecord, state: State, stop: threading.Event, following: Followed) -> None:
+def _watch_job(
+    run: Path, record: JobRecord, state: ClusterState, stop: threading.Event, following: FollowedRun
+) -> None:
     heard = time.monotonic()
     while not stop.wait(_JOB_POLL_S):
         try:
@@ -130,11 +132,11 @@ def _watch_job(run: Path, record: JobRecord, state: State, stop: threading.Event
                 return
 
 
-def _ask_status(run: Path, record: JobRecord, state: State) -> dict[str, Any]:
+def _ask_status(run: Path, record: JobRecord, state: ClusterState) -> dict[str, Any]:
     return ask(state, "status", {"job": record.job, "run": record.remote or str(run.resolve())})
 
 
-def _mirror(run: Path, record: JobRecord, state: State, stop: threading.Event) -> None:
+def _mirror(run: Path, record: JobRecord, state: ClusterState, stop: threading.Event) -> None:
     while not stop.is_set():
         with suppress(OSError), _alone(run) as alone:
             if alone:
@@ -157,7 +159,7 @@ def _alone(run: Path) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _program(run: Path, record: JobRecord, state: State, follow: bool) -> "subprocess.Popen[str]":
+def _program(run: Path, record: JobRecord, state: ClusterState, follow: bool) -> "subprocess.Popen[str]":
     texts = {name: (run / name).read_bytes() for name in _FILES if (run / name).is_file()}
     have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
     request = {"folder": record.remote, "files": _FILES, "have": have, "follow": follow}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cluster.fleet.state import ClusterError
 from rlctl.cluster.jobs import upload
+from rlctl.cluster.state import ClusterError
 
 
 def names(packed: str) -> set[str]:

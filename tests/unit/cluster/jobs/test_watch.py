@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 
-from rlctl.cluster.fleet.hosts import Host
+from rlctl.cluster.hosts import Host
 from rlctl.cluster.jobs import watch
 from rlctl.run.run_dir import JobRecord
 

@@ -1,0 +1,105 @@
+"""What is remembered of a cluster: private files, written whole, and a token that is checked before it is used."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, ClusterStore, known_clusters, running_clusters
+
+
+@pytest.fixture(autouse=True)
+def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def saved(store: ClusterStore) -> ClusterState:
+    _, digest = store.new_token()
+    node = ClusterNode("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, 8.5)
+    state = ClusterState(store.name, "local", "up", "python", digest, False, 1.0, address="127.0.0.1:1", nodes=[node])
+    store.save(state)
+    return state
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_what_is_saved_is_loaded_and_nobody_else_can_read_it() -> None:
+    store = ClusterStore("lab")
+    assert store.load() is None
+    state = saved(store)
+    assert ClusterStore("lab").load() == state
+    assert (mode(store.folder), mode(store.folder.parent), mode(store.token_path)) == (0o700, 0o700, 0o600)
+    assert running_clusters() == ["lab"]
+    assert store.token_path.read_text() not in (store.folder / "state.json").read_text()
+
+
+def test_a_write_that_fails_leaves_the_old_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ClusterStore("lab")
+    state = saved(store)
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        store.save(ClusterState("lab", "local", "starting", "python", "", False, 2.0))
+    assert store.load() == state
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "nodes": [{}]}', "\0"])
+def test_a_damaged_file_is_named(text: str) -> None:
+    store = ClusterStore("lab")
+    saved(store)
+    (store.folder / "state.json").write_text(text)
+    with pytest.raises(ClusterError, match=r"state\.json is damaged"):
+        store.load()
+
+
+def test_the_token_must_be_there_private_and_the_right_one() -> None:
+    store = ClusterStore("lab")
+    state = saved(store)
+    store.check_token(state)
+    store.token_path.chmod(0o644)
+    with pytest.raises(ClusterError, match="open to other users: chmod 600"):
+        store.check_token(state)
+    store.token_path.chmod(0o600)
+    store.token_path.write_text("another")
+    with pytest.raises(ClusterError, match=r"wrong token: .* is not what lab was started with"):
+        store.check_token(state)
+    store.token_path.unlink()
+    with pytest.raises(ClusterError, match="cannot be read: No such file"):
+        store.check_token(state)
+
+
+def test_one_command_at_a_time_changes_a_cluster() -> None:
+    store, other = ClusterStore("lab"), ClusterStore("lab")
+    with store.alone(), pytest.raises(ClusterError, match="another rlctl is starting or stopping lab"), other.alone():
+        pass
+    with other.alone():
+        pass
+
+
+def test_logs_of_nodes_that_are_no_more_go() -> None:
+    store = ClusterStore("lab")
+    store.keep_logs_of(["head"])
+    for name in ("head", "node-1"):
+        (store.logs / name).mkdir(parents=True)
+    store.keep_logs_of(["head"])
+    assert os.listdir(store.logs) == ["head"]
+
+
+def test_nothing_is_left_but_logs() -> None:
+    store = ClusterStore("lab")
+    saved(store)
+    (store.logs / "head").mkdir(parents=True)
+    store.clear()
+    assert os.listdir(store.folder) == ["logs"]
+    assert (known_clusters(), running_clusters()) == (["lab"], [])
+    other = ClusterStore("other")
+    saved(other)
+    other.clear()
+    assert not other.folder.exists()
