@@ -18,7 +18,7 @@ from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainerSpec
 from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
-from rlctl.config.schema import RefitSection
+from rlctl.config.grpo_schema import RefitSection
 from rlctl.generation.engine import MakeEngine
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment

@@ -5,7 +5,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config import paths
-from rlctl.config.convert import schema_keys
+from rlctl.config.fields import schema_keys
 from rlctl.config.provenance import ConfigNode, dump, leaves, plain
 from rlctl.config.schema import KINDS
 

@@ -1,4 +1,4 @@
-"""From a tree of values to the typed dataclasses of `schema.py`, collecting every mistake on the way.
+"""From a tree of values to the typed dataclasses of a schema, collecting every mistake on the way.
 
 Conversion is strict where a guess could be wrong (`1.5` is no whole number, `1` no boolean) and lenient where it
 could not: a whole number is a number, and what was written as a number or a list is text where text is wanted.
@@ -6,98 +6,107 @@ could not: a whole number is a number, and what was written as a number or a lis
 
 import math
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import Field, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import Field
 from itertools import islice
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from rlctl.config import paths
 from rlctl.config.errors import BROKEN, Problem, did_you_mean
+from rlctl.config.fields import FURTHER, alternatives, join, keys_of, literals, schema_keys, sections_of
 from rlctl.config.peer_keys import renamed_value
 from rlctl.config.provenance import MISSING, ConfigNode, leaves, plain
-from rlctl.config.schema import FURTHER, KINDS
+from rlctl.config.schema import KINDS
 from rlctl.config.unknown_keys import KnownKeys
 
 T = TypeVar("T")
 
-_TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", NoneType: "null"}
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Keys of an unknown section that are looked for among ours: a huge one takes a second, not minutes.
 _MOST_UNKNOWN = 500
 # What a 64-bit integer holds: what torch, numpy and vLLM take.
 _MOST = 2**63 - 1
 # Unknown keys of one config for which the nearest one is looked for.
 _MOST_HINTS = 100
-_LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-class Converter:
-    """Converts one tree; `problems` holds what was wrong, `missing` the keys and sections that are not there.
+class Converter(Generic[T]):
+    """Converts one tree to a `kind`, in which what was wrong is BROKEN.
 
-    recipe: the file to name when something is missing. kinds: schemas that a misplaced key may belong to.
+    recipe: the file to name when something is missing. among: schemas that a misplaced key may belong to.
     parents: the files that hold the defaults. away: absolute paths that are not here are left to where they are.
     """
 
     def __init__(
         self,
+        kind: type[T],
         recipe: str,
-        kinds: Iterable[type[Any]] = tuple(KINDS.values()),
+        among: Iterable[type[Any]] = KINDS.values(),
         parents: tuple[str, ...] = ("grpo.yaml", "sft.yaml"),
         away: bool = False,
     ) -> None:
+        self.kind = kind
         self.recipe = recipe
-        self.kinds = tuple(kinds)
         self.parents = parents
         self.away = away
         self.problems: list[Problem] = []
+        # Keys and sections that are not there.
         self.missing: list[str] = []
-        keys = [key for kind in self.kinds for key, _ in schema_keys(kind)]
-        sections = {key.rpartition(".")[0] for key in keys}
-        self._known = KnownKeys({key: key in sections for key in keys}, peers=self.kinds == tuple(KINDS.values()))
+        kinds = {each: [key for key, _ in schema_keys(each)] for each in among}
+        sections = {key.rpartition(".")[0] for keys in kinds.values() for key in keys}
+        every = {key: key in sections for keys in kinds.values() for key in keys}
+        own = {key: every[key] for key in kinds[kind]}
+        self._known = KnownKeys(own, every, peers=kind in KINDS.values())
         self._hints = 0
 
-    def section(self, kind: type[T], node: ConfigNode, key: str = "") -> T:
-        """A dataclass from a mapping, in which what was wrong is BROKEN."""
+    def convert(self, root: ConfigNode) -> T:
+        """Return the whole config; `problems` then holds every mistake in it."""
+        config: T = self._section(self.kind, root, "")
+        return config
+
+    def _section(self, kind: type[Any], node: ConfigNode, key: str) -> Any:
         if not isinstance(node.value, dict):
-            return cast(T, self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}"))
-        hints = _hints(kind)
-        takes_any = hints.pop(FURTHER, None) is not None
-        others = {name: child for name, child in node.value.items() if name not in hints}
+            return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
+        keys = keys_of(kind)
+        takes_any = keys.pop(FURTHER, None) is not None
+        others = {name: child for name, child in node.value.items() if name not in keys}
         for name, child in others.items() if not takes_any else ():
-            self._unknown(child, _join(key, name), list(hints))
+            self._unknown(child, join(key, name), list(keys))
         values: dict[str, Any] = {FURTHER: plain(ConfigNode(others, node.origin))} if takes_any else {}
-        for each in fields(cast(Any, kind)):
-            if (name := key_of(each.name)) in hints:
-                values[each.name] = self._field(each, hints[name], node.value.get(name), _join(key, name))
+        for name, field in keys.items():
+            values[field.name] = self._field(field, node.value.get(name), join(key, name))
         return kind(**values)
 
-    def _field(self, spec: "Field[Any]", hint: Any, node: ConfigNode | None, key: str) -> Any:
+    def _field(self, field: "Field[Any]", node: ConfigNode | None, key: str) -> Any:
         if node is None:
-            what = "section" if is_dataclass(hint) else "key"
+            what = "section" if sections_of(field.type) else "key"
             parents = " or ".join(f"`defaults: {name}`" for name in self.parents)
-            missing = f"missing {what}: inherit the defaults, {parents}"
             self.missing.append(key)
-            self.problems.append(Problem(self.recipe, key, missing))
+            self.problems.append(Problem(self.recipe, key, f"missing {what}: inherit the defaults, {parents}"))
             return BROKEN
         if node.value == MISSING:
-            self.problems.append(Problem(self.recipe, key, f"not set, and has no default: {spec.metadata['doc']}"))
+            what = f"not set, and has no default: {field.metadata['doc'].removesuffix('.')}"
+            self.problems.append(Problem(self.recipe, key, what))
             return BROKEN
-        value = self._value(hint, node, key, spec.metadata)
-        if isinstance(value, str) and "path" in spec.metadata and value not in _literals(hint):
+        value = self._value(field.type, node, key, field.metadata)
+        if isinstance(value, str) and "path" in field.metadata and value not in literals(field.type):
             try:
-                return paths.resolve(value, spec.metadata["path"], node.origin)
+                return paths.resolve(value, field.metadata["path"], node.origin)
             except FileNotFoundError as error:
-                if self.away and value.startswith("/"):
-                    return value
-                return self._wrong(node, key, str(error))
+                return value if self.away and value.startswith("/") else self._wrong(node, key, str(error))
         return value
 
     def _value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
-        if sections := [each for each in _alternatives(hint) if is_dataclass(each)]:
-            return self.section(_named(cast(list[type[Any]], sections), node), node, key)
+        if sections := sections_of(hint):
+            # The section whose `name` is the entry's; else the last, whose name may be any.
+            name = node.value.get("name") if isinstance(node.value, dict) else None
+            alike = (each for each in sections[:-1] if name and name.value in literals(keys_of(each)["name"].type))
+            return self._section(next(alike, sections[-1]), node, key)
         if node.value is None and NoneType in get_args(hint):
             return None
-        if lists := [each for each in _alternatives(hint) if get_origin(each) is list]:
+        if lists := [each for each in alternatives(hint) if get_origin(each) is list]:
             if not isinstance(node.value, list):
                 null = " or null" * (NoneType in get_args(hint))
                 return self._wrong(node, key, f"must be a list{null}, not {_shown(node)}")
@@ -105,16 +114,12 @@ class Converter:
             return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
         value = _scalar(node, hint)
         if value is None:
-            hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), _literals(hint))
+            hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))
             return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{hint_of_word}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
-        most = limits.get("most", _MOST)
-        if isinstance(value, int | float) and math.isfinite(value) and not -_MOST <= value <= most:
-            bound = f"at most {most}" if value > most else f"at least {-_MOST}"
+        if isinstance(value, int | float) and (bound := _passed(value, limits)):
             return self._wrong(node, key, f"must be {bound}, not {_shown(node)}")
-        if isinstance(value, int | float) and not _within(value, limits):
-            return self._wrong(node, key, f"must be {_describe_limits(limits)}, not {node.value}")
         return value
 
     def _wrong(self, node: ConfigNode, key: str, what: str) -> Any:
@@ -143,51 +148,15 @@ class Converter:
         self._wrong(node, key, f"unknown key{self._known.remark(key, here, is_section)}")
 
 
-def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
-    """(dotted key, field) of every section and value of a schema; a list entry's number is `N`."""
-    for each in fields(kind):
-        hint, name = _hints(kind)[key_of(each.name)], _join(key, key_of(each.name))
-        if each.name == FURTHER:
-            continue
-        yield name, each
-        item = get_args(hint)[0] if get_origin(hint) is list else hint
-        for section in _alternatives(item):
-            if is_dataclass(section):
-                yield from schema_keys(cast(type[Any], section), name if item is hint else f"{name}.N")
-
-
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return {key_of(name): hint for name, hint in get_type_hints(kind).items()}
-
-
-def key_of(name: str) -> str:
-    """The key of a field: `async` of `async_`, which Python would not take without."""
-    return name.removesuffix("_")
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _named(sections: list[type[Any]], node: ConfigNode) -> type[Any]:
-    """Return the section whose `name` is the entry's; else the last, whose name may be any."""
-    name = node.value.get("name") if isinstance(node.value, dict) else None
-    alike = (each for each in sections[:-1] if name is not None and name.value in _literals(_hints(each)["name"]))
-    return next(alike, sections[-1])
-
-
-def _literals(hint: Any) -> list[str]:
-    return [value for each in _alternatives(hint) if get_origin(each) is Literal for value in get_args(each)]
+def describe_limits(limits: Any) -> str:
+    """Return the limits of a number in words; empty if it has none."""
+    return " and ".join(f"{words} {limits[name]}" for name, words in LIMITS.items() if name in limits)
 
 
 def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
-    """The value as one of the hint's types, or None where it is none of them."""
-    value, allowed = node.value, _alternatives(hint)
-    if isinstance(value, str) and (value in _literals(hint) or str in allowed):
+    """Return the value as one of the hint's types, or None where it is none of them."""
+    value, allowed = node.value, alternatives(hint)
+    if isinstance(value, str) and (value in literals(hint) or str in allowed):
         return value
     if isinstance(value, bool):
         return value if bool in allowed else None
@@ -199,29 +168,29 @@ def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
     return node.text if str in allowed and value is not None else None
 
 
-def _within(value: int | float, limits: Any) -> bool:
+def _passed(value: int | float, limits: Any) -> str:
+    """Return the bounds of a number that is outside of them, else nothing."""
+    most = limits.get("most", _MOST)
+    if math.isfinite(value) and not -_MOST <= value <= most:
+        return f"at most {most}" if value > most else f"at least {-_MOST}"
     # Written so that nan, which compares false with everything, is out of every range.
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
-    return math.isfinite(value) and all(within[name](limits[name]) for name in _LIMITS if name in limits)
+    if math.isfinite(value) and all(within[name](limits[name]) for name in LIMITS if name in limits):
+        return ""
+    return describe_limits(limits) or "finite"
 
 
 def _describe(hint: Any) -> str:
-    literals = _literals(hint)
-    names = [", ".join(literals)] if literals else []
-    names += ["null" if each is NoneType else _TYPE_NAMES[each] for each in _alternatives(hint) if not get_args(each)]
-    return ("one of " if literals and len(names) == 1 else "") + " or ".join(names)
-
-
-def _describe_limits(limits: Any) -> str:
-    return " and ".join(f"{words} {limits[name]}" for name, words in _LIMITS.items() if name in limits) or "finite"
+    words = literals(hint)
+    names = [", ".join(words)] if words else []
+    names += [TYPE_NAMES[each] for each in alternatives(hint) if not get_args(each)]
+    return ("one of " if words and len(names) == 1 else "") + " or ".join(names)
 
 
 def _shown(node: ConfigNode) -> str:
-    if isinstance(node.value, dict):
-        return "a section"
-    if isinstance(node.value, list):
-        return "a list"
+    if isinstance(node.value, dict | list):
+        return "a section" if isinstance(node.value, dict) else "a list"
     if node.value is None or isinstance(node.value, str):
         return "null" if node.value is None else repr(node.value)
     return node.text or str(node.value)

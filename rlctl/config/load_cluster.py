@@ -48,8 +48,10 @@ def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
         what = f"must be one of {', '.join(CLUSTER_KINDS)}: inherit it, such as `defaults: cluster/local.yaml`"
         raise ConfigError([Problem(where, "kind", what)])
     kind = str(stated.value)
-    converter = Converter(show_path(file), CLUSTER_KINDS.values(), (f"cluster/{kind}.yaml",))
-    config: Any = converter.section(CLUSTER_KINDS[kind], root)
+    converter: Converter[Any] = Converter(
+        CLUSTER_KINDS[kind], show_path(file), CLUSTER_KINDS.values(), (f"cluster/{kind}.yaml",)
+    )
+    config = converter.convert(root)
     if config.name is None:
         config.name = file.stem
     problems = [*converter.problems, *_check(config, root, file)]

@@ -1,6 +1,6 @@
 """Rewards and trackers by name: what a config says of them, without importing them."""
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 
 # Name in the config -> maker of the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify")}

@@ -1,8 +1,8 @@
-"""What to say of a key that no section has: the right place, the right spelling, or the word of another tool. Pure.
+"""The answer to a key that no section has: the right place, the right spelling, or the word of another tool. Pure.
 
-Looked for in this order: a peer's key by two words of its path or more, a longer or shorter form of a name in the same
-section, a peer's key by its last word, the same name in another section, a near name in the same section, and the
-nearest of all names, by its last word and its whole path.
+It is looked for in this order: a peer's key by two words of its path or more, a longer or shorter form of a name in the
+same section, a peer's key by its last word, the same name in another section of this kind of run, a near name in the
+same section, the nearest name of this kind, by its last word and its whole path, and then both for other kinds.
 """
 
 from collections.abc import Mapping
@@ -17,84 +17,113 @@ _SHORTEST_FORM = 3
 
 
 class KnownKeys:
-    """The keys of some schemas. keys: dotted key -> True for a section. peers: keys of other tools are known too."""
+    """The keys of a schema. own: dotted key -> True for a section. every: those of other kinds too.
 
-    def __init__(self, keys: Mapping[str, bool], peers: bool) -> None:
-        self._keys = keys
+    peers: keys of other tools are known too.
+    """
+
+    def __init__(self, own: Mapping[str, bool], every: Mapping[str, bool], peers: bool) -> None:
+        self._own, self._every = own, every
         self._peers = PEER_KEYS if peers else ()
-        self._last = {key.rpartition(".")[2] for key in keys}
+        self._last = {key.rpartition(".")[2] for key in every}
 
     def remark(self, path: str, here: list[str], section: bool = False) -> str:
-        """What follows "unknown key" for the dotted `path`. here: the names in its section. section: it is one."""
+        """Return the text after "unknown key" for the dotted `path`.
+
+        here: the names in its section. section: it is a section itself.
+        """
         return self._found(path, here, section) or f"; {path.rpartition('.')[0] or 'a config'} has {', '.join(here)}"
 
     def knows(self, path: str, names: list[str]) -> bool:
-        """True if an unknown section that holds `names` is known as a whole: a part of rlctl that is elsewhere, or one
-        that rlctl does not have."""
+        """Return True if an unknown section that holds `names` is known as a whole.
+
+        It is then a part of rlctl that is elsewhere, or one that rlctl does not have.
+        """
         name = path.rpartition(".")[2]
-        elsewhere = self._same(name, section=True)
-        ours = any(all(f"{section}.{each}" in self._keys for each in names) for section in elsewhere)
+        elsewhere = [key for key in self._every if key.rpartition(".")[2] == name and self._every[key]]
+        ours = any(all(f"{section}.{each}" in self._every for each in names) for section in elsewhere)
         return ours or any(each.key == name and not each.ours for each in self._peers)
 
     def leads(self, path: str) -> bool:
-        """True if there is a remark on `path` without the names of its section."""
+        """Return True if there is a remark on `path` without the names of its section."""
         return bool(self._found(path, [], section=False))
 
     def _found(self, path: str, here: list[str], section: bool) -> str:
         words = path.split(".")
         if peer := self._peer(words, at_least=2):
-            return _translated(peer)
+            return self._translated(peer)
         if form := self._form(path, here):
             return f"; did you mean {form}?"
         if peer := self._peer(words, at_least=1):
-            return _translated(peer)
+            return self._translated(peer)
         if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], here)
-        if same := self._same(words[-1], section):
-            nearer = [key for key in same if _parents_ratio(path, key) >= _NEAR]
-            return f"; did you mean {nearer[0]}?" if len(nearer) == 1 else f"; it belongs at {' or '.join(same)}"
-        return did_you_mean(words[-1], here) or self._nearest(path)
+        own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here) or _nearest(path, self._own)
+        return own or self._of_another_kind(path, section) or _nearest(path, self._every)
 
     def _form(self, path: str, here: list[str]) -> str:
-        """The value of the same section whose name is the path's last word in another form: beta for betas."""
+        """Return the value of the same section whose name is the path's last word in another form: betas for beta."""
         section, _, name = path.rpartition(".")
-        values = [each for each in here if not self._keys.get(f"{section}.{each}" if section else each, True)]
+        values = [each for each in here if not self._own.get(f"{section}.{each}" if section else each, True)]
         alike = [each for each in values if each.startswith(name) or name.startswith(each)]
         longest = max((each for each in alike if min(len(each), len(name)) >= _SHORTEST_FORM), key=len, default="")
         return longest or next((each for each in values if _ratio(name, each) >= _VERY_NEAR), "")
 
     def _peer(self, words: list[str], at_least: int) -> PeerKey | None:
-        """The peer's key that shares most words with the path, from its end; one word alone must not be ours too."""
+        """Return the peer's key that shares most words with the path, from its end.
+
+        One word alone must not be a name of ours too, unless it is a tool's whole key, which means something else.
+        """
         shared = [(_shared_end(words, each.key.split(".")), each) for each in self._peers]
         count, peer = max(shared, key=lambda pair: pair[0], default=(0, None))
         if count < at_least or peer is None:
             return None
         if count == 1 and words[-1] in self._last:
-            # Ours elsewhere: only a tool whose whole key it is means something else by it.
             return next((each for each in self._peers if each.key == words[-1]), None)
         return peer
 
-    def _same(self, name: str, section: bool) -> list[str]:
-        found = [key for key in self._keys if key.rpartition(".")[2] == name]
-        return [key for key in found if self._keys[key]] if section else found
+    def _translated(self, peer: PeerKey) -> str:
+        if not peer.ours:
+            return f"; rlctl has no {peer.note}"
+        said = f"{peer.key} is now" if peer.tool == FORMERLY else f"{peer.tool}'s {peer.key} is"
+        return f"; {said} {self._of_this_kind(peer.ours)}" + (f": {peer.note}" if peer.note else "")
 
-    def _nearest(self, path: str) -> str:
+    def _of_this_kind(self, ours: str) -> str:
+        """Return the key of this kind of run among `grpo.a or sft.b`; all where that is none or all."""
+        return next((key for key in ours.split(" or ") if key in self._own), ours)
+
+    def _of_another_kind(self, path: str, section: bool) -> str:
+        """Return a remark on a key of another kind of run, with the key of this kind that a peer's is equal to."""
         name = path.rpartition(".")[2]
-        words = {word: ratio for word in self._last if (ratio := _near_ratio(name, word)) >= _NEAR}
-        near = [key for key in self._keys if key.rpartition(".")[2] in words]
-        best = max(near, key=lambda key: (words[key.rpartition(".")[2]], _parents_ratio(path, key)), default=None)
-        return f"; did you mean {best}?" if best else ""
+        same = [key for key in self._every if key.rpartition(".")[2] == name and (self._every[key] or not section)]
+        for key in same:
+            twins = (self._of_this_kind(each.ours) for each in self._peers if key in each.ours.split(" or "))
+            twin = next((twin for twin in twins if twin in self._own), "")
+            return f"; {key} is of another kind of run" + f"; this one has {twin}" * bool(twin)
+        return ""
 
 
-def _translated(peer: PeerKey) -> str:
-    if not peer.ours:
-        return f"; rlctl has no {peer.note}"
-    said = f"{peer.key} is now" if peer.tool == FORMERLY else f"{peer.tool}'s {peer.key} is"
-    return f"; {said} {peer.ours}" + (f": {peer.note}" if peer.note else "")
+def _elsewhere(path: str, keys: Mapping[str, bool], section: bool) -> str:
+    """Return a remark on the keys with the path's last word. section: sections alone."""
+    name = path.rpartition(".")[2]
+    same = [key for key in keys if key.rpartition(".")[2] == name and (keys[key] or not section)]
+    nearer = [key for key in same if _parents_ratio(path, key) >= _NEAR]
+    if len(nearer) == 1:
+        return f"; did you mean {nearer[0]}?"
+    return f"; it belongs at {' or '.join(same)}" if same else ""
+
+
+def _nearest(path: str, keys: Mapping[str, bool]) -> str:
+    name = path.rpartition(".")[2]
+    names = {key: key.rpartition(".")[2] for key in keys}
+    words = {word: ratio for word in set(names.values()) if (ratio := _near_ratio(name, word)) >= _NEAR}
+    near = [key for key in keys if names[key] in words]
+    best = max(near, key=lambda key: (words[names[key]], _parents_ratio(path, key)), default=None)
+    return f"; did you mean {best}?" if best else ""
 
 
 def _shared_end(words: list[str], key: list[str]) -> int:
-    """How many words two paths share, from the end."""
+    """Return the number of words that two paths share, from the end."""
     count = 0
     for one, other in zip(reversed(words), reversed(key)):
         if one != other:
@@ -108,7 +137,7 @@ def _parents_ratio(path: str, key: str) -> float:
 
 
 def _near_ratio(one: str, other: str) -> float:
-    """Their likeness where it may be near, else 0: most words are told apart by their letters alone."""
+    """Return their likeness where they may be near, else 0: most words are told apart by their letters alone."""
     matcher = SequenceMatcher(None, one, other)
     return matcher.ratio() if min(matcher.real_quick_ratio(), matcher.quick_ratio()) >= _NEAR else 0.0
 

@@ -7,7 +7,7 @@ of rollouts changes no bit of any rollout's advantage.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlctl.config.schema import AdvantageSection
+from rlctl.config.grpo_schema import AdvantageSection
 
 # Keeps the division finite for groups that differ by rounding alone; the value verl and NeMo-RL use.
 _EPSILON = 1e-6

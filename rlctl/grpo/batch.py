@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.config.schema import GrpoSection
+from rlctl.config.grpo_schema import GrpoSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout
 from rlctl.grpo.advantages import advantages

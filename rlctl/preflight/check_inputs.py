@@ -13,9 +13,10 @@ from pathlib import Path
 from shlex import quote
 
 from rlctl.config.errors import did_you_mean, shortened
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
 from rlctl.config.provenance import show_path
-from rlctl.config.schema import DatasetSection, RewardSection, RunSection
+from rlctl.config.schema import DatasetSection, RunSection
 from rlctl.data.datasets import first_line
 
 # Of most file systems, less what is put before or behind it.

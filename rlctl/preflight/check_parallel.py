@@ -3,7 +3,8 @@
 One line a key, whatever it contradicts.
 """
 
-from rlctl.config.schema import MOST_SEQUENCES, GrpoConfig, RunConfig, TrainerSection
+from rlctl.config.fields import MOST_SEQUENCES
+from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Found, backend_of, other_backends
 from rlctl.preflight.resolved import Resolved

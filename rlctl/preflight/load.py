@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.compose import compose, find_recipe
-from rlctl.config.convert import Converter, key_of
+from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.fields import FURTHER, key_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
-from rlctl.config.schema import FURTHER, KINDS, RunConfig
+from rlctl.config.schema import KINDS, RunConfig
 from rlctl.preflight.checks import check, notes
 from rlctl.preflight.earlier_version import earlier_version
 
@@ -111,7 +112,7 @@ def _set(values: dict[str, Any], names: list[str], value: Any) -> None:
     parent[int(names[-1]) if isinstance(parent, list) else names[-1]] = value
 
 
-def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, Converter]:
+def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, Converter[Any]]:
     """The typed config, what is wrong in it BROKEN, and the converter, which has the problems."""
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
@@ -122,6 +123,5 @@ def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[
     if kind not in (None, stated.value):
         what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
         raise ConfigError([Problem(str(stated.origin), "kind", what)])
-    converter = Converter(show_path(file), away=away)
-    config = converter.section(KINDS[str(stated.value)], root)
-    return config, converter
+    converter: Converter[Any] = Converter(KINDS[str(stated.value)], show_path(file), away=away)
+    return converter.convert(root), converter

@@ -4,7 +4,7 @@ import logging
 import re
 from typing import Any
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFunction
 
 

@@ -6,7 +6,7 @@ import pickle
 import socket
 from typing import IO
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFunction, attempt
 from rlctl.rewards.load import load_function
 from rlctl.rewards.replies import answer

@@ -4,8 +4,8 @@ import importlib
 import inspect
 import traceback
 
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
-from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFunction, defined_at, error_text, place_of
 from rlctl.utils import plugins
 from rlctl.utils.plugins import load_module

@@ -11,8 +11,8 @@ from pathlib import Path
 from queue import LifoQueue
 from types import TracebackType
 
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import correctness, reward_names
-from rlctl.config.schema import RewardSection
 from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt
 from rlctl.rewards.failures import Emit, FailureLog
 from rlctl.rewards.load import load_function

@@ -7,7 +7,7 @@ The child answers one message an item, so that the parent always knows which ite
 
 import signal
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, shortened
 from rlctl.rewards.replies import MAX_REPLY, outcome, problems
 from rlctl.workers.channel import BadReply, Channel

@@ -37,7 +37,7 @@ def test_show_origin_names_the_line_or_the_override_behind_every_value(rlctl: Rl
 
 
 def test_show_doc_gives_the_meaning(rlctl: Rlctl) -> None:
-    assert "# seed of everything random in the run" in rlctl("config", "show", "grpo.recipe.yaml", "--doc").out
+    assert "# The seed of everything random in the run." in rlctl("config", "show", "grpo.recipe.yaml", "--doc").out
 
 
 def test_show_of_a_broken_config_shows_it_and_what_is_wrong(rlctl: Rlctl) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlctl.config.convert import schema_keys
+from rlctl.config.fields import schema_keys
 from rlctl.config.schema import GrpoConfig
 from rlctl.launch import assembly
 from tests.unit.cli.conftest import Done, Rlctl

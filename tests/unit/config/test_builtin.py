@@ -1,12 +1,16 @@
 """What is shipped agrees with the schema: no key too many, no field without a home for its default."""
 
+from typing import Any
+
 import pytest
 
 from rlctl.config.builtin import CONFIGS, RECIPES, find
 from rlctl.config.compose import compose
-from rlctl.config.convert import Converter, schema_keys
+from rlctl.config.convert import Converter
+from rlctl.config.fields import schema_keys
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS, RewardSection, WandbSection
+from rlctl.config.schema import KINDS, WandbSection
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 
@@ -40,8 +44,8 @@ def test_every_field_has_a_default_or_must_be_set(kind: str) -> None:
 def test_defaults_obey_the_limits_of_the_schema(kind: str) -> None:
     root = compose(CONFIGS / f"{kind}.yaml", [])
     missing = {key for key, node in leaves(root) if node.value == MISSING}
-    converter = Converter("x.yaml")
-    converter.section(KINDS[kind], root)
+    converter: Converter[Any] = Converter(KINDS[kind], "x.yaml")
+    converter.convert(root)
     assert {problem.key for problem in converter.problems} == missing
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
-from rlctl.config.convert import schema_keys
 from rlctl.config.errors import ConfigError
+from rlctl.config.fields import schema_keys
 from rlctl.config.load_cluster import cluster_names, load_cluster
 
 
@@ -26,7 +26,7 @@ def test_the_shipped_clusters_are_complete() -> None:
     assert (ssh.hosts, ssh.min_hosts, ssh.port, ssh.listen_on_all) == (["a", "b"], None, 6379, False)
     assert problems("ssh") == [
         "configs/cluster/ssh.yaml: hosts: not set, and has no default: "
-        "hosts as ssh takes them, [user@]name; the first that is fit is the head"
+        "Hosts as ssh takes them, [user@]name. The first that is fit is the head"
     ]
 
 

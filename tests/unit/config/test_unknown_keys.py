@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.convert import schema_keys
 from rlctl.config.errors import ConfigError
+from rlctl.config.fields import schema_keys
 from rlctl.config.peer_keys import PEER_KEYS
 from rlctl.config.schema import KINDS
 from rlctl.preflight.load import load
@@ -66,6 +66,12 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("trainer.optimizer.beta=0.9", "did you mean betas?"),
         ("trainer.optimizer.epsilon=1e-8", "did you mean eps?"),
         ("grpo.num_generations=8", "did you mean num_generations_per_prompt?"),
+        # This kind of run comes before others; a key of another kind is answered with its equal here.
+        ("batch_size=3", "sft.batch_size is of another kind of run; this one has grpo.num_prompts_per_step"),
+        ("sft.batch_size=3", "sft is of another kind of run"),
+        ("max_loss_rise=3", "health.max_loss_rise is of another kind of run"),
+        ("num_steps=3", "it belongs at grpo.num_steps"),
+        ("max_steps=3", "TRL's max_steps is grpo.num_steps"),
         # The nearest by the whole path and the last word.
         ("generator.temperature=1", "did you mean generation.temperature?"),
         ("genration.max_new_token=3", "did you mean generation.max_new_tokens?"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.config.schema import AdvantageSection
+from rlctl.config.grpo_schema import AdvantageSection
 from rlctl.grpo.advantages import advantages
 
 SECTIONS = [AdvantageSection(b, s) for b, s in product(("group_mean", "leave_one_out"), (False, True))]  # type: ignore[arg-type]

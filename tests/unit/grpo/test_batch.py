@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
+from rlctl.config.grpo_schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlctl.config.schema import AdvantageSection, GrpoSection, LossSection
+from rlctl.config.grpo_schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.requests import Finish, Rollout

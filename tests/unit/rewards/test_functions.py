@@ -1,6 +1,6 @@
 import pytest
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFailure, RewardInput, attempt
 from rlctl.rewards.load import load_function
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards import worker as reward_worker
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.output_log import MAX_LOG_BYTES

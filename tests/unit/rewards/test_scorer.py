@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardInput
 from rlctl.rewards.failures import MAX_CAUSES
 from rlctl.rewards.scorer import Scorer
@@ -257,7 +257,7 @@ def test_whatever_a_reward_started_ends_with_its_worker(hooks):
 def test_whatever_a_reward_started_ends_when_the_driver_is_killed(hooks):
     driver = """
 import sys, time
-from rlctl.config.schema import RewardSection
+from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Scorer
 scorer = Scorer([RewardSection("my_rewards:leaves", 1.0, None, None, 10.0)])

@@ -1,0 +1,76 @@
+"""How a schema is written and read: a dataclass a section; a field has its meaning and limits, and no default.
+
+Defaults are in `configs/` alone. `spec(...)` puts the meaning and the allowed range beside the field; `convert.py`
+enforces both, `rlctl config show --doc` prints the meaning, and `configs/README.md` lists them all.
+"""
+
+from collections.abc import Iterator
+from dataclasses import Field, field, fields, is_dataclass
+from types import UnionType
+from typing import Any, Literal, Union, cast, get_args, get_origin
+
+# Largest numbers that make sense: what is above is a slip, and its arithmetic would take for ever.
+MOST_PROCESSES = 1 << 14
+MOST_SEQUENCES = 1 << 20
+MOST_SECONDS = 10**8
+
+# The field of a section that takes any key: no key of its own, it holds those that no other field has.
+FURTHER = "further"
+
+
+def spec(doc: str, **limits: Any) -> Any:
+    """Return a field without a default. doc: its meaning, in whole sentences.
+
+    ge, gt, le, lt: limits of a number, or of each number of a list. most: a bound so far away that only a slip
+    passes it. path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a
+    hub name), "template" (a file, or one of the field's literals), "plugin" (file.py:object, or no file at all),
+    "folder" (one that need not exist).
+    """
+    return field(metadata={"doc": doc, **limits})
+
+
+def key_of(name: str) -> str:
+    """Return the key of a field: `async` of `async_`, since Python takes no keyword as a name."""
+    return name.removesuffix("_")
+
+
+def keys_of(section: type[Any]) -> dict[str, "Field[Any]"]:
+    """Return the fields of a section by their keys."""
+    return {key_of(each.name): each for each in fields(section)}
+
+
+def join(key: str, name: str) -> str:
+    """Return the dotted key of `name` in the section `key`, which is empty at the top."""
+    return f"{key}.{name}" if key else name
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the types that a type is a union of; itself if it is none."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def sections_of(hint: Any) -> list[type[Any]]:
+    """Return the sections that a value of this type may be."""
+    return [cast(type[Any], each) for each in alternatives(hint) if is_dataclass(each)]
+
+
+def literals(hint: Any) -> list[str]:
+    """Return the words that a value of this type may be."""
+    return [value for each in alternatives(hint) if get_origin(each) is Literal for value in get_args(each)]
+
+
+def generic(key: str) -> str:
+    """Return a key as `schema_keys` has it: the number of a list's entry becomes `N`."""
+    return ".".join("N" if part.isdecimal() else part for part in key.split("."))
+
+
+def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
+    """Yield (dotted key, field) of every section and value of a schema; a list entry's number is `N`."""
+    for name, each in keys_of(kind).items():
+        if name == FURTHER:
+            continue
+        full = join(key, name)
+        yield full, each
+        is_list = get_origin(each.type) is list
+        for section in sections_of(get_args(each.type)[0] if is_list else each.type):
+            yield from schema_keys(section, f"{full}.N" if is_list else full)

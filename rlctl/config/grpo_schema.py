@@ -1,0 +1,183 @@
+"""The sections that only a GRPO run has: rewards, algorithm, asynchronous training, generation, refit."""
+
+# ruff: noqa: RUF009  (spec() makes a field, not a default)
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rlctl.config.fields import MOST_PROCESSES, MOST_SECONDS, MOST_SEQUENCES, spec
+
+
+@dataclass
+class RewardSection:
+    name: str = spec(
+        "A built-in reward (exact, regex, math_verify) or a function: module:function or file.py:function.",
+        path="plugin",
+    )
+    weight: float = spec("The factor of this reward in the sum of all.")
+    correct_at: float | None = spec(
+        "This reward decides if an answer is right: it is where the reward, before its weight, is at least this value. "
+        "If it is null in every reward, the first one decides, at 1."
+    )
+    pattern: str | None = spec(
+        "Only for regex: the pattern whose first group is compared with the answer. It is null for every other reward."
+    )
+    timeout_s: float = spec(
+        "A reward that takes longer than this, in seconds, has failed for that rollout.", gt=0, most=MOST_SECONDS
+    )
+
+
+@dataclass
+class AdvantageSection:
+    baseline: Literal["group_mean", "leave_one_out"] = spec(
+        "What a rollout's reward is compared with: the mean of its group, or the mean of the others in the group."
+    )
+    normalize_std: bool = spec("Divide advantages by the standard deviation of the group's rewards.")
+
+
+@dataclass
+class LossSection:
+    clip_low: float = spec("The ratio is clipped below at 1 - clip_low.", ge=0, lt=1)
+    clip_high: float = spec("The ratio is clipped above at 1 + clip_high.", ge=0)
+    dual_clip: float | None = spec(
+        "Where the advantage A is negative, the loss is at most -A times this value. null turns it off.", gt=1
+    )
+    kl_coef: float = spec("The weight of the KL divergence to the reference. At 0 no reference is loaded.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = spec("The estimator of the KL divergence.")
+    entropy_coef: float = spec("The weight of the entropy bonus.", ge=0)
+    reduction: Literal["token", "sequence"] = spec(
+        "The loss is the mean over all tokens of the update, or over the means of its sequences."
+    )
+    proximal: Literal["auto", "rollout", "recompute"] = spec(
+        "The old policy of the ratio. rollout uses the log-probs that the generator sampled with. recompute uses the "
+        "trainer's log-probs before the update (the decoupled objective). auto is rollout in a synchronous run and "
+        "recompute in an asynchronous one."
+    )
+    force_on_policy_ratio: bool | None = spec(
+        "Only with proximal recompute: take the policy that is being updated for the one before the update, which "
+        "saves a pass over all tokens. null does so where a step makes one update, so that the two are the same."
+    )
+    importance_cap: float | None = spec(
+        "Only with proximal recompute: weight each token by min(proximal / rollout, this value) (TIS). null weights "
+        "no token.",
+        gt=0,
+    )
+    importance_mask: list[float] | None = spec(
+        "Only with proximal recompute: leave out tokens whose proximal / rollout is outside [low, high] (IcePop). "
+        "null leaves out none.",
+        ge=0,
+    )
+    sequence_mask: list[float] | None = spec(
+        "Only with proximal recompute: leave out rollouts whose geometric mean of proximal / rollout is outside "
+        "[low, high]. null leaves out none.",
+        ge=0,
+    )
+    age_decay: float = spec(
+        "clip_low, clip_high and importance_cap - 1 are multiplied by this value once for each step of age.", gt=0, le=1
+    )
+
+
+@dataclass
+class GrpoSection:
+    num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
+    num_prompts_per_step: int = spec("The prompts of a step.", ge=1, most=MOST_SEQUENCES)
+    num_generations_per_prompt: int = spec(
+        "The rollouts of each prompt, which are its group.", ge=2, most=MOST_SEQUENCES
+    )
+    updates_per_step: int = spec("The optimizer updates of a step, each on an equal share of its groups.", ge=1)
+    skip_uniform_groups: bool = spec("Leave out groups whose rewards are all equal, since their advantages are 0.")
+    advantage: AdvantageSection = spec("The advantage of a rollout within its group.")
+    loss: LossSection = spec("The policy loss.")
+
+
+@dataclass
+class AsyncSection:
+    enabled: bool = spec("Train and generate at the same time, on separate devices.")
+    max_trajectory_age_steps: int = spec(
+        "No group trains whose oldest token is more steps behind the trainer than this. More than 4 is unwise.", ge=1
+    )
+    in_flight_weight_updates: bool = spec("Rollouts go on across a refit. If false, they end before it.")
+    recompute_kv_cache_after_weight_updates: bool = spec(
+        "Rollouts in flight recompute their keys and values with the new weights. If false, they keep the old ones."
+    )
+    policy: Literal["windowed_fifo", "in_order", "ready_first"] = spec(
+        "The complete groups that train next: those within a window from the oldest on (windowed_fifo), only the "
+        "oldest (in_order), or any (ready_first)."
+    )
+    prefetch: Literal["auto", "full"] = spec(
+        "The groups in flight: as many as keep the trainer busy (auto), or always as many as the bound on age allows "
+        "(full)."
+    )
+    streamed_training: bool = spec(
+        "A step begins to train on its complete groups while its last ones are being sampled. This needs one update a "
+        "step, and no pass over log-probs before it."
+    )
+    window_fraction: float = spec(
+        "Only with policy windowed_fifo: the window beyond one step's groups, as a share of all groups in flight.", ge=0
+    )
+    on_bound: Literal["wait", "requeue"] = spec(
+        "What happens if the oldest group must train now and is still being sampled: the trainer waits for it, or its "
+        "prompt is sampled again, once."
+    )
+
+
+@dataclass
+class GenerationSection:
+    num_engines: int = spec("The number of vLLM engines.", ge=1, most=MOST_PROCESSES)
+    tensor_parallel_size: int = spec("The devices of each engine.", ge=1, most=MOST_PROCESSES)
+    dtype: Literal["auto", "float32", "bfloat16"] = spec(
+        "The dtype of the engines' weights. auto is the trainer's compute dtype."
+    )
+    max_new_tokens: int = spec("The longest answer, in tokens.", ge=1)
+    temperature: float = spec("The sampling temperature. Log-probs are those of the tempered distribution.", gt=0)
+    top_p: float = spec(
+        "Nucleus sampling: the smallest set of tokens of this probability. Below 1 the gap to the trainer's log-probs "
+        "grows.",
+        gt=0,
+        le=1,
+    )
+    top_k: int = spec("Sample among this many of the likeliest tokens. 0 samples among all.", ge=0)
+    stop_token_ids: list[int] = spec(
+        "Tokens that end an answer, besides those of the model, the tokenizer and the chat template.", ge=0
+    )
+    max_num_seqs: int = spec("The most sequences that an engine decodes at a time.", ge=1, most=MOST_SEQUENCES)
+    gpu_memory_utilization: float = spec("The share of a device's memory that an engine may use.", gt=0, le=1)
+    kv_cache_mib: int = spec("Only on a CPU: the key-value cache of an engine, in MiB.", ge=1, most=1 << 30)
+    enforce_eager: bool | None = spec("Run engines without CUDA graphs. null is true on a CPU and false on GPUs.")
+    max_restarts: int = spec("The run stops when more engines than this have died; until then each is replaced.", ge=0)
+    max_generation_failures: int = spec(
+        "A group is dropped when it has lost its engine more times than this; until then it is sampled again.", ge=0
+    )
+    forced_lengths: list[float] | None = spec(
+        "Only for measurements: answers end at lengths that are drawn from a log-normal distribution, [mean, sigma], "
+        "not at stop tokens. null turns it off.",
+        gt=0,
+    )
+
+
+@dataclass
+class RefitSection:
+    transport: Literal["auto", "shm", "ipc", "broadcast"] = spec(
+        "The way of weights to the engines: host memory (shm), engines that read the trainers' GPU memory (ipc), or "
+        "NCCL, on a CPU gloo (broadcast). auto is shm on a CPU, ipc on shared devices or from one rank to one engine, "
+        "and broadcast elsewhere."
+    )
+    mode: Literal["auto", "staged", "direct"] = spec(
+        "staged receives new weights next to the live ones while engines sample, then makes them live in one short "
+        "pause. direct receives into the live weights and needs no memory. auto is staged where sampling goes on and "
+        "memory allows it."
+    )
+    num_buffers: int = spec(
+        "The buffers at each end that weights pass through. With broadcast from several ranks an engine has twice as "
+        "many, for tensors that cannot be received into their place.",
+        ge=1,
+    )
+    buffer_memory_ratio: float = spec(
+        "The most memory of a buffer, as a share of the device's. It is never over 5 GiB.", gt=0, le=0.5
+    )
+    checksum: Literal["auto", "all", "sampled", "off"] = spec(
+        "The tensors whose bytes are compared after each refit. auto is all on a CPU, and one in 16 (sampled) on GPUs."
+    )
+    timeout_s: float = spec(
+        "The longest that one end of a refit waits for the other, in seconds.", gt=0, most=MOST_SECONDS
+    )
