@@ -138,7 +138,7 @@ class DispatchBench(Bench):
 
         def once() -> float:
             began = time.perf_counter()
-            answers = group.call("take", payload)
+            answers = group.call(Echo.take, payload)
             taken = time.perf_counter() - began
             if answers != [size] * len(group):
                 raise RuntimeError(f"workers received {answers} of {size} bytes")
@@ -152,7 +152,7 @@ class DispatchBench(Bench):
 
         def once() -> float:
             began = time.perf_counter()
-            wait = graph.submit(("take", arguments, {}))
+            wait = graph.submit((Echo.take.__name__, arguments, {}))
             taken = time.perf_counter() - began
             wait()
             return taken

@@ -15,18 +15,18 @@ from typing import Any
 from rlctl.bench.frame import Bench, Say, plural
 from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.schemes import LABELS, Scheme
-from rlctl.bench.trainer import BenchTrainerSpec
+from rlctl.bench.trainer import BenchTrainer, BenchTrainerSpec
 from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
 from rlctl.config.grpo_schema import RefitSection
-from rlctl.generation.engine import MakeEngine
+from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.launch.assemble_grpo import shared_memory
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.worker_specs import trainer_environment, usual_transport
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine
-from rlctl.refit.protocol import Checks, Kind, TransportSpec
+from rlctl.refit.protocol import Checks, Kind, Mode, TransportSpec
 from rlctl.refit.refit import EngineEnd, Options, Refit
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import visible_gpus
@@ -55,7 +55,7 @@ class RefitBench(Bench):
     tensor_parallel: int
     colocated: bool
     transports: Sequence[Kind]
-    modes: Sequence[str]
+    modes: Sequence[Mode]
     num_buffers: Sequence[int]
     checks: Sequence[Checks]
     master: str
@@ -188,7 +188,7 @@ class _Stage:
         self.bound = 0.0
         self._version = 0
         port, parties = free_port(), len(trainers) + self.workers
-        joined = trainers.start("rendezvous", port, parties, free_port())
+        joined = trainers.start(BenchTrainer.rendezvous, port, parties, free_port())
         self._rpc("bench_meet", port, parties)
         joined.wait(_DEADLINE_S)
 
@@ -215,7 +215,7 @@ class _Stage:
     def _copy(self) -> SchemeRow:
         self._clear()
         first = self.trainers.workers[0]
-        copied = first.start("copy_speed", self.payload, self.bench.reference_rounds).wait(_DEADLINE_S)[0]
+        copied = first.start(BenchTrainer.copy_speed, self.payload, self.bench.reference_rounds).wait(_DEADLINE_S)[0]
         row = make_row("memcpy" if self.bench.cpu else "device copy", [copied], [copied])
         self.bound = row.seconds
         return row
@@ -225,14 +225,17 @@ class _Stage:
         spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
         self._clear()
         self._fill()
-        opening = self.trainers.start("open_scheme", spec, self.refit.buffer_bytes)
+        opening = self.trainers.start(BenchTrainer.open_scheme, spec, self.refit.buffer_bytes)
         joining = [
-            engine.start("rpc", "bench_open_scheme", spec, self.refit.buffer_bytes, 1 + i * bench.tensor_parallel)
+            engine.start(Engine.rpc, "bench_open_scheme", spec, self.refit.buffer_bytes, 1 + i * bench.tensor_parallel)
             for i, engine in enumerate(self.engines)
         ]
-        for part in (opening, *joining):
+        opening.wait(_DEADLINE_S)
+        for part in joining:
             part.wait(_DEADLINE_S)
-        sending = self.trainers.start("scheme_rounds", scheme, bench.dtype, self.payload, bench.reference_rounds)
+        sending = self.trainers.start(
+            BenchTrainer.scheme_rounds, scheme, bench.dtype, self.payload, bench.reference_rounds
+        )
         received = self._rpc("bench_scheme_rounds", scheme, self.refit.plan, bench.reference_rounds)
         sent = sending.wait(_DEADLINE_S)
         wrong = None if scheme == "raw" else self._differences()
@@ -243,10 +246,10 @@ class _Stage:
 
     def _gathering(self) -> SchemeRow:
         self._clear()
-        gathered = self.trainers.call("gather_rounds", self.bench.dtype, self.bench.reference_rounds)
+        gathered = self.trainers.call(BenchTrainer.gather_rounds, self.bench.dtype, self.bench.reference_rounds)
         return make_row("gathering to every rank alone", gathered, gathered)
 
-    def _ours(self, kind: Kind, mode: str, buffers: int, checks: Checks) -> SchemeRow:
+    def _ours(self, kind: Kind, mode: Mode, buffers: int, checks: Checks) -> SchemeRow:
         bench = self.bench
         self._clear()
         self._fill()
@@ -254,7 +257,7 @@ class _Stage:
         choice = refit.open(self.ends)[0]
         in_turn = kind == "shm"
         arguments = (refit.plan, checks, 1, bench.rounds, in_turn)
-        sending = self.trainers.start("refit_rounds", *arguments)
+        sending = self.trainers.start(BenchTrainer.refit_rounds, *arguments)
         received = self._rpc("bench_refit_rounds", *arguments)
         sent = sending.wait(_DEADLINE_S)
         wrong = self._differences()
@@ -269,17 +272,17 @@ class _Stage:
         stalls, seconds = [], []
         for number in range(self.bench.updates):
             for engine in self.engines:
-                engine.start("generate", _requests(number))
+                engine.start(Engine.generate, _requests(number))
             time.sleep(_BEFORE_UPDATE_S)
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
             seconds.append(time.perf_counter() - begin)
             stalls.append(report["stall"])
             for engine in self.engines:
-                engine.start("cancel").wait(_DEADLINE_S)
+                engine.start(Engine.cancel).wait(_DEADLINE_S)
         return {"stall": median(stalls), "driver": median(seconds)}
 
-    def _options(self, kind: Kind, mode: str, buffers: int) -> Options:
+    def _options(self, kind: Kind, mode: Mode, buffers: int) -> Options:
         bench = self.bench
         return Options(
             kind=kind,
@@ -295,13 +298,13 @@ class _Stage:
         )
 
     def _clear(self) -> None:
-        self.trainers.call("clear")
+        self.trainers.call(BenchTrainer.clear)
         self._rpc("bench_clear")
 
     def _fill(self) -> None:
         """Give the trainer new weights, and the engines none."""
         self._version += 1
-        self.trainers.call("fill", self._version)
+        self.trainers.call(BenchTrainer.fill, self._version)
         self._rpc("bench_forget")
 
     def _differences(self) -> list[str]:
@@ -309,7 +312,7 @@ class _Stage:
         return sorted({name for names in found for name in names})
 
     def _rpc(self, method: str, *args: object) -> list[Any]:
-        pending = [engine.start("rpc", method, *args) for engine in self.engines]
+        pending = [engine.start(Engine.rpc, method, *args) for engine in self.engines]
         return [answer for part in pending for answer in part.wait(_DEADLINE_S)[0]]
 
 

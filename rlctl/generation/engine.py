@@ -26,9 +26,10 @@ from rlctl.generation.active_requests import (
 from rlctl.generation.requests import PackedRollouts, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm_build import begun, build_llm, sampling_params
-from rlctl.generation.weight_loader import LoadMode, Mode
+from rlctl.generation.weight_loader import LoadMode
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, TransportSpec, Untouched
+from rlctl.refit.protocol import Header, Mode, TransportSpec, Untouched
+from rlctl.refit.refit import ReceivesWeights
 from rlctl.refit.transport import Report
 
 _IDLE_POLL_S = 0.05
@@ -46,7 +47,7 @@ class MakeEngine:
         return Engine(self.spec)
 
 
-class Engine:
+class Engine(ReceivesWeights):
     """Samples for several callers at a time; every touch of vLLM happens on one thread."""
 
     def __init__(self, spec: EngineSpec) -> None:

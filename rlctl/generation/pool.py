@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
-from rlctl.generation.engine import MakeEngine
+from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import PackedRollouts, Rollout, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.refit.protocol import Checks
@@ -23,6 +23,8 @@ from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
 
 Emit = Callable[..., None]
+P = ParamSpec("P")
+R = TypeVar("R")
 # Of an engine's calls that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
 _THREADS = 6
 # How often a start-up under way asks whether its node still lives.
@@ -60,7 +62,7 @@ class GeneratorPool:
         """The engines that there are."""
         return [worker for worker in self.slots if worker]
 
-    def built(self) -> list[Pending]:
+    def built(self) -> list[Pending[None]]:
         """The construction of every engine."""
         return [engine.built() for engine in self.engines]
 
@@ -81,7 +83,7 @@ class GeneratorPool:
     def refit(self, refit: Refit, version: int, checks: Checks | None = None) -> Report:
         """Bring every engine to `version`; engines that slept are awake afterwards. Returns `Refit.run`'s report."""
         if self.asleep:
-            self.call("wake", ["weights"])
+            self.call(Engine.wake, ["weights"])
         try:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
@@ -94,7 +96,7 @@ class GeneratorPool:
             self._replace([live[index] for index in rebuilt], refit, version, behind)
             report = {"seconds": time.perf_counter() - begin}
         if self.asleep:
-            self.call("wake", ["kv_cache"])
+            self.call(Engine.wake, ["kv_cache"])
         self.asleep = False
         self.version = version
         return report
@@ -120,7 +122,7 @@ class GeneratorPool:
 
     def rest(self) -> None:
         """Give the devices' memory to the trainer until the next refit."""
-        self.call("sleep")
+        self.call(Engine.sleep)
         self.asleep = True
 
     def generate(self, requests: list[TurnRequest], refit: Refit) -> list[list[Rollout]]:
@@ -130,7 +132,7 @@ class GeneratorPool:
             missing = [request for request in requests if request.id not in answers]
             live = self._live
             shares = share_out(missing, len(live))
-            pending = [engine.start("generate", share) for engine, share in zip(self.engines, shares)]
+            pending = [engine.start(Engine.generate, share) for engine, share in zip(self.engines, shares)]
             lost = []
             for index, share, part in zip(live, shares, pending):
                 columns = self._gather(index, part)
@@ -142,13 +144,13 @@ class GeneratorPool:
                 self._replace(lost, refit, self.version)
         return [answers[request.id] for request in requests]
 
-    def call(self, method: str, *args: object) -> list[Any]:
+    def call(self, method: Callable[Concatenate[Engine, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """One control call on every engine (`sleep`, `wake`, `memory`): the answers of those that live.
 
         One that is gone is found out, and replaced, by whatever next samples or changes weights.
         """
         answers = []
-        for part in [engine.start(method, *args) for engine in self.engines]:
+        for part in [engine.start(method, *args, **kwargs) for engine in self.engines]:
             with suppress(WorkerDied):
                 answers.append(part.wait(self._deadline_s)[0])
         return answers
@@ -178,13 +180,12 @@ class GeneratorPool:
             )
         )
 
-    def _gather(self, index: int, part: Pending) -> PackedRollouts | None:
+    def _gather(self, index: int, part: Pending[PackedRollouts]) -> PackedRollouts | None:
         """What an engine sampled; None if it was lost. However long it takes, as long as the engine makes steps."""
         steps = -1
         while True:
             try:
-                columns: PackedRollouts = part.wait(self._deadline_s if steps < 0 else _SLICE_S)[0]
-                return columns
+                return part.wait(self._deadline_s if steps < 0 else _SLICE_S)[0]
             except WorkerTimeout as error:
                 before, steps = steps, self._steps(part.workers[0])
                 if 0 <= before == steps or steps < 0:
@@ -197,7 +198,7 @@ class GeneratorPool:
     def _steps(self, engine: Worker) -> int:
         """That an engine has made so far; -1 if it does not say."""
         try:
-            return int(engine.start("steps").wait(_SLICE_S)[0])
+            return engine.start(Engine.steps).wait(_SLICE_S)[0]
         except (WorkerDied, WorkerTimeout, WorkerError):
             return -1
 

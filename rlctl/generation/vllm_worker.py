@@ -12,10 +12,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from rlctl.generation.param_layout import UnsupportedLayout, find_regions
-from rlctl.generation.weight_loader import LoadMode, Mode, WeightReceiver, choose_loading
+from rlctl.generation.weight_loader import LoadMode, WeightReceiver, choose_loading
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, TransportSpec
+from rlctl.refit.protocol import Header, Mode, TransportSpec
 from rlctl.refit.transport import Report, open_receiver, receiver_bytes
 from rlctl.utils.ports import open_store
 

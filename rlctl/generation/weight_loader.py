@@ -16,11 +16,10 @@ from torch import Tensor
 from rlctl.generation.param_layout import UnsupportedLayout
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, RefitError
+from rlctl.refit.protocol import Header, Mode, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
 from rlctl.refit.transport import Receiver, Report
 
-Mode = Literal["auto", "staged", "direct"]
 # Left free beside the twins, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
 

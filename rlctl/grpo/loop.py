@@ -47,6 +47,7 @@ from rlctl.run.loop import Loop
 from rlctl.telemetry.clock import StepRecorder
 from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.interface import Totals
+from rlctl.training.worker import TrainerWorker
 
 
 @dataclass
@@ -207,7 +208,7 @@ class GrpoLoop(Loop):
             self._buffer.drain(span)
         with record.phase("refit"):
             if self._parts.pool.asleep:
-                self._parts.trainer.group.call("rest")
+                self._parts.trainer.group.call(TrainerWorker.rest)
             moved = self._parts.pool.refit(self._parts.refit, version)
             self._buffer.release()
             self._buffer.dispatcher.go_on()

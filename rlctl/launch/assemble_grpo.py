@@ -69,12 +69,14 @@ class GrpoParts:
         self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]
     ) -> "GrpoLoop | None":
         """Open the refit, bring the engines to the trainer's version, and compare the two if that is asked."""
+        from rlctl.generation.engine import Engine
         from rlctl.grpo.components import Devices, GrpoComponents
         from rlctl.grpo.loop import GrpoLoop
         from rlctl.grpo.parity_check import probe
         from rlctl.launch.worker_specs import training_cost
         from rlctl.rollout.scoring import GroupScorer
         from rlctl.telemetry.resource_monitor import ResourceMonitor
+        from rlctl.training.worker import TrainerWorker
 
         session, config, pool, placement = self.session, self.config, self.pool, allocation.placement
         refit = self._open_refit(allocation, trainer)
@@ -85,7 +87,10 @@ class GrpoParts:
             placement.all_devices,
             *training_cost(self.files, trainer.info()),
         )
-        memories = {"trainer": lambda: trainer.group.call("memory"), "engine": lambda: pool.call("memory")}
+        memories = {
+            "trainer": lambda: trainer.group.call(TrainerWorker.memory),
+            "engine": lambda: pool.call(Engine.memory),
+        }
         monitor = ResourceMonitor(placement.device, memories)
         components = GrpoComponents(
             trainer, pool, refit, source, data.validation, score, session.recorder, devices, monitor

@@ -97,6 +97,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         # Trainer ranks and engines start side by side. The slow imports come here, after the run has been announced.
         from rlctl.launch.worker_specs import trainer_specs
         from rlctl.training.trainer_group import TrainerGroup
+        from rlctl.training.worker import TrainerWorker
         from rlctl.workers.group import WorkerGroup
 
         specs = trainer_specs(session, config, files, allocation, parts.updates, parts.temperature)
@@ -118,7 +119,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         # The checkpoint comes first: engines get the weights that training continues from.
         source = RowSource(data.train, Cursor(len(data.train), config.run.seed, config.data.shuffle))
         if session.checkpoint:
-            group.call("load", str(session.checkpoint.trainer))
+            group.call(TrainerWorker.load, str(session.checkpoint.trainer))
             source.cursor.load_state_dict(session.checkpoint.state["cursor"])
         loop = parts.make_loop(allocation, TrainerGroup(group, config.trainer), source, data)
         if loop:
@@ -130,7 +131,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
                 loop.run(session.start)
         if pool:
             # Ranks free what the refit holds. After a failure they may not answer, and are only killed.
-            group.call("close")
+            group.call(TrainerWorker.close)
 
 
 def _versions(loop: "Loop", pool: "GeneratorPool | None") -> str:

@@ -6,8 +6,8 @@ from statistics import median
 from rlctl.config.schema import CompiledGraphSection
 from rlctl.launch.session import Session
 from rlctl.utils.cores import usable_cores
-from rlctl.workers.graph import GraphUnavailable
-from rlctl.workers.group import NOTHING, WorkerGroup
+from rlctl.workers.graph import GraphUnavailable, idle
+from rlctl.workers.group import WorkerGroup
 
 # Channels grow by themselves; a batch of the tiny run fits, a larger one grows them during the warm-up.
 _BUFFER_BYTES = 1 << 20
@@ -51,6 +51,6 @@ def _milliseconds(group: WorkerGroup) -> float:
     taken = []
     for _ in range(_CALLS):
         began = time.perf_counter()
-        group.call(NOTHING)
+        group.call(idle)
         taken.append(time.perf_counter() - began)
     return 1e3 * median(taken)

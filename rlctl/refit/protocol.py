@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Checks = Literal["all", "sampled", "off"]
+# Where new weights arrive: beside the live ones, or in their place.
+Mode = Literal["auto", "staged", "direct"]
 Kind = Literal["shm", "broadcast", "ipc"]
 
 

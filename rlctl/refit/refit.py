@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, RefitPlan
-from rlctl.refit.protocol import Checks, Header, Kind, PeerLost, RefitError, TransportSpec, Untouched
-from rlctl.refit.sending import Holding
+from rlctl.refit.protocol import Checks, Header, Kind, Mode, PeerLost, RefitError, TransportSpec, Untouched
+from rlctl.refit.sending import Holding, SendsWeights
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup, as_they_end
@@ -29,6 +29,22 @@ _CHUNKS = {"shm": 24, "ipc": 24, "broadcast": 12}
 # Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
 _CHUNKS_COLOCATED = 4
 _LEAST_BUFFER_BYTES = 128 << 20
+
+
+class ReceivesWeights(Protocol):
+    """What a hosted engine offers the driver's `Refit`, whoever samples."""
+
+    def refit_open(self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool) -> Any:
+        """Join the refit transport, and return how new weights are taken in.
+
+        in_flight: requests go on during a refit.
+        """
+
+    def refit_receive(self, header: Header) -> Report:
+        """Bring the engine to a version between two steps; running requests go on with it, their KV kept.
+
+        A failure leaves the engine poisoned (it samples no more), unless it raises `Untouched`.
+        """
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,7 @@ class Options:
 
     kind: Kind
     dtype: str
-    mode: str
+    mode: Mode
     num_buffers: int
     buffer_memory_ratio: float
     timeout_s: float
@@ -80,7 +96,7 @@ class Refit:
 
     def __init__(self, trainers: WorkerGroup, options: Options) -> None:
         self._trainers, self.options = trainers, options
-        holdings: list[Holding] = trainers.call("refit_holding", options.dtype)
+        holdings = trainers.call(SendsWeights.refit_holding, options.dtype)
         self.buffer_bytes = _buffer_bytes(holdings, options)
         edge_bytes = self.buffer_bytes if options.colocated else _LEAST_BUFFER_BYTES
         boxes = [holding.boxes for holding in holdings]
@@ -95,11 +111,14 @@ class Refit:
         spec = self._spec(sum(engine.ranks for engine in engines))
         senders = []
         if spec.rendezvous or not self._opened:
-            senders.append(self._trainers.start("refit_open", spec, self.plan))
+            senders.append(self._trainers.start(SendsWeights.refit_open, spec, self.plan))
         opening = []
         for engine, first in zip(engines, _first_ranks(engines)):
-            arguments = (spec, self.plan, first, self.options.mode, self.options.in_flight)
-            opening.append(engine.worker.start("refit_open", *arguments))
+            opening.append(
+                engine.worker.start(
+                    ReceivesWeights.refit_open, spec, self.plan, first, self.options.mode, self.options.in_flight
+                )
+            )
         choices = self._of_engines(opening, senders)
         self._opened = True
         return choices
@@ -112,11 +131,11 @@ class Refit:
         """
         header = Header(version, self.plan.digest, checks or self.options.checks)
         begin = time.perf_counter()
-        sending = self._trainers.start("refit_send", header)
+        sending = self._trainers.start(SendsWeights.refit_send, header)
         if not self._spec(0).rendezvous:
             self._gather([sending])
         written = time.perf_counter() - begin
-        receiving = [engine.worker.start("refit_receive", header) for engine in engines]
+        receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
         sent, reports = self._watch(engines, sending, receiving)
         report = _merged(sent, reports)
         # Engines that read what stands in memory know nothing of the time that it took to get there.
@@ -135,12 +154,14 @@ class Refit:
         try:
             self.open(fresh)
             header = Header(version, self.plan.digest, self.options.checks)
-            self._of_engines([engine.worker.start("refit_receive", header) for engine in (*fresh, *behind)])
+            self._of_engines(
+                [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in (*fresh, *behind)]
+            )
         except EnginesLost as error:
             raise EnginesLost({places[index]: reason for index, reason in error.reasons.items()}) from error
 
     def _watch(
-        self, engines: list[EngineEnd], sending: Pending, receiving: list[Pending]
+        self, engines: list[EngineEnd], sending: Pending[Report], receiving: list[Pending[Report]]
     ) -> tuple[list[Report], list[Report]]:
         """Wait for all, so that whoever fails is told to the others at once. Returns trainers' and engines' reports."""
         trainers = len(engines)
@@ -153,7 +174,8 @@ class Refit:
             failed[index] = outcome
             if index < trainers:
                 first = _first_ranks(engines)[index]
-                self._trainers.aside("refit_drop", list(range(first, first + engines[index].ranks)), str(outcome))
+                dropped = list(range(first, first + engines[index].ranks))
+                self._trainers.aside(SendsWeights.refit_drop, dropped, str(outcome))
             elif not _blames_others(outcome):
                 raise outcome
             elif len(failed) == 1:
@@ -179,7 +201,7 @@ class Refit:
             return replace(spec, host=host, port=port)
         return spec
 
-    def _of_engines(self, pending: list[Pending], senders: Sequence[Pending] = ()) -> list[Any]:
+    def _of_engines(self, pending: list[Pending[Any]], senders: Sequence[Pending[Any]] = ()) -> list[Any]:
         """What each engine's call gave. Raises EnginesLost by the place in `pending`, or what a trainer raised.
 
         senders: the trainers' end, if engines meet it: nobody waits then for those that wait for one that failed.
@@ -198,7 +220,7 @@ class Refit:
             raise _verdict(failed, trainers)
         return [answers[index][0] for index in range(trainers)]
 
-    def _gather(self, pending: list[Pending]) -> list[list[Any]]:
+    def _gather(self, pending: list[Pending[Any]]) -> list[list[Any]]:
         return [part.wait(self._patience, KNOB) for part in pending]
 
 
@@ -220,7 +242,7 @@ def _blames_others(failure: Exception) -> bool:
     return isinstance(failure, WorkerError) and failure.failures[0].type == PeerLost.__name__
 
 
-def _engines_failed(receiving: list[Pending]) -> dict[int, Exception]:
+def _engines_failed(receiving: list[Pending[Report]]) -> dict[int, Exception]:
     """What became of the engines that a trainer waited for in vain: one that does not answer now stands still."""
     outcomes = as_they_end(receiving, _SETTLE_S, KNOB)
     return {index: outcome for index, outcome in outcomes if isinstance(outcome, Exception)}

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlctl.generation.active_requests import EngineStats, FinishedGroups
+from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.refit.refit import Refit
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
+Order = Callable[[Engine, list[Any]], None]
 Deliver = Callable[[list[tuple[str, list[Rollout]]]], None]
 _POLL_S = 1.0
 _ABORT_S = 5.0
@@ -40,7 +42,7 @@ class _EngineQueue:
     """
 
     worker: Worker
-    orders: deque[tuple[str, list[Any]]] = field(default_factory=deque)
+    orders: deque[tuple[Order, list[Any]]] = field(default_factory=deque)
     outstanding: dict[str, TurnRequest] = field(default_factory=dict)
     leaving: dict[str, TurnRequest] = field(default_factory=dict)
     dropped: dict[str, TurnRequest] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class RolloutDispatcher:
                 if share := [name for name in ids if name in queue.outstanding]:
                     stopped = queue.drop(share)
                     queue.leaving |= {request.id: request for request in stopped}
-                    self._order(queue, "abort", share)
+                    self._order(queue, Engine.abort, share)
                     found += stopped
             self._changed.wait_for(
                 lambda: not any(queue.leaving and not queue.lost for queue in self._queues), _ABORT_S
@@ -210,9 +212,9 @@ class RolloutDispatcher:
             queue = min(free, key=lambda queue: queue.cost)
             request = self._pending.popleft()
             queue.outstanding[request.id], queue.last = request, time.monotonic()
-            self._order(queue, "submit", [request])
+            self._order(queue, Engine.submit, [request])
 
-    def _order(self, queue: _EngineQueue, method: str, what: list[Any]) -> None:
+    def _order(self, queue: _EngineQueue, method: Order, what: list[Any]) -> None:
         if queue.orders and queue.orders[-1][0] == method:
             queue.orders[-1][1].extend(what)
         else:
@@ -232,7 +234,7 @@ class RolloutDispatcher:
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
                 self._lose(queue, error)
                 continue
-            if method == "abort":
+            if method is Engine.abort:
                 self._forget(queue, what)
 
     def _forget(self, queue: _EngineQueue, names: list[str]) -> None:
@@ -259,7 +261,7 @@ class RolloutDispatcher:
             with self._changed:
                 stopped, queue.stopped = queue.stopped, []
             try:
-                delivery: FinishedGroups = queue.worker.start("collect", _POLL_S).wait(self._deadline_s)[0]
+                delivery = queue.worker.start(Engine.collect, _POLL_S).wait(self._deadline_s)[0]
             except (WorkerDied, WorkerError, WorkerTimeout) as error:
                 self._lose(queue, error)
                 continue

@@ -1,5 +1,6 @@
 """The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
 from rlctl.training.interface import Loss, LossInParts, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
-from rlctl.training.worker import RankBatch
+from rlctl.training.worker import RankBatch, TrainerWorker
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import WorkerGroup
 
@@ -58,7 +59,7 @@ class TrainerGroup:
         nothing updated, for a loss or a gradient norm that is not finite.
         """
         try:
-            metrics: dict[str, float] = self._run("train", batch, loss, before)[0]
+            metrics: dict[str, float] = self._run(TrainerWorker.train, batch, loss, before)[0]
         except WorkerError as error:
             if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
                 raise
@@ -71,23 +72,23 @@ class TrainerGroup:
 
         Returns the totals of all parts, this one included.
         """
-        return self._run("accumulate", batch, loss, before)[1]
+        return self._run(TrainerWorker.accumulate, batch, loss, before)[1]
 
     def evaluate(self, sequences: Rows[TrainingSample], loss: Loss) -> dict[str, float]:
         """The loss's metrics without an update."""
-        metrics: dict[str, float] = self._run("evaluate", sequences, loss)[0]
+        metrics: dict[str, float] = self._run(TrainerWorker.evaluate, sequences, loss)[0]
         return metrics
 
     def warm_up(self, count: int, length: int, loss: Loss) -> None:
         """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update."""
         # All sorts of tokens: one alone would send every one of them to the same experts.
         tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
-        self._run("warm_up", [TrainingSample(tokens, mask)] * count, loss)
+        self._run(TrainerWorker.warm_up, [TrainingSample(tokens, mask)] * count, loss)
 
     def log_probs(self, sequences: Rows[TrainingSample], reference: bool = False) -> list[NDArray[np.float32]]:
         """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
         plan = self._plan(sequences)
-        found = self.group.run("log_probs", [(share, reference) for share in self._shares(plan, sequences)])
+        found = self.group.run(TrainerWorker.log_probs, [(share, reference) for share in self._shares(plan, sequences)])
         answers: list[Any] = [None] * len(sequences)
         for shard, columns in dict(zip(self._shards, found)).items():
             start = 0
@@ -101,17 +102,16 @@ class TrainerGroup:
 
         Raises RuntimeError if nothing of it is seen from here.
         """
-        self.group.call("save", str(folder), str(export) if export else None, dtype)
+        self.group.call(TrainerWorker.save, str(folder), str(export) if export else None, dtype)
         if not any(folder.iterdir()):
             raise RuntimeError(f"the ranks wrote no state into {folder}: do their nodes see another run.dir?")
 
     def info(self) -> dict[str, Any]:
         """Rank 0's facts about the model."""
-        facts: dict[str, Any] = self.group.call("info")[0]
-        return facts
+        return self.group.call(TrainerWorker.info)[0]
 
     def _run(
-        self, method: str, batch: Rows[TrainingSample] | PreparedBatch, loss: Loss, *parts: Totals | None
+        self, method: Callable[..., Any], batch: Rows[TrainingSample] | PreparedBatch, loss: Loss, *parts: Totals | None
     ) -> tuple[Any, Totals]:
         """Rank 0's answer, and the totals that all ranks were given. parts: of methods that know them, those before."""
         ready = batch if isinstance(batch, PreparedBatch) else self.prepare(batch)

@@ -20,7 +20,7 @@ from typing import Any
 
 from rlctl.utils.ports import free_port
 from rlctl.workers.errors import Failure
-from rlctl.workers.graph import NOTHING, packed, read_patiently, take
+from rlctl.workers.graph import idle, packed, read_patiently, take
 
 Guarded = tuple[Failure | None, Any]
 Run = Callable[[Callable[[], Guarded]], Guarded]
@@ -44,7 +44,7 @@ class WorkerActor:
         return self._run(lambda: self._guarded(self._construct))[0]
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
-        """The failure or the result of one method of the worker; None of NOTHING."""
+        """The failure or the result of one method of the worker; nothing is done for `graph.idle`."""
         return self._run(lambda: self._guarded(lambda: self._do(method, args, kwargs)))
 
     def graph_call(self, message: Any, rank: int) -> Any:
@@ -73,7 +73,7 @@ class WorkerActor:
         return free_port(address)
 
     def _do(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if method == NOTHING else getattr(self._worker, method)(*args, **kwargs)
+        return None if method == idle.__name__ else getattr(self._worker, method)(*args, **kwargs)
 
     def _construct(self) -> None:
         self._worker = self._make()

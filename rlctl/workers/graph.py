@@ -32,9 +32,7 @@ _SMALL_BYTES = 256 << 10
 # Readers spin this long, then sleep between looks, for a share of what they waited so far: so much late at most.
 _SPIN_S, _SHORTEST_S, _LONGEST_S, _LATE = 1e-3, 20e-6, 5e-3, 0.02
 
-# The method of a call that does nothing.
-NOTHING = ""
-# (method, arguments of every rank, keyword arguments)
+# (name of the method, arguments of every rank, keyword arguments)
 Message = tuple[str, Sequence[tuple[Any, ...]], dict[str, Any]]
 Answer = tuple[Failure | None, Any]
 
@@ -58,7 +56,7 @@ class Graph:
         try:
             _check_api()
             self._graph = _compiled(actors, buffer_bytes)
-            answers = self.call((NOTHING, [()] * len(actors), {}), _PROOF_S)
+            answers = self.call((idle.__name__, [()] * len(actors), {}), _PROOF_S)
         except GraphUnavailable:
             raise
         except Exception as error:
@@ -101,6 +99,10 @@ class Graph:
         if graph is not None:
             with contextlib.suppress(RayActorError, RayChannelError):
                 graph.teardown()
+
+
+def idle(worker: object) -> None:
+    """Do nothing: the method of a call that only shows that its worker answers."""
 
 
 def packed(value: Any) -> Any:

@@ -3,6 +3,9 @@
 Every wait has a deadline and names the worker and the call (no silent wait). Errors come as `WorkerError`,
 `WorkerDied` or `WorkerTimeout`. A call can be started and gathered later (`Pending`), so that trainer and
 generator work at the same time.
+
+A method is named by itself, unbound: `group.call(TrainerWorker.info)`. Only its name travels, so a method of a Protocol
+that the hosted class fulfils does as well; a type checker knows the arguments and the results.
 """
 
 import re
@@ -10,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, TypeVarTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
@@ -18,11 +21,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rlctl.utils.ports import LOOPBACK
 from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import NOTHING, Graph, GraphBroken
+from rlctl.workers.graph import Graph, GraphBroken
 from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
 
-__all__ = ["NOTHING", "Pending", "Worker", "WorkerGroup", "WorkerSpec", "as_they_end"]
+P = ParamSpec("P")
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 DEADLINE_KNOB = "run.deadline_s"
 _ASK_S = 60.0
 # Once a rank has failed, the others have so long to fail too, or to end.
@@ -62,13 +67,14 @@ class Worker:
     def name(self) -> str:
         return self.spec.name
 
-    def built(self) -> "Pending":
+    def built(self) -> "Pending[None]":
         """The construction under way; gather it to know that the worker stands."""
         return Pending("start-up", [self], [self._built])
 
-    def start(self, method: str, *args: Any, **kwargs: Any) -> "Pending":
+    def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> "Pending[R]":
         """Start one call; its result is `Pending.wait(...)[0]`."""
-        return Pending(method, [self], [self.handle.call.remote(method, args, kwargs)])
+        name = method.__name__
+        return Pending(name, [self], [self.handle.call.remote(name, args, kwargs)])
 
     @property
     def lost_its_node(self) -> bool:
@@ -92,7 +98,7 @@ class Worker:
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """What the host itself answers, at once. Raises WorkerDied, WorkerTimeout."""
-        asked = Pending(method, [self], [getattr(self.handle, method).remote(*arguments)])
+        asked = Pending[Any](method, [self], [getattr(self.handle, method).remote(*arguments)])
         return asked.wait(_ASK_S)[0]
 
     def kill(self) -> None:
@@ -101,14 +107,14 @@ class Worker:
 
 
 @dataclass
-class Pending:
-    """Calls under way on several workers."""
+class Pending(Generic[R]):
+    """Calls under way on several workers, each of which returns an R."""
 
     call: str
     workers: list[Worker]
     refs: list[Any]
 
-    def wait(self, deadline_s: float, knob: str = DEADLINE_KNOB) -> list[Any]:
+    def wait(self, deadline_s: float, knob: str = DEADLINE_KNOB) -> list[R]:
         """All results in the workers' order.
 
         Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
@@ -188,7 +194,7 @@ def results(call: str, answers: Sequence[tuple[Failure | None, Any]]) -> list[An
 
 
 def as_they_end(
-    pending: Sequence[Pending], deadline_s: float, knob: str = DEADLINE_KNOB
+    pending: Sequence[Pending[Any]], deadline_s: float, knob: str = DEADLINE_KNOB
 ) -> Iterator[tuple[int, list[Any] | Exception]]:
     """(index, results or the error that `Pending.wait` would raise) of several calls, each as soon as it is known."""
     workers = [worker for part in pending for worker in part.workers]
@@ -198,7 +204,7 @@ def as_they_end(
 
 
 def _as_they_end(
-    pending: Sequence[Pending], deadline_s: float, knob: str
+    pending: Sequence[Pending[Any]], deadline_s: float, knob: str
 ) -> Iterator[tuple[int, list[Any] | Exception]]:
     end = time.monotonic() + deadline_s
     open_refs = {ref: index for index, part in enumerate(pending) for ref in part.refs}
@@ -226,7 +232,7 @@ def _failed(ref: Any) -> bool:
     return isinstance(answer[0] if isinstance(answer, tuple) else answer, Failure)
 
 
-def _outcome(pending: Pending, failed: bool) -> list[Any] | Exception:
+def _outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
     """What a call gave; of a failed one that is still under way elsewhere, the failure."""
     if failed:
         ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)
@@ -250,21 +256,21 @@ class WorkerGroup:
     def __len__(self) -> int:
         return len(self.workers)
 
-    def built(self) -> Pending:
+    def built(self) -> Pending[None]:
         """The construction of all ranks."""
         return Pending("start-up", self.workers, [worker._built for worker in self.workers])
 
-    def start(self, method: str, *args: Any, **kwargs: Any) -> Pending:
+    def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start `method` with the same arguments on every rank."""
-        return self._start(method, [(args, kwargs)] * len(self.workers))
+        return self._start(method.__name__, [(args, kwargs)] * len(self.workers))
 
-    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The method with the same arguments on every rank: one result a rank."""
-        return self._run(method, [args] * len(self.workers), kwargs)
+    def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        """Return what `method` gives on each rank with the same arguments."""
+        return self._run(method.__name__, [args] * len(self.workers), kwargs)
 
-    def run(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The method with a rank's own arguments on each: one result a rank."""
-        return self._run(method, per_rank, {})
+    def run(self, method: Callable[[Any, *Ts], R], per_rank: Sequence[tuple[*Ts]]) -> list[R]:
+        """Return what `method` gives on each rank with that rank's own arguments."""
+        return self._run(method.__name__, per_rank, {})
 
     def compile(self, buffer_bytes: int, lost: Callable[[str], None] = lambda why: None) -> None:
         """From now on `call` and `run` go through a compiled graph, with the same meaning. Raises GraphUnavailable.
@@ -280,10 +286,10 @@ class WorkerGroup:
         """What calls go through; None for ordinary ones."""
         return self._graph
 
-    def aside(self, method: str, *args: Any) -> None:
+    def aside(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
         """Call a short method beside the running ones (see `WorkerActor.aside`); nobody waits for it."""
         for worker in self.workers:
-            worker.handle.aside.remote(method, args)
+            worker.handle.aside.remote(method.__name__, args)
 
     def kill(self) -> None:
         """End all processes at once."""
@@ -327,10 +333,10 @@ class WorkerGroup:
 
     def _gone(self) -> list[str]:
         """Workers whose process does not answer."""
-        asked = [Pending("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
+        asked = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
         return [name for part in asked for name in part.dead()]
 
-    def _start(self, method: str, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending:
+    def _start(self, method: str, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending[Any]:
         refs = [worker.handle.call.remote(method, *item) for worker, item in zip(self.workers, inputs)]
         return Pending(method, self.workers, refs)
 

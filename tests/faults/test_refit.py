@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import PackedRollouts
 from rlctl.refit.plan import RefitPlan
@@ -44,8 +45,7 @@ class Stage:
         return refit
 
     def sample(self, engine: int) -> PackedRollouts:
-        columns: PackedRollouts = self.pool.engines[engine].start("generate", greedy(PROMPTS, 12)).wait(DEADLINE)[0]
-        return columns
+        return self.pool.engines[engine].start(Engine.generate, greedy(PROMPTS, 12)).wait(DEADLINE)[0]
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage
     refit = stage.refit("shm")
     plan = refit.plan
     other = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])
-    stage.pool.engines[1].start("refit_open", refit._spec(2), other, 2, "auto", False).wait(DEADLINE)
+    stage.pool.engines[1].start(Engine.refit_open, refit._spec(2), other, 2, "auto", False).wait(DEADLINE)
     with pytest.raises(EnginesLost, match=f"the trainer sends by plan {plan.digest}, this end was given plan") as lost:
         refit.run(stage.pool.ends(), 1)
     assert [*lost.value.reasons] == lost.value.intact == [1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.generation.engine import MakeEngine
+from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.generation.spec import environment
 from rlctl.models.hf_folder import WeightFiles
@@ -81,9 +81,9 @@ def sample_across_updates(engine: Worker, refit: Refit, requests: list[TurnReque
     while len(done) < len(requests) or version < UPDATES:
         room = 24 - (len(requests) - len(waiting) - len(done))
         if share := waiting[:room]:
-            engine.start("submit", share).wait(DEADLINE)
+            engine.start(Engine.submit, share).wait(DEADLINE)
             waiting = waiting[room:]
-        told = engine.start("collect", 0.02).wait(DEADLINE)[0]
+        told = engine.start(Engine.collect, 0.02).wait(DEADLINE)[0]
         done.update(zip(told.ids, told.columns.split([by_name[name] for name in told.ids])))
         # As the work goes on, so do the updates: none is left for the end, when nothing runs.
         if version < UPDATES and len(done) >= (version + 0.2) * len(requests) / (UPDATES + 1):
@@ -114,7 +114,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
         refit.open([EngineEnd(engine, 1)])
         refit.run([EngineEnd(engine, 1)], 0)
         done = sample_across_updates(engine, refit, requests)
-        counts = engine.start("rpc", "rl_counts").wait(DEADLINE)[0][0][1:]
+        counts = engine.start(Engine.rpc, "rl_counts").wait(DEADLINE)[0][0][1:]
     finally:
         source.kill()
         engine.kill()

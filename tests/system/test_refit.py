@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rlctl.generation.engine import Engine
 from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.refit.plan import RefitPlan
@@ -49,19 +50,19 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
     try:
         for engine in engines:
             engine.built().wait(DEADLINE)
-        before = engines[0].start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0]
+        before = engines[0].start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0]
         refit = Refit(source, refit_options("shm", tmp_path / "shm"))
         end = EngineEnd(engines[0], 1)
         refit.open([end])
         report = refit.run([end], version=3)
         assert report["bytes"] == refit.plan.payload
-        after, fresh = (engine.start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
+        after, fresh = (engine.start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
         assert not np.array_equal(before.tokens, fresh.tokens)
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
         assert set(after.versions.tolist()) == {3}
         requests = [TurnRequest(f"s{i}", prompt, 2, 16, TEMPERATURE, i) for i, prompt in enumerate(PROMPTS)]
-        sampled = engines[0].start("generate", requests).wait(DEADLINE)[0].split(requests)
+        sampled = engines[0].start(Engine.generate, requests).wait(DEADLINE)[0].split(requests)
         rollouts = [(request.prompt_tokens, one) for request, group in zip(requests, sampled) for one in group]
         theirs = [one.log_probs for _, one in rollouts]
         ours = [log_probs(new, prompt, one.tokens.tolist()) for prompt, one in rollouts]
@@ -77,7 +78,7 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
 
 def assert_each_stop_token_ends_an_answer(engine: Worker) -> None:
     requests = [TurnRequest(f"e{i}", prompt, 256, 32, 2.0, i) for i, prompt in enumerate(PROMPTS)]
-    groups = engine.start("generate", requests).wait(DEADLINE)[0].split(requests)
+    groups = engine.start(Engine.generate, requests).wait(DEADLINE)[0].split(requests)
     answers = [answer for group in groups for answer in group]
     assert {int(answer.tokens[-1]) for answer in answers if answer.finish == "stop"} == set(STOPS)
     assert not any(set(answer.tokens[:-1].tolist()) & set(STOPS) for answer in answers)
@@ -119,17 +120,17 @@ def test_a_changed_byte_never_reaches_the_engine_and_a_clean_refit_heals_it(
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FlippingSource))], DEADLINE)
     try:
         engine.built().wait(DEADLINE)
-        before = engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        before = engine.start(Engine.generate, greedy(PROMPTS, 8)).wait(DEADLINE)[0]
         refit = Refit(source, refit_options("shm", shm))
         end = EngineEnd(engine, 1)
         refit.open([end])
         with pytest.raises(EnginesLost, match=r"refit_receive on flipped: Untouched: .* arrived changed") as failure:
             refit.run([end], version=2)
         assert failure.value.intact == [0]
-        still = engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        still = engine.start(Engine.generate, greedy(PROMPTS, 8)).wait(DEADLINE)[0]
         assert np.array_equal(still.tokens, before.tokens)
         refit.run([end], version=3)
-        after = engine.start("generate", greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        after = engine.start(Engine.generate, greedy(PROMPTS, 8)).wait(DEADLINE)[0]
         assert set(after.versions.tolist()) == {3}
         assert not np.array_equal(after.tokens, before.tokens)
         with pytest.raises(WorkerError, match="moved to other memory after the refit was opened"):
@@ -152,7 +153,7 @@ def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: 
         refit = Refit(source, refit_options("shm", shm, in_flight=True))
         end = EngineEnd(engines[0], 1)
         refit.open([end])
-        running = engines[0].start("generate", requests)
+        running = engines[0].start(Engine.generate, requests)
         refit.run([end], version=1)
         report = refit.run([end], version=2)
         assert report["stall"] >= 0
@@ -160,14 +161,14 @@ def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: 
         seen = {tuple(sorted(set(one.versions.tolist()))) for one in rollouts}
         assert any(len(versions) > 1 for versions in seen)
         assert all((np.diff(one.versions) >= 0).all() for one in rollouts)
-        after, fresh = (engine.start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
+        after, fresh = (engine.start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
-        running = engines[0].start("generate", requests)
-        engines[0].start("cancel").wait(DEADLINE)
+        running = engines[0].start(Engine.generate, requests)
+        engines[0].start(Engine.cancel).wait(DEADLINE)
         with pytest.raises(WorkerError, match="every request was cancelled"):
             running.wait(DEADLINE)
-        again = engines[0].start("generate", greedy(PROMPTS, 16)).wait(DEADLINE)[0]
+        again = engines[0].start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0]
         assert np.array_equal(again.tokens, fresh.tokens)
     finally:
         source.kill()

@@ -16,6 +16,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import FinishedGroups
+from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.generation.spec import ForcedLengths
@@ -151,16 +152,18 @@ def ids(steps: list[list[RolloutGroup]]) -> list[str]:
 def test_rollouts_that_ended_make_room_before_their_group_is_done(stage: Stage) -> None:
     engine, size = stage.pool.engines[0], 12
     stage.pool.refit(stage.refit, 0)
-    engine.start("submit", [TurnRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
+    engine.start(Engine.submit, [TurnRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
     told: list[FinishedGroups] = []
     while not (told and told[-1].ids):
-        told += engine.start("collect", DEADLINE).wait(DEADLINE)
+        told += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
     # The engine decodes 16 at a time. A place is offered when as many rollouts ended as this group has.
     assert [delivery.ids for delivery in told] == [[]] * (len(told) - 1) + [["long"]]
-    engine.start("submit", [TurnRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(DEADLINE)
+    engine.start(Engine.submit, [TurnRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(
+        DEADLINE
+    )
     told, left = [], {f"s{i}" for i in range(4)}
     while left:
-        told += engine.start("collect", DEADLINE).wait(DEADLINE)
+        told += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
         left -= set(told[-1].ids)
     part = [delivery for delivery in told if not delivery.ids and delivery.ended]
     assert part and all(0 < count < 4 for delivery in part for count in delivery.ended.values())

@@ -113,18 +113,18 @@ def doomed(ray_here: Path, request: pytest.FixtureRequest) -> Iterator[WorkerGro
 
 
 def test_results_come_in_rank_order(group: WorkerGroup) -> None:
-    assert group.call("add", 10, y=5) == [15, 16]
-    assert group.run("add", [(1,), (2,)]) == [1, 3]
-    assert group.start("add", 1).wait(60) == [1, 2]
+    assert group.call(Probe.add, 10, y=5) == [15, 16]
+    assert group.run(Probe.add, [(1,), (2,)]) == [1, 3]
+    assert group.start(Probe.add, 1).wait(60) == [1, 2]
 
 
 def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError, match="fail_on on probe-1: ValueError: rank 1 was told to fail") as error:
-        group.call("fail_on", 1)
+        group.call(Probe.fail_on, 1)
     assert "in fail_on" in error.value.tracebacks()
     with pytest.raises(WorkerError, match="fail_on on probe-0: SystemExit: 3"):
-        group.call("fail_on", -1)
-    assert group.call("fail_on", 2) == ["fine", "fine"]
+        group.call(Probe.fail_on, -1)
+    assert group.call(Probe.fail_on, 2) == ["fine", "fine"]
 
 
 def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
@@ -136,14 +136,14 @@ def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
     monkeypatch.setattr(rlctl.workers.group, "_OTHERS_S", 1.0)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as raised:
-        doomed.call("fail_or_wait", 1)
+        doomed.call(Probe.fail_or_wait, 1)
     assert [failure.worker for failure in raised.value.failures] == ["probe-1"]
     assert time.monotonic() - begin < 10
 
 
 def test_arrays_are_the_workers_own_and_may_be_kept_on_both_sides(group: WorkerGroup) -> None:
     loads = [[Load(np.full(300_000, 10 * step + rank, np.float32), ["a"]) for rank in (0, 1)] for step in range(4)]
-    answers = [group.run("keep", [(load,) for load in pair]) for pair in loads]
+    answers = [group.run(Probe.keep, [(load,) for load in pair]) for pair in loads]
     for step, pair in enumerate(answers):
         for rank, rows in enumerate(pair):
             assert not rows.flags.writeable
@@ -151,25 +151,25 @@ def test_arrays_are_the_workers_own_and_may_be_kept_on_both_sides(group: WorkerG
 
 
 def test_every_call_runs_on_the_thread_that_built_the_worker(group: WorkerGroup) -> None:
-    assert group.call("thread") == ["mine", "mine"]
-    assert group.start("thread").wait(60) == ["mine", "mine"]
+    assert group.call(Probe.thread) == ["mine", "mine"]
+    assert group.start(Probe.thread).wait(60) == ["mine", "mine"]
 
 
 def test_an_argument_that_cannot_be_sent_costs_nothing(group: WorkerGroup) -> None:
     with pytest.raises(TypeError):
-        group.call("add", threading.Lock())
-    assert group.call("add", 1) == [1, 2]
+        group.call(Probe.add, threading.Lock())
+    assert group.call(Probe.add, 1) == [1, 2]
 
 
 def test_a_graph_that_breaks_before_a_call_is_begun_is_given_up_and_said(ray_here: Path) -> None:
     group, said = make_group(ray_here, compiled=False), []
     try:
         group.compile(1 << 16, said.append)
-        assert group.graph and group.call("add", 1) == [1, 2]
+        assert group.graph and group.call(Probe.add, 1) == [1, 2]
         group.graph._graph.teardown()
-        assert group.call("add", 2) == [2, 3]
+        assert group.call(Probe.add, 2) == [2, 3]
         assert len(said) == 1 and "hannel" in said[0]
-        assert group.graph is None and group.call("thread") == ["mine", "mine"]
+        assert group.graph is None and group.call(Probe.thread) == ["mine", "mine"]
     finally:
         group.kill()
 
@@ -182,7 +182,7 @@ def test_a_call_that_a_rank_has_begun_is_never_made_again(ray_here: Path) -> Non
         rlctl.workers.graph.ray.get(group.workers[1].handle.graph_call.remote(("add", [(1,), (1,)], {}), 1))
         group.graph._graph.teardown()
         with pytest.raises(GraphBroken, match="while probe-1 did add: how far is not known; resume"):
-            group.call("add", 2)
+            group.call(Probe.add, 2)
         assert said == []
     finally:
         group.kill()
@@ -191,7 +191,7 @@ def test_a_call_that_a_rank_has_begun_is_never_made_again(ray_here: Path) -> Non
 def test_a_death_shows_at_once_though_the_other_rank_still_works(doomed: WorkerGroup) -> None:
     begin = time.monotonic()
     with pytest.raises(WorkerDied) as error:
-        doomed.call("die_on", 1)
+        doomed.call(Probe.die_on, 1)
     assert error.value.workers == ["probe-1"]
     assert time.monotonic() - begin < 15
 
@@ -200,18 +200,18 @@ def test_a_worker_killed_between_two_calls_is_named_in_the_next(doomed: WorkerGr
     os.kill(doomed.workers[0].pid(), signal.SIGKILL)
     time.sleep(0.5)
     with pytest.raises(WorkerDied) as error:
-        doomed.call("add", 1)
+        doomed.call(Probe.add, 1)
     assert error.value.workers == ["probe-0"]
 
 
 def test_a_silent_worker_is_an_error_that_names_it_and_the_knob(doomed: WorkerGroup) -> None:
     doomed.deadline_s = 1.0
     with pytest.raises(WorkerTimeout, match=r"probe-0.* to finish sleep; .* raise run.deadline_s"):
-        doomed.run("sleep", [(20,), (0,)])
+        doomed.run(Probe.sleep, [(20,), (0,)])
 
 
 def test_an_idle_group_burns_next_to_nothing(group: WorkerGroup) -> None:
-    group.call("add", 1)
+    group.call(Probe.add, 1)
     processes = [psutil.Process(worker.pid()) for worker in group.workers] + [psutil.Process()]
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(3.0)
@@ -228,7 +228,7 @@ def test_without_the_api_that_was_tested_there_is_no_graph_and_ordinary_calls_go
         with pytest.raises(GraphUnavailable, match=r"Ray 2.* is none of the releases that this was tested with"):
             group.compile(1 << 16)
         assert group.graph is None
-        assert group.call("add", 1) == [1, 2]
+        assert group.call(Probe.add, 1) == [1, 2]
     finally:
         group.kill()
 
@@ -247,7 +247,7 @@ class Broken:
 
 
 def test_a_signal_makes_a_worker_say_where_it_is(group: WorkerGroup, ray_here: Path) -> None:
-    sleeping = group.start("sleep", 2.0)
+    sleeping = group.start(Probe.sleep, 2.0)
     time.sleep(0.5)
     os.kill(group.workers[0].pid(), signal.SIGUSR1)
     sleeping.wait(30)
@@ -256,7 +256,7 @@ def test_a_signal_makes_a_worker_say_where_it_is(group: WorkerGroup, ray_here: P
 
 
 def test_all_output_of_a_worker_goes_to_its_own_log(group: WorkerGroup, ray_here: Path) -> None:
-    group.call("say", "hello")
+    group.call(Probe.say, "hello")
     text = (ray_here / "probe-1.log").read_text()
     assert "hello\n" in text
     assert "hello from a child" in text

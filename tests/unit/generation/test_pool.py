@@ -1,5 +1,6 @@
 """Sharing requests out over engines, and reading completions back from columns."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ class AtWork:
     def __init__(self, steps: list[int]) -> None:
         self._steps = steps
 
-    def start(self, method: str) -> Any:
+    def start(self, method: Callable[..., Any]) -> Any:
         return Answer([self._steps.pop(0)], late=0)
 
 

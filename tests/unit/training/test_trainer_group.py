@@ -1,5 +1,6 @@
 """A batch on its way to the ranks."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -33,8 +34,8 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[tuple[Any, ...]]]] = []
 
-    def run(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        self.calls.append((method, arguments))
+    def run(self, method: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
+        self.calls.append((method.__name__, arguments))
         return [{}] * len(arguments)
 
 
