@@ -277,7 +277,7 @@ class _Stage:
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
             seconds.append(time.perf_counter() - begin)
-            stalls.append(report["stall"])
+            stalls.append(report.stall)
             for engine in self.engines:
                 engine.start(Engine.cancel).wait(_DEADLINE_S)
         return {"stall": median(stalls), "driver": median(seconds)}

@@ -14,9 +14,9 @@ from typing import Concatenate, ParamSpec, TypeVar
 from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import PackedRollouts, Rollout, TurnRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.refit.protocol import Checks
+from rlctl.refit.plan import RefitPlan
+from rlctl.refit.protocol import Checks, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
-from rlctl.refit.transport import Report
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
 from rlctl.workers.nodes import NodeLease
@@ -54,6 +54,7 @@ class GeneratorPool:
         self._restarts_left = max_restarts
         self.version = -1
         self.asleep = False
+        self._refit: Refit
         # By seat; None where an engine is gone with its node.
         self.slots: list[Worker | None] = [self._start(index) for index in range(len(slots))]
 
@@ -66,12 +67,18 @@ class GeneratorPool:
         """The construction of every engine."""
         return [engine.built() for engine in self.engines]
 
+    @property
+    def dtype(self) -> str:
+        """dtype of the weights that engines serve."""
+        return self._spec.dtype
+
     def ends(self) -> list[EngineEnd]:
         """The engines as a refit sees them."""
         return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
 
-    def open_refit(self, refit: Refit) -> None:
-        """Connect every engine to the trainer; says how each takes weights in."""
+    def connect(self, refit: Refit) -> None:
+        """Open `refit` to every engine and own it from now on. Emit how each engine takes weights in."""
+        self._refit = refit
         try:
             choices = refit.open(self.ends())
         except EnginesLost as error:
@@ -80,21 +87,27 @@ class GeneratorPool:
         for engine, choice in zip(self.engines, choices):
             self._emit("refit_opened", engine=engine.name, transport=refit.options.kind, **vars(choice))
 
-    def refit(self, refit: Refit, version: int, checks: Checks | None = None) -> Report:
-        """Bring every engine to `version`; engines that slept are awake afterwards. Returns `Refit.run`'s report."""
+    def sync(self, version: int, checks: Checks | None = None) -> RefitReport:
+        """Bring every engine to the trainer's `version`, and rebuild those that are lost meanwhile.
+
+        Where engines sleep, the trainer rests first and engines are awake afterwards. checks: other than the run's own.
+        Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
+        Raises RuntimeError when `generation.max_restarts` are used up, and what a trainer raised.
+        """
         if self.asleep:
+            self._refit.rest_trainers()
             self.call(Engine.wake, ["weights"])
         try:
-            report = refit.run(self.ends(), version, checks)
+            report = self._refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
             live = self._live
-            rebuilt = [index for index in error.reasons if index not in error.intact]
-            for index in rebuilt:
-                self._count_loss(live[index], error.reasons[index])
-            behind = [live[index] for index in error.intact]
-            self._replace([live[index] for index in rebuilt], refit, version, behind)
-            report = {"seconds": time.perf_counter() - begin}
+            rebuilt = [live[index] for index in error.reasons if index not in error.intact]
+            for index in error.reasons:
+                if index not in error.intact:
+                    self._count_loss(live[index], error.reasons[index])
+            rebuilt = self._rebuild(rebuilt, version, [live[index] for index in error.intact])
+            report = RefitReport(seconds=time.perf_counter() - begin, rebuilt=tuple(rebuilt))
         if self.asleep:
             self.call(Engine.wake, ["kv_cache"])
         self.asleep = False
@@ -102,18 +115,23 @@ class GeneratorPool:
         return report
 
     @property
+    def plan(self) -> RefitPlan:
+        """Refit plan that trainer and engines agreed on."""
+        return self._refit.plan
+
+    @property
     def at_a_time(self) -> int:
         """Rollouts that an engine decodes at a time."""
         return self._spec.max_num_seqs
 
-    def replace(self, lost: dict[int, Exception], refit: Refit) -> None:
-        """New engines, at the pool's version, for those that were lost, by slot with the reason of each.
+    def replace(self, lost: dict[int, Exception]) -> None:
+        """Rebuild lost engines (slot to the reason of its loss) at the pool's version, which the trainer still has.
 
         Raises RuntimeError when `generation.max_restarts` are used up.
         """
         for index, reason in lost.items():
             self._count_loss(index, reason)
-        self._replace(list(lost), refit, self.version)
+        self._rebuild(list(lost), self.version)
 
     @property
     def sleeps(self) -> bool:
@@ -125,8 +143,14 @@ class GeneratorPool:
         self.call(Engine.sleep)
         self.asleep = True
 
-    def generate(self, requests: list[TurnRequest], refit: Refit) -> list[list[Rollout]]:
-        """Completions of every request, in order; engines that die meanwhile are replaced through `refit`."""
+    def require_awake(self) -> None:
+        """Raise RuntimeError if engines sleep: they have neither weights nor a cache to sample with."""
+        if self.asleep:
+            raise RuntimeError("the generator sleeps: sync it with the trainer before it samples")
+
+    def generate(self, requests: list[TurnRequest]) -> list[list[Rollout]]:
+        """Completions of every request, in order; engines that die meanwhile are replaced."""
+        self.require_awake()
         answers: dict[str, list[Rollout]] = {}
         while len(answers) < len(requests):
             missing = [request for request in requests if request.id not in answers]
@@ -141,7 +165,7 @@ class GeneratorPool:
                     continue
                 answers.update(zip([request.id for request in share], columns.split(share)))
             if lost:
-                self._replace(lost, refit, self.version)
+                self._rebuild(lost, self.version)
         return [answers[request.id] for request in requests]
 
     def call(self, method: Callable[Concatenate[Engine, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -210,13 +234,38 @@ class GeneratorPool:
             raise RuntimeError(f"{reason}; generation.max_restarts={self._max_restarts} are used up") from reason
         self._restarts_left -= 1
 
-    def _replace(self, lost: list[int], refit: Refit, version: int, behind: Sequence[int] = ()) -> None:
-        """New engines for the `lost`, at `version`; those `behind` are sound and come to it too.
+    def _rebuild(self, lost: Sequence[int], version: int, behind: Sequence[int] = ()) -> list[int]:
+        """Start new engines in the `lost` slots, bring them and those `behind` to `version`; return the rebuilt slots.
 
-        An engine whose node is gone is left out from now on. Raises NoEngineLeft if that was the last.
+        behind: slots whose engines are sound but missed the version. An engine that is lost on the way is rebuilt too,
+        until all are at `version`. One whose node is gone is left out from now on. Raises NoEngineLeft if that was the
+        last, and RuntimeError when `generation.max_restarts` are used up.
         """
-        begin = time.monotonic()
-        # An engine beside a lost one may be gone with it, and nobody have noticed.
+        begin, rebuilt = time.monotonic(), set[int]()
+        while True:
+            fresh = self._restart(lost)
+            rebuilt |= set(fresh)
+            ends, live = self.ends(), self._live
+            place = {index: ends[position] for position, index in enumerate(live)}
+            behind = [index for index in behind if index in place]
+            try:
+                self._refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
+                break
+            except EnginesLost as error:
+                # One that was left untouched only because another fell out tries again; alone it is at fault itself.
+                broken = [position for position in error.reasons if position not in error.intact] or [*error.reasons]
+                for position in broken:
+                    self._count_loss(live[position], error.reasons[position])
+                behind = sorted({*behind, *(live[p] for p in error.reasons if p not in broken)})
+                lost = [live[position] for position in broken]
+        restarted = [index for index in sorted(rebuilt) if self.slots[index]]
+        for index in restarted:
+            self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
+        return restarted
+
+    def _restart(self, lost: Sequence[int]) -> list[int]:
+        """Start new engines in the `lost` slots; return those that were built. Raises NoEngineLeft."""
+        # The node of a lost engine may have held others, whose loss nobody has noticed yet.
         lost = sorted({*lost, *(n for n, worker in enumerate(self.slots) if worker and worker.lost_its_node)})
         for index in lost:
             if worker := self.slots[index]:
@@ -230,21 +279,7 @@ class GeneratorPool:
                 self._emit("engine_gone", engine=index, reason=what)
         if not self.engines:
             raise NoEngineLeft("the nodes of all engines are gone")
-        ends, live = self.ends(), self._live
-        place = {index: ends[position] for position, index in enumerate(live)}
-        behind = [index for index in behind if index in place]
-        try:
-            refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
-        except EnginesLost as error:
-            # One that was left untouched only because another fell out tries again; alone it is at fault itself.
-            broken = [position for position in error.reasons if position not in error.intact] or [*error.reasons]
-            for position in broken:
-                self._count_loss(live[position], error.reasons[position])
-            behind = sorted({*behind, *(live[p] for p in error.reasons if p not in broken)})
-            self._replace([live[position] for position in broken], refit, version, behind)
-            return
-        for index in fresh:
-            self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)
+        return fresh
 
     def _came_up(self, index: int) -> bool:
         """Whether an engine that was started anew is built; False where its node is gone meanwhile."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
-from rlctl.refit.refit import Refit
 from rlctl.rollout.scoring import GroupScorer
 from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.resource_monitor import ResourceMonitor
@@ -33,7 +32,6 @@ class GrpoComponents:
 
     trainer: TrainerGroup
     pool: GeneratorPool
-    refit: Refit
     source: TaskSource
     validation: list[Task]
     score: GroupScorer

@@ -36,7 +36,7 @@ from rlctl.grpo.metrics import (
 )
 from rlctl.grpo.parity_check import parity
 from rlctl.preflight.resolved import Resolved
-from rlctl.refit.transport import Report
+from rlctl.refit.protocol import RefitReport
 from rlctl.rollout.buffer import RolloutBuffer, Span
 from rlctl.rollout.dispatcher import Deliver, RolloutDispatcher
 from rlctl.rollout.scoring import RolloutGroup
@@ -47,7 +47,6 @@ from rlctl.run.loop import Loop
 from rlctl.telemetry.clock import StepRecorder
 from rlctl.telemetry.throughput import length_of_a_token, mfu
 from rlctl.training.interface import Totals
-from rlctl.training.worker import TrainerWorker
 
 
 @dataclass
@@ -81,9 +80,7 @@ class GrpoLoop(Loop):
             return RolloutDispatcher(parts.pool, deliver, config.run.deadline_s)
 
         self._counters: list[EngineStats] = []
-        self._buffer = RolloutBuffer(
-            config, parts.source, dispatcher, parts.refit, parts.score, parts.recorder.events.emit
-        )
+        self._buffer = RolloutBuffer(config, parts.source, dispatcher, parts.score, parts.recorder.events.emit)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up the groups that waited for their step, or were being sampled, at a checkpoint."""
@@ -202,14 +199,12 @@ class GrpoLoop(Loop):
             prompts = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)
             return {PARITY: parity(self._config, self._parts, prompts, self.done).token_mult_prob_error}
 
-    def _refit(self, version: int, record: StepRecorder, span: Span) -> Report:
+    def _refit(self, version: int, record: StepRecorder, span: Span) -> RefitReport:
         """The generator comes to `version`; what was trained makes room, which async fills at once."""
         if self._async and not self._config.async_.in_flight_weight_updates:
             self._buffer.drain(span)
         with record.phase("refit"):
-            if self._parts.pool.asleep:
-                self._parts.trainer.group.call(TrainerWorker.rest)
-            moved = self._parts.pool.refit(self._parts.refit, version)
+            moved = self._parts.pool.sync(version)
             self._buffer.release()
             self._buffer.dispatcher.go_on()
             if self._async:
@@ -228,7 +223,7 @@ class GrpoLoop(Loop):
                 TurnRequest(prompt.id, prompt.tokens, config.num_generations, longest, config.temperature, seed)
                 for prompt, seed in zip(prompts, seeds)
             ]
-            groups = self._parts.pool.generate(requests, self._parts.refit)
+            groups = self._parts.pool.generate(requests)
             lengths = [len(completion.tokens) for group in groups for completion in group]
             metrics |= validation_metrics(self._parts.score(prompts, groups), lengths)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlctl.generation.active_requests import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
+from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.scoring import RolloutGroup
 from rlctl.telemetry import throughput
@@ -165,13 +166,13 @@ def _by_age(metrics: dict[str, float]) -> dict[str, float]:
     return rest
 
 
-def refit_metrics(report: Mapping[str, float]) -> dict[str, float]:
-    """What a refit's report says; nothing where engines were rebuilt meanwhile."""
-    if "bytes" not in report:
+def refit_metrics(report: RefitReport) -> dict[str, float]:
+    """Return a refit's metrics; none where engines were brought to the version a second time."""
+    if not report.bytes:
         return {}
     return {
-        "refit/seconds": report["seconds"],
-        "refit/gb_per_s": report["bytes"] / report["seconds"] / 1e9,
-        "refit/pause": report["commit"],
-        "refit/stall": report["stall"],
+        "refit/seconds": report.seconds,
+        "refit/gb_per_s": report.bytes / report.seconds / 1e9,
+        "refit/pause": report.commit,
+        "refit/stall": report.stall,
     }

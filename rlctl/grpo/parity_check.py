@@ -28,13 +28,13 @@ def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], versio
     Raises RefitError naming the first tensor that arrived changed, or ProbeError if log-probs differ by more
     than the dtype's bound although every tensor arrived intact.
     """
-    parts.pool.refit(parts.refit, version, "all")
+    parts.pool.sync(version, "all")
     gap = parity(config, parts, prompts, version)
     if not gap.token_mult_prob_error <= BOUNDS[dtype]:
         raise ProbeError(
             f"trainer and generator disagree on log-probs: token_mult_prob_error {gap.token_mult_prob_error:.4f} over "
-            f"{gap.tokens} tokens, at most {BOUNDS[dtype]} in {dtype}. All {len(parts.refit.plan.entries)} tensors "
-            f"arrived intact, from {parts.refit.plan.entries[0].name} on: the engine loads or computes them differently"
+            f"{gap.tokens} tokens, at most {BOUNDS[dtype]} in {dtype}. All {len(parts.pool.plan.entries)} tensors "
+            f"arrived intact, from {parts.pool.plan.entries[0].name} on: the engine loads or computes them differently"
         )
     return gap
 
@@ -51,7 +51,7 @@ def parity(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], versi
         TurnRequest(f"probe-{prompt.id}", prompt.tokens, 1, length, config.generation.temperature, seed)
         for prompt, seed in zip(prompts, seeds)
     ]
-    groups = parts.pool.generate(requests, parts.refit)
+    groups = parts.pool.generate(requests)
     sequences = [to_sequence(prompt, group[0], 0.0) for prompt, group in zip(prompts, groups)]
     theirs = [sequence.fields["rollout_log_prob"] for sequence in sequences]
     return mismatch(theirs, parts.trainer.log_probs(sequences), [sequence.mask for sequence in sequences])

@@ -19,7 +19,6 @@ from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 if TYPE_CHECKING:
     from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import GrpoLoop
-    from rlctl.refit.refit import Refit
     from rlctl.rewards.scorer import Scorer
     from rlctl.training.trainer_group import TrainerGroup
 
@@ -79,7 +78,7 @@ class GrpoParts:
         from rlctl.training.worker import TrainerWorker
 
         session, config, pool, placement = self.session, self.config, self.pool, allocation.placement
-        refit = self._open_refit(allocation, trainer)
+        self._connect(allocation, trainer)
         score = GroupScorer(self.scorer, _decoder(self.chat.tokenizer))
         devices = Devices(
             placement.trainer_devices,
@@ -92,19 +91,17 @@ class GrpoParts:
             "engine": lambda: pool.call(Engine.memory),
         }
         monitor = ResourceMonitor(placement.device, memories)
-        components = GrpoComponents(
-            trainer, pool, refit, source, data.validation, score, session.recorder, devices, monitor
-        )
+        components = GrpoComponents(trainer, pool, source, data.validation, score, session.recorder, devices, monitor)
         if config.run.probe or self.probe_only:
             with session.starting("probe"):
                 prompts = data.validation or data.train
-                gap = probe(config, components, prompts, session.start, refit.options.dtype)
+                gap = probe(config, components, prompts, session.start, pool.dtype)
             session.events.emit("probe", **vars(gap))
         else:
-            pool.refit(refit, session.start)
+            pool.sync(session.start)
         return None if self.probe_only else GrpoLoop(config, components, session.stops)
 
-    def _open_refit(self, allocation: Allocation, trainer: "TrainerGroup") -> "Refit":
+    def _connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         from rlctl.launch.worker_specs import refit_options
         from rlctl.preflight.resolved import Resolved
         from rlctl.refit.refit import Refit
@@ -114,9 +111,7 @@ class GrpoParts:
         with self.session.starting("refit"):
             parameters = int(trainer.info()["parameters"])
             folder = self._transit(allocation, parameters, dtype) if len(placement.used) == 1 else ""
-            refit = Refit(trainer.group, refit_options(self.config, placement, dtype, folder))
-            self.pool.open_refit(refit)
-        return refit
+            self.pool.connect(Refit(trainer.group, refit_options(self.config, placement, dtype, folder)))
 
     def _transit(self, allocation: Allocation, parameters: int, dtype: str) -> str:
         """Return a new folder for weights in transit, which are there twice."""

@@ -42,6 +42,31 @@ class TransportSpec:
         return self.kind != "shm"
 
 
+@dataclass(frozen=True)
+class RefitReport:
+    """Result of one refit, over all engines."""
+
+    # From the first chunk to live weights in the slowest engine; with `rebuilt` or repeated engines, of the recovery.
+    seconds: float
+    # Bytes delivered to each engine; 0 if engines had to be brought to the version a second time.
+    bytes: float = 0.0
+    # Seconds of the slowest trainer rank's converting and packing.
+    pack: float = 0.0
+    # Seconds between the first and the last chunk on the wire, in the slowest engine.
+    wire: float = 0.0
+    # Seconds of loading chunks into place, in the slowest engine.
+    load: float = 0.0
+    # Seconds in which the slowest engine could sample nothing.
+    commit: float = 0.0
+    # Longest gap between two tokens of a running request beyond its ordinary gap, in seconds; 0 if none ran.
+    stall: float = 0.0
+    # Memory that a trainer rank and an engine worker hold for refits at most.
+    trainer_extra_bytes: float = 0.0
+    engine_extra_bytes: float = 0.0
+    # Slots of engines that were lost and rebuilt.
+    rebuilt: tuple[int, ...] = ()
+
+
 class RefitError(RuntimeError):
     """A refit that must not be trusted: the message names the tensor or the rank at fault."""
 

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, Protocol
 
 from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, RefitPlan
-from rlctl.refit.protocol import Checks, Header, Kind, Mode, PeerLost, RefitError, TransportSpec, Untouched
+from rlctl.refit.protocol import Checks, Header, Kind, Mode, PeerLost, RefitError, RefitReport, TransportSpec, Untouched
 from rlctl.refit.sending import Holding, SendsWeights
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
@@ -123,7 +123,7 @@ class Refit:
         self._opened = True
         return choices
 
-    def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> Report:
+    def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
         """Send `version` and make it live everywhere; `checks` other than the run's own if given.
 
         Returns the slowest engine's report, with the trainers' `pack` and the memory of both ends. Raises
@@ -139,7 +139,11 @@ class Refit:
         sent, reports = self._watch(engines, sending, receiving)
         report = _merged(sent, reports)
         # Engines that read what stands in memory know nothing of the time that it took to get there.
-        return report if self._spec(0).rendezvous else {**report, "seconds": report["seconds"] + written}
+        return report if self._spec(0).rendezvous else replace(report, seconds=report.seconds + written)
+
+    def rest_trainers(self) -> None:
+        """Have the trainers give the device's memory to engines that share it."""
+        self._trainers.call(SendsWeights.rest)
 
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
         """Bring `fresh` (replaced) engines and those `behind` to `version`, which the others already have.
@@ -257,13 +261,17 @@ def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
     return EnginesLost(lost) if lost else failed[trainers]
 
 
-def _merged(sent: list[Report], received: list[Report]) -> Report:
-    """The slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
+def _merged(sent: list[Report], received: list[Report]) -> RefitReport:
+    """Return the slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
     slowest = max(received, key=lambda report: report["seconds"])
-    return {
-        **slowest,
-        "pack": max(report["pack"] for report in sent),
-        "stall": max(report["stall"] for report in received),
-        "trainer_extra_bytes": max(report["extra_bytes"] for report in sent),
-        "engine_extra_bytes": max(report["extra_bytes"] for report in received),
-    }
+    return RefitReport(
+        seconds=slowest["seconds"],
+        bytes=slowest["bytes"],
+        pack=max(report["pack"] for report in sent),
+        wire=slowest["wire"],
+        load=slowest["load"],
+        commit=slowest["commit"],
+        stall=max(report["stall"] for report in received),
+        trainer_extra_bytes=max(report["extra_bytes"] for report in sent),
+        engine_extra_bytes=max(report["extra_bytes"] for report in received),
+    )

@@ -78,6 +78,10 @@ class SendsWeights:
         """See `SendingEnd.send`."""
         return self._sending.send(header)
 
+    def rest(self) -> None:
+        """Give the device's memory to engines that share it; only called where they do."""
+        raise NotImplementedError
+
     def refit_drop(self, receivers: list[int], reason: str) -> None:
         """See `SendingEnd.drop`; called beside a running `refit_send`."""
         self._sending.drop(receivers, reason)

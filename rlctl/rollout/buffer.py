@@ -19,7 +19,6 @@ from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Rollout, TurnRequest
 from rlctl.preflight.resolved import Resolved
-from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.dispatcher import RolloutDispatcher
@@ -53,11 +52,10 @@ class RolloutBuffer:
         config: GrpoConfig,
         source: TaskSource,
         dispatcher: Callable[[Callable[[list[tuple[str, list[Rollout]]]], None]], RolloutDispatcher],
-        refit: Refit,
         score: ScoreGroups,
         emit: Emit,
     ) -> None:
-        self._config, self._source, self._refit, self._score, self._emit = config, source, refit, score, emit
+        self._config, self._source, self._score, self._emit = config, source, score, emit
         shape = (config.grpo.num_prompts_per_step, Resolved(config).max_age)
         self._staleness = StalenessScheduler(*shape, config.async_.policy, config.async_.window_fraction)
         adaptive = config.async_.prefetch == "auto"
@@ -150,7 +148,7 @@ class RolloutBuffer:
 
     def repair(self) -> None:
         """Engines that were lost are replaced, and what they were at is sampled anew. Raises RuntimeError."""
-        for name in self.dispatcher.repair(self._refit):
+        for name in self.dispatcher.repair():
             # What the engine's loss and its replacement took is no silence of the new one.
             self._news = time.monotonic()
             group_id = _group_id(name)

@@ -19,7 +19,6 @@ from rlctl.generation.active_requests import EngineStats, FinishedGroups
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Rollout, TurnRequest
-from rlctl.refit.refit import Refit
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
@@ -93,6 +92,7 @@ class RolloutDispatcher:
 
     def submit(self, requests: list[TurnRequest]) -> None:
         """More groups to sample, in this order as far as engines are alike."""
+        self._pool.require_awake()
         with self._changed:
             self._pending.extend(requests)
             self._hand_out()
@@ -129,7 +129,7 @@ class RolloutDispatcher:
             self._held = False
             self._hand_out()
 
-    def repair(self, refit: Refit) -> list[str]:
+    def repair(self) -> list[str]:
         """Replace engines that were lost or stand still; returns the groups whose sampling begins anew.
 
         Raises RuntimeError when `generation.max_restarts` are used up.
@@ -138,7 +138,7 @@ class RolloutDispatcher:
             self._lose_silent()
             lost = {i: queue.lost for i, queue in enumerate(self._queues) if queue.lost and self._is_current(i)}
         if lost:
-            self._pool.replace({index: error for index, error in lost.items() if error}, refit)
+            self._pool.replace({index: error for index, error in lost.items() if error})
         with self._changed:
             anew = [request for index in range(len(self._queues)) for request in self._renewed(index)]
             self._pending.extendleft(reversed(anew))

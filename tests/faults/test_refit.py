@@ -41,7 +41,7 @@ class Stage:
 
     def refit(self, kind: Kind) -> Refit:
         refit = Refit(self.source, refit_options(kind, self.folder / "refit", timeout_s=TIMEOUT))
-        self.pool.open_refit(refit)
+        self.pool.connect(refit)
         return refit
 
     def sample(self, engine: int) -> PackedRollouts:
@@ -95,28 +95,28 @@ def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage
         refit.run(stage.pool.ends(), 1)
     assert [*lost.value.reasons] == lost.value.intact == [1]
     assert same(stage.sample(1), before)
-    stage.pool.open_refit(refit)
-    stage.pool.refit(refit, 2)
+    stage.pool.connect(refit)
+    stage.pool.sync(2)
     assert same(stage.sample(0), stage.sample(1))
     assert not same(stage.sample(1), before)
     assert set(stage.sample(1).versions.tolist()) == {2}
 
 
 def a_trainer_that_stands_still_is_named(stage: Stage) -> None:
-    refit = stage.refit("broadcast")
+    stage.refit("broadcast")
     trainer = stage.source.workers[0].pid()
     os.kill(trainer, signal.SIGSTOP)
     begin = time.monotonic()
     try:
         with pytest.raises(WorkerTimeout, match=r"waited \d+ s for trainer-0 to finish refit_send"):
-            stage.pool.refit(refit, 3)
+            stage.pool.sync(3)
     finally:
         os.kill(trainer, signal.SIGCONT)
     assert time.monotonic() - begin < TIMEOUT + 30
 
 
 def an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage: Stage) -> None:
-    refit = stage.refit("broadcast")
+    stage.refit("broadcast")
     trainer, engine = stage.source.workers[0].pid(), stage.pool.engines[0].pid()
     # While the trainer stands still both engines wait for it in the middle of the refit.
     os.kill(trainer, signal.SIGSTOP)
@@ -129,7 +129,7 @@ def an_engine_killed_on_the_way_is_rebuilt_at_the_new_version(stage: Stage) -> N
 
     killer = threading.Thread(target=kill)
     killer.start()
-    stage.pool.refit(refit, 5)
+    stage.pool.sync(5)
     killer.join()
     lost = [fields for kind, fields in stage.events if kind == "engine_lost"]
     assert [fields["engine"] for fields in lost] == [0]

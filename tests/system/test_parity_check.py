@@ -37,9 +37,9 @@ class MakeTrainer:
         )
 
 
-def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, refit: Refit) -> GrpoComponents:
+def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool) -> GrpoComponents:
     rest = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor"))
-    return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, refit=refit, **rest)  # type: ignore[arg-type]
+    return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, **rest)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -56,9 +56,8 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         for pending in pool.built():
             pending.wait(DEADLINE)
         for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
-            refit = Refit(group, refit_options("shm", tmp_path / folder))
-            refit.open(pool.ends())
-            parts = parts_of(config.trainer, trainer, pool, refit)
+            pool.connect(Refit(group, refit_options("shm", tmp_path / folder)))
+            parts = parts_of(config.trainer, trainer, pool)
             if passes:
                 gap = probe(config, parts, PROMPTS, 0, "float32")
                 assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)

@@ -39,7 +39,6 @@ class Stage:
     """One engine whose answers have a long tail, and a source of weights that change with every version."""
 
     pool: GeneratorPool
-    refit: Refit
     events: list[dict[str, Any]]
     steps: list[list[RolloutGroup]] = field(default_factory=list)
     buffer: RolloutBuffer | None = None
@@ -60,14 +59,13 @@ class Stage:
         config = replace(config, generation=replace(config.generation, max_new_tokens=1500))
         rows = [Task(f"r{i}", [5 + i, 9, 12], "", None) for i in range(100)]
         source = TaskSource(rows, Cursor(len(rows), 0, False))
-        self.pool.refit(self.refit, 0)
+        self.pool.sync(0)
         self.steps, self.events[:] = [], []
         self.parts, self.taken_early = False, 0
         self.buffer = RolloutBuffer(
             config,
             source,
             lambda deliver: RolloutDispatcher(self.pool, deliver, deadline_s),
-            self.refit,
             score,
             self._emit,
         )
@@ -86,7 +84,7 @@ class Stage:
         self.steps.append(groups + buffer.take(version, lambda _: nullcontext()))
         if drained:
             buffer.drain(lambda _: nullcontext())
-        self.pool.refit(self.refit, version + 1)
+        self.pool.sync(version + 1)
         buffer.release()
         buffer.dispatcher.go_on()
 
@@ -136,9 +134,8 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     try:
         for part in (*pool.built(), source.built()):
             part.wait(DEADLINE)
-        refit = Refit(source, refit_options("shm", root / "shm", in_flight=True))
-        pool.open_refit(refit)
-        yield Stage(pool, refit, events)
+        pool.connect(Refit(source, refit_options("shm", root / "shm", in_flight=True)))
+        yield Stage(pool, events)
     finally:
         pool.kill()
         source.kill()
@@ -151,7 +148,7 @@ def ids(steps: list[list[RolloutGroup]]) -> list[str]:
 @pytest.mark.slow
 def test_rollouts_that_ended_make_room_before_their_group_is_done(stage: Stage) -> None:
     engine, size = stage.pool.engines[0], 12
-    stage.pool.refit(stage.refit, 0)
+    stage.pool.sync(0)
     engine.start(Engine.submit, [TurnRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
     told: list[FinishedGroups] = []
     while not (told and told[-1].ids):
