@@ -79,7 +79,8 @@ def diff(
 ) -> None:
     """The values in which two configs differ."""
     from rlctl.cli.config_view import difference
-    from rlctl.config.compose import compose, find_recipe
+    from rlctl.config.builtin import find_recipe
+    from rlctl.config.compose import compose
 
     table = difference(a, compose(find_recipe(a), []), b, compose(find_recipe(b), overrides or []))
     if table is None:

@@ -1,7 +1,9 @@
-"""The YAML that comes with rlctl: defaults in configs/, complete runs in recipes/."""
+"""The YAML that comes with rlctl (defaults in configs/, complete runs in recipes/), and which file a name means."""
 
 import os
 from pathlib import Path
+
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "share"
@@ -13,12 +15,24 @@ RECIPES = _ROOT / "recipes"
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes, as `rlctl train grpo NAME` takes them."""
+    """Return the names of the shipped recipes, as `rlctl train grpo NAME` takes them."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
+def find_recipe(recipe: str) -> Path:
+    """Return the file that a person means: a path, a run's directory, or the name of a shipped recipe."""
+    path = Path(os.path.expanduser(recipe))
+    if os.path.isfile(path / "config.yaml"):
+        path /= "config.yaml"
+    found = find(str(path), Path.cwd())
+    if found is None:
+        hint = did_you_mean(path.stem, recipe_names()) or "; see `rlctl recipes list`"
+        raise ConfigError([Problem(recipe, "", f"no such recipe or file{hint}")])
+    return found
+
+
 def find(name: str, beside: Path, other_than: Path | None = None) -> Path | None:
-    """`name`, with or without .yaml, in `beside`, then among the shipped recipes, then the shipped configs.
+    """Return `name`, with or without .yaml, in `beside`, else among the shipped recipes, else the shipped configs.
 
     other_than: a file that is not meant, so that a recipe may have the name of what it inherits.
     """
@@ -31,5 +45,5 @@ def find(name: str, beside: Path, other_than: Path | None = None) -> Path | None
 
 
 def is_shipped(path: Path) -> bool:
-    """Whether a file is part of rlctl rather than the user's own."""
+    """Return True if a file is part of rlctl rather than the user's own."""
     return path.is_relative_to(CONFIGS) or path.is_relative_to(RECIPES)

@@ -4,9 +4,6 @@ Order, the later winning: the files of `defaults:` from left to right (each with
 file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
 """
 
-import os
-from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,66 +16,55 @@ from rlctl.config.provenance import (
     Origin,
     leaves,
     merge,
-    plain,
+    node_at,
     read_file,
     read_value,
     show_path,
 )
-from rlctl.config.references import check_references
+from rlctl.config.references import fill_references
 
 # Files that one inherits from, one through the other.
 _MOST_PARENTS = 32
 
 
 def compose(recipe: Path, overrides: list[str]) -> ConfigNode:
-    """The merged, interpolated tree of the file `recipe`.
+    """Return the merged tree of the file `recipe`, its references filled in.
 
-    Raises ConfigError: a parent not found, unreadable YAML, a malformed override or interpolation, too many values.
+    Raises ConfigError: a parent not found, unreadable YAML, a malformed override or reference, too many values.
     """
     root = _complete(_inherit(recipe, (), {}))
     root = _apply(root, overrides)
     if sum(1 for _ in leaves(root)) > MOST_VALUES:
         raise ConfigError([Problem(show_path(recipe), "", f"more than {MOST_VALUES:,} values: no config is so large")])
-    return _interpolate(root)
-
-
-def find_recipe(recipe: str) -> Path:
-    """The file a person means by `recipe`: a path, a run's directory, or the name of a shipped one."""
-    path = Path(os.path.expanduser(recipe))
-    if os.path.isfile(path / "config.yaml"):
-        path /= "config.yaml"
-    found = find(str(path), Path.cwd())
-    if found is None:
-        hint = did_you_mean(path.stem, recipe_names()) or "; see `rlctl recipes list`"
-        raise ConfigError([Problem(recipe, "", f"no such recipe or file{hint}")])
-    return found
+    return fill_references(root)
 
 
 def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode]) -> ConfigNode:
-    """The file over its parents. known: what was read already, since many may inherit from one."""
+    """Return the file over its parents. known: what was read already, since many may inherit from one."""
     if path in known:
         return known[path]
     root = read_file(path)
     assert isinstance(root.value, dict)
     own = ConfigNode({key: node for key, node in root.value.items() if key != "defaults"}, root.origin)
     merged = ConfigNode({}, root.origin)
-    for name, origin in _parents(root.value.get("defaults")):
+    for entry in _parents(root.value.get("defaults")):
+        name, where = str(entry.value), str(entry.origin)
         # A recipe of one's own may be named sft.yaml and inherit the shipped one of that name.
         parent = find(name, path.parent, other_than=path) or find(name, path.parent)
         if parent is None:
             names = [file.stem for file in (*path.parent.glob("*.yaml"), *CONFIGS.glob("*.yaml"))]
             hint = did_you_mean(Path(name).stem, [*names, *recipe_names()])
-            raise ConfigError([Problem(str(origin), "defaults", f"no file {name}{hint}")])
+            raise ConfigError([Problem(where, "defaults", f"no file {name}{hint}")])
         if parent in (*below, path):
-            raise ConfigError([Problem(str(origin), "defaults", f"{name} inherits from itself")])
+            raise ConfigError([Problem(where, "defaults", f"{name} inherits from itself")])
         if len(below) >= _MOST_PARENTS:
-            raise ConfigError([Problem(str(origin), "defaults", f"more than {_MOST_PARENTS} files, each of the next")])
+            raise ConfigError([Problem(where, "defaults", f"more than {_MOST_PARENTS} files, each of the next")])
         merged = merge(merged, _inherit(parent, (*below, path), known))
     known[path] = merge(merged, own)
     return known[path]
 
 
-def _parents(node: ConfigNode | None) -> list[tuple[str, Origin]]:
+def _parents(node: ConfigNode | None) -> list[ConfigNode]:
     if node is None:
         return []
     entries = node.value if isinstance(node.value, list) else [node]
@@ -86,7 +72,7 @@ def _parents(node: ConfigNode | None) -> list[tuple[str, Origin]]:
         raise ConfigError([Problem(str(node.origin), "defaults", "must be a file name or a list of them")])
     if len(entries) > _MOST_PARENTS:
         raise ConfigError([Problem(str(node.origin), "defaults", f"must be at most {_MOST_PARENTS} files")])
-    return [(str(entry.value), entry.origin) for entry in entries]
+    return entries
 
 
 def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
@@ -111,7 +97,7 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
 
 
 def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) -> ConfigNode:
-    """A copy of `node` with `value` at the path `names`; sections merge, so `section={a: 1}` keeps the rest."""
+    """Return a copy of `node` with `value` at the path `names`; sections merge: `section={a: 1}` keeps the rest."""
     if not names:
         return merge(node, value) if isinstance(node.value, dict) else value
     name, rest = names[0], names[1:]
@@ -129,84 +115,26 @@ def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) 
 
 
 def _complete(root: ConfigNode) -> ConfigNode:
-    """Return the tree with every entry of `rewards` and `telemetry.trackers` over what stands for it in configs/."""
-    root = _complete_list(root, ("rewards",), lambda _: _entry_defaults("reward"))
-    trackers = _entry_defaults("tracker").value
-    assert isinstance(trackers, dict)
-    return _complete_list(root, ("telemetry", "trackers"), lambda name: trackers.get(name, trackers["any"]))
+    """Return the tree with every entry of `rewards` and `telemetry.trackers` over its defaults in configs/.
 
-
-def _complete_list(root: ConfigNode, path: tuple[str, ...], defaults: Callable[[str], ConfigNode]) -> ConfigNode:
-    """Complete the list at `path`. An entry that is a bare name is `{name: ...}`. defaults: by the entry's name."""
-    child = root.value.get(path[0]) if isinstance(root.value, dict) else None
-    if child is None:
-        return root
-    if path[1:]:
-        return merge(root, ConfigNode({path[0]: _complete_list(child, path[1:], defaults)}, root.origin))
-    if not isinstance(child.value, list):
-        return root
-    entries = [
-        ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry for entry in child.value
-    ]
-    completed = []
-    for entry in entries:
-        name = entry.value.get("name") if isinstance(entry.value, dict) else None
-        completed.append(merge(defaults(str(name.value) if name else ""), entry))
-    return merge(root, ConfigNode({path[0]: ConfigNode(completed, child.origin)}, root.origin))
-
-
-@cache
-def _entry_defaults(kind: str) -> ConfigNode:
-    return read_file(CONFIGS / f"{kind}.yaml")
-
-
-def _interpolate(root: ConfigNode) -> ConfigNode:
-    """`${a.b}` filled in, by OmegaConf. Raises ConfigError with every one that leads nowhere."""
-    marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
-    if not marked:
-        return root
-    if problems := list(check_references(root, marked)):
-        raise ConfigError(problems)
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    secrets = _secrets({key: str(node.value) for key, node in marked})
-    try:
-        tree = OmegaConf.create(plain(root))
-    except (OmegaConfBaseException, RecursionError) as error:
-        where, key = next(((str(node.origin), key) for key, node in marked), (show_path(Path()), ""))
-        raise ConfigError([Problem(where, key, f"bad interpolation: {_first_line(error)}")]) from error
-    for key, node in marked:
-        try:
-            value = OmegaConf.select(tree, key, throw_on_missing=True)
-            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-            filled = replace(_wrap(value, node.origin), secret=str(node.value) if key in secrets else None)
-            root = _put(root, key.split("."), filled, node.origin)
-        except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(Problem(str(node.origin), key, f"{node.value}: {_first_line(error)}"))
-    if problems:
-        raise ConfigError(problems)
+    An entry that is a bare name is `{name: ...}`.
+    """
+    for kind, path in (("reward", ["rewards"]), ("tracker", ["telemetry", "trackers"])):
+        found = node_at(root, path)
+        if found is None or not isinstance(found.value, list):
+            continue
+        completed = []
+        for entry in found.value:
+            each = ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry
+            name = each.value.get("name") if isinstance(each.value, dict) else None
+            completed.append(merge(_defaults(kind, str(name.value) if name else ""), each))
+        root = _put(root, path, ConfigNode(completed, found.origin), found.origin)
     return root
 
 
-def _secrets(marked: dict[str, str]) -> set[str]:
-    """Return the keys whose interpolation reads the environment, itself or through other keys."""
-    found = {key for key, text in marked.items() if "oc.env" in text}
-    while True:
-        through = {key for key, text in marked.items() if key not in found and any(name in text for name in found)}
-        if not through:
-            return found
-        found |= through
-
-
-def _wrap(value: object, origin: Origin) -> ConfigNode:
-    if isinstance(value, dict):
-        return ConfigNode({str(key): _wrap(child, origin) for key, child in value.items()}, origin)
-    if isinstance(value, list):
-        return ConfigNode([_wrap(child, origin) for child in value], origin)
-    assert value is None or isinstance(value, str | int | float | bool)
-    return ConfigNode(value, origin)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+@cache
+def _defaults(kind: str, name: str) -> ConfigNode:
+    """Return the defaults of a list's entry; a tracker's depend on its name."""
+    root = read_file(CONFIGS / f"{kind}.yaml")
+    assert isinstance(root.value, dict)
+    return root.value.get(name, root.value["any"]) if kind == "tracker" else root

@@ -118,8 +118,8 @@ class Converter(Generic[T]):
             return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{hint_of_word}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
-        if isinstance(value, int | float) and (bound := _passed(value, limits)):
-            return self._wrong(node, key, f"must be {bound}, not {_shown(node)}")
+        if isinstance(value, int | float) and (bound := _passed(node, value, limits)):
+            return self._wrong(node, key, f"must be {bound}")
         return value
 
     def _wrong(self, node: ConfigNode, key: str, what: str) -> Any:
@@ -168,17 +168,17 @@ def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
     return node.text if str in allowed and value is not None else None
 
 
-def _passed(value: int | float, limits: Any) -> str:
-    """Return the bounds of a number that is outside of them, else nothing."""
+def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
+    """Return the bounds that a number is outside of, and the number; nothing if it is within."""
     most = limits.get("most", _MOST)
     if math.isfinite(value) and not -_MOST <= value <= most:
-        return f"at most {most}" if value > most else f"at least {-_MOST}"
+        return f"{f'at most {most}' if value > most else f'at least {-_MOST}'}, not {_shown(node)}"
     # Written so that nan, which compares false with everything, is out of every range.
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
     if math.isfinite(value) and all(within[name](limits[name]) for name in LIMITS if name in limits):
         return ""
-    return describe_limits(limits) or "finite"
+    return f"{describe_limits(limits) or 'finite'}, not {node.value}"
 
 
 def _describe(hint: Any) -> str:

@@ -1,9 +1,4 @@
-"""What is wrong with a config: every problem is one line that says where, which key, what, and what is right.
-
-ConfigError          all problems of one config at once; the command line turns it into exit code 2
-ModelError           what keeps one model from being trained
-BROKEN               stands for a value that was found wrong, so that everything else can still be checked
-"""
+"""What is wrong with a config: every problem is one line that says where, which key, what, and what is right."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,9 +11,11 @@ LONGEST = 480
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. where: `file:line` or `override 2: a.b=c`; key: dotted, empty for a whole file."""
+    """One mistake."""
 
+    # `file:line` or `override 2: a.b=c`.
     where: str
+    # Dotted key; empty for a whole file.
     key: str
     what: str
 
@@ -30,7 +27,7 @@ class Problem:
 
 
 class ConfigError(Exception):
-    """A config that cannot run. `problems` is never empty."""
+    """All problems of one config at once, at least one; the command line turns it into exit code 2."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = list(problems)
@@ -42,12 +39,12 @@ class ModelError(ValueError):
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """`text`, its middle left out where it has over `most` letters: an error is one line, whatever was given."""
+    """Return `text`, its middle left out if it has over `most` letters: an error is one line, whatever was given."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` for the nearest of `known`, or nothing when none is near."""
+    """Return `; did you mean X?` for the nearest of `known`, or nothing if none is near."""
     if len(word) > LONGEST:
         return ""
     near = get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -63,7 +60,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class _Broken:
-    """Whatever is asked of it, it raises BrokenValueError."""
+    """A value that raises BrokenValueError whatever is asked of it."""
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __str__ = __format__ = __fspath__ = _refuse
@@ -71,4 +68,5 @@ class _Broken:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __index__ = _refuse
 
 
+# In place of a value that was found wrong, so that everything else can still be checked.
 BROKEN: Any = _Broken()

@@ -2,43 +2,46 @@
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.builtin import CONFIGS, find
-from rlctl.config.cluster_schema import (
-    CLUSTER_KINDS,
-    OWN_PORTS,
-    ClusterConfig,
-    HostCluster,
-    KubernetesCluster,
-    SlurmCluster,
-    SshCluster,
-)
+from rlctl.config.cluster_schema import CLUSTER_KINDS, OWN_PORTS, ClusterConfig, HostCluster, SlurmCluster, SshCluster
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
 from rlctl.config.errors import BrokenValueError, ConfigError, Problem, did_you_mean
 from rlctl.config.provenance import ConfigNode, leaves, show_path
 
 FOLDER = CONFIGS / "cluster"
-# Room for workers beside Ray's own ports: one for each, and a driver's.
+# Workers' ports besides Ray's own: one for each worker, and a driver's.
 _WORKER_PORTS = 16
 # A name that begins with a dash would be an option to ssh.
 _HOST = re.compile(r"[^\s/-][^\s/]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,40}")
 # Kubernetes makes names of other things of it, of at most 63 letters.
 _POD_NAME = re.compile(r"[a-z]([a-z0-9-]{0,39}[a-z0-9])?")
-_TOLERATION = re.compile(r"[^=:\s]+(=[^=:\s]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?")
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)((?:[KMGTP]i)|[kMGTP]|)")
+_EFFECTS = "NoSchedule, PreferNoSchedule or NoExecute"
+# Key of a list -> pattern of each entry, and the pattern in words.
+_ENTRIES = {
+    "sbatch_options": (r"-[^\n]*", "one option of sbatch, with its dash"),
+    "volume_claims": (r"[^:/\s]+:/\S+", "claim:/path"),
+    "node_selector": (r"[^=\s]+=[^=\s]*", "label=value"),
+    "tolerations": (
+        r"[^=:\s]+(=[^=:\s]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?",
+        f"key, key=value, or either with :Effect ({_EFFECTS})",
+    ),
+}
 
 
 def cluster_names() -> list[str]:
-    """Names of the shipped clusters."""
+    """Return the names of the shipped clusters."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "base")
 
 
 def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
-    """The config of `cluster`, a shipped name or a YAML file, `name` filled in. Raises ConfigError."""
+    """Return the config of `cluster`, a shipped name or a YAML file, `name` filled in. Raises ConfigError."""
     file = find_cluster(cluster)
     root = compose(file, overrides)
     assert isinstance(root.value, dict)
@@ -47,22 +50,18 @@ def load_cluster(cluster: str, overrides: list[str]) -> ClusterConfig:
         where = str(stated.origin) if stated else show_path(file)
         what = f"must be one of {', '.join(CLUSTER_KINDS)}: inherit it, such as `defaults: cluster/local.yaml`"
         raise ConfigError([Problem(where, "kind", what)])
-    kind = str(stated.value)
-    converter: Converter[Any] = Converter(
-        CLUSTER_KINDS[kind], show_path(file), CLUSTER_KINDS.values(), (f"cluster/{kind}.yaml",)
-    )
-    config = converter.convert(root)
+    parents = (f"cluster/{stated.value}.yaml",)
+    converter = Converter(CLUSTER_KINDS[stated.value], show_path(file), CLUSTER_KINDS.values(), parents)
+    config: ClusterConfig = converter.convert(root)
     if config.name is None:
         config.name = file.stem
-    problems = [*converter.problems, *_check(config, root, file)]
-    if problems:
+    if problems := [*converter.problems, *_check(config, root, file)]:
         raise ConfigError(problems)
-    checked: ClusterConfig = config
-    return checked
+    return config
 
 
 def find_cluster(cluster: str) -> Path:
-    """The file that a person means: a shipped name, or a path with or without .yaml."""
+    """Return the file that a person means: a shipped name, or a path with or without .yaml. Raises ConfigError."""
     if "/" not in cluster and (FOLDER / f"{cluster}.yaml").is_file() and not Path(cluster).is_file():
         return FOLDER / f"{cluster}.yaml"
     path = Path(cluster).expanduser()
@@ -76,8 +75,8 @@ def find_cluster(cluster: str) -> Path:
     raise ConfigError([Problem(cluster, "", f"no such cluster or file{hint}")])
 
 
-def _check(config: Any, root: ConfigNode, file: Path) -> Iterator[Problem]:
-    """What a type cannot say. A check that needs a value already found wrong is left out."""
+def _check(config: ClusterConfig, root: ConfigNode, file: Path) -> Iterator[Problem]:
+    """Yield the problems that a type cannot say. A check that needs a value already found wrong is left out."""
     origins = {key: str(node.origin) for key, node in leaves(root)}
     for key, check in _CHECKS.items():
         try:
@@ -91,11 +90,10 @@ def _check(config: Any, root: ConfigNode, file: Path) -> Iterator[Problem]:
 
 def _name(config: ClusterConfig) -> str | None:
     if config.kind == "kubernetes":
-        what = f"must be small letters, digits and dashes, from a letter on, at most 41, not {config.name!r}"
-        return None if _POD_NAME.fullmatch(str(config.name)) else what
-    if _NAME.fullmatch(str(config.name)):
-        return None
-    return f"must be letters, digits, dots, dashes and underscores, at most 41, not {config.name!r}"
+        pattern, what = _POD_NAME, "small letters, digits and dashes, from a letter on, at most 41"
+    else:
+        pattern, what = _NAME, "letters, digits, dots, dashes and underscores, at most 41"
+    return None if pattern.fullmatch(str(config.name)) else f"must be {what}, not {config.name!r}"
 
 
 def _dashboard(config: HostCluster) -> str | None:
@@ -128,49 +126,25 @@ def _other_ports(config: SshCluster | SlurmCluster) -> str | None:
     return f"must leave out port {inside[0]}, the head's" if inside else None
 
 
-def _sbatch_options(config: SlurmCluster) -> str | None:
-    odd = [option for option in config.sbatch_options if not option.startswith("-") or "\n" in option]
-    return f"each must be one option of sbatch, with its dash, not {odd[0]!r}" if odd else None
+def _entries(key: str, config: ClusterConfig) -> str | None:
+    pattern, what = _ENTRIES[key]
+    odd = [entry for entry in getattr(config, key) if not re.fullmatch(pattern, entry)]
+    return f"each must be {what}, not {odd[0]!r}" if odd else None
 
 
-def _volume_claims(config: KubernetesCluster) -> str | None:
-    odd = [claim for claim in config.volume_claims if not re.fullmatch(r"[^:/\s]+:/\S+", claim)]
-    return f"each must be claim:/path, not {odd[0]!r}" if odd else None
-
-
-def _node_selector(config: KubernetesCluster) -> str | None:
-    odd = [pair for pair in config.node_selector if not re.fullmatch(r"[^=\s]+=[^=\s]*", pair)]
-    return f"each must be label=value, not {odd[0]!r}" if odd else None
-
-
-def _tolerations(config: KubernetesCluster) -> str | None:
-    odd = [each for each in config.tolerations if not _TOLERATION.fullmatch(each)]
-    effects = "NoSchedule, PreferNoSchedule or NoExecute"
-    return f"each must be key, key=value, or either with :Effect ({effects}), not {odd[0]!r}" if odd else None
-
-
-def _shm(config: KubernetesCluster) -> str | None:
-    return _fits(config.shm, config.memory, "memory")
-
-
-def _head_shm(config: KubernetesCluster) -> str | None:
-    return _fits(config.head_shm, config.head_memory, "head_memory")
-
-
-def _fits(shm: str, memory: str, key: str) -> str | None:
-    """Shared memory is memory, and is counted in its limit."""
-    for text in (shm, memory):
-        if not _QUANTITY.fullmatch(text):
+def _fits(key: str, limit: str, config: ClusterConfig) -> str | None:
+    """Check that shared memory is less than memory, of which it is a part."""
+    amounts = []
+    for text in (getattr(config, key), getattr(config, limit)):
+        quantity = _QUANTITY.fullmatch(text)
+        if quantity is None:
             return f"not an amount as Kubernetes takes it, such as 64Gi: {text!r}"
-    if _bytes(shm) >= _bytes(memory):
-        return f"must be less than {key}, of which it is a part, {memory}, not {shm}"
+        number, unit = quantity.groups()
+        factor = 1024 if unit.endswith("i") else 1000
+        amounts.append(float(number) * factor ** " KMGTP".index(unit[:1].upper() or " "))
+    if amounts[0] >= amounts[1]:
+        return f"must be less than {limit}, of which it is a part, {getattr(config, limit)}, not {getattr(config, key)}"
     return None
-
-
-def _bytes(quantity: str) -> float:
-    number, unit = re.fullmatch(_QUANTITY, quantity).groups()  # type: ignore[union-attr]
-    factor: int = 1024 if unit.endswith("i") else 1000
-    return float(number) * float(factor ** " KMGTP".index(unit[:1].upper() or " "))
 
 
 _CHECKS: dict[str, Any] = {
@@ -179,10 +153,7 @@ _CHECKS: dict[str, Any] = {
     "hosts": _hosts,
     "min_hosts": _min_hosts,
     "other_ports": _other_ports,
-    "sbatch_options": _sbatch_options,
-    "volume_claims": _volume_claims,
-    "node_selector": _node_selector,
-    "tolerations": _tolerations,
-    "shm": _shm,
-    "head_shm": _head_shm,
+    **{key: partial(_entries, key) for key in _ENTRIES},
+    "shm": partial(_fits, "shm", "memory"),
+    "head_shm": partial(_fits, "head_shm", "head_memory"),
 }

@@ -1,12 +1,14 @@
-"""Where a path, or a plugin's module, in a config leads: beside the YAML file that names it, then in the current
-directory, then among the shipped recipes (paths alone, so that a copied recipe still finds its model), then a hub.
+"""The place of a path, or of a plugin's module, that a config names.
 
-A path that exists becomes absolute, so that a resolved config runs from anywhere. `organisation/name` that is no
-file stays as it is, a hub name, unless `organisation` is a folder here: then it is a mistyped path.
+It is looked up beside the YAML file that names it, then in the current directory, then among the shipped recipes (paths
+alone, so that a copied recipe still finds its model), then on a hub. A path that exists becomes absolute, so that a
+resolved config runs from anywhere. `organisation/name` that is no file stays as it is, a hub name, unless
+`organisation` is a folder here: then it is a mistyped path.
 """
 
 import os
 import re
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -14,14 +16,17 @@ from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import shortened
 from rlctl.config.provenance import Origin
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # The hub's own bound is 96 for each half.
 _LONGEST_HUB_NAME = 200
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
 
 
 def resolve(text: str, kind: str, origin: Origin) -> str:
-    """The absolute path, or the hub name, that `text` means. Raises FileNotFoundError with one line for the user."""
+    """Return the absolute path, or the hub name, that `text` means. Raises FileNotFoundError with a line for the user.
+
+    kind: as `fields.spec` has them.
+    """
     folders = [*([origin.file.parent] if origin.file is not None else []), Path.cwd(), RECIPES]
     if kind == "plugin":
         file, _, function = text.rpartition(":")
@@ -42,14 +47,16 @@ def resolve(text: str, kind: str, origin: Origin) -> str:
             wanted = "a file, which it" if kind == "template" else "a file or folder, which it"
             raise FileNotFoundError(f"must name {wanted} is not: {shortened(text)}")
     name = text.partition(":")[0] if kind == "dataset" else text
-    if kind != "template" and _is_hub_name(name, folders):
-        return text
+    if kind != "template" and len(name) <= _LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name):
+        is_folder = any(os.path.isdir(folder / name.split("/")[0]) for folder in folders)
+        if not is_folder and Path(name).suffix not in _DATA_SUFFIXES:
+            return text
     hub = "" if kind == "template" else "; a hub name is organisation/name"
     raise FileNotFoundError(f"no file or folder {shortened(text)}{_nearest(given, folders) or hub}")
 
 
 def _module_file(module: str, folders: list[Path]) -> Path | None:
-    """The file of a module in one of `folders`; None: it is looked up on the Python path.
+    """Return the file of a module in one of `folders`; None: it is looked up on the Python path.
 
     A package's module in the current directory is left to Python too, which has that on its path.
     """
@@ -62,28 +69,11 @@ def _module_file(module: str, folders: list[Path]) -> Path | None:
     return next((folder / relative for folder in folders if os.path.isfile(folder / relative)), None)
 
 
-def _is_hub_name(text: str, folders: list[Path]) -> bool:
-    if (
-        len(text) > _LONGEST_HUB_NAME
-        or not _HUB_NAME.fullmatch(text)
-        or text.startswith(".")
-        or Path(text).suffix in _DATA_SUFFIXES
-    ):
-        return False
-    return not any(os.path.isdir(folder / text.split("/")[0]) for folder in folders)
-
-
 def _nearest(given: Path, folders: list[Path]) -> str:
     for folder in folders:
-        parent = (folder / given).parent
-        names = _names(parent)
+        names: list[str] = []
+        with suppress(OSError, ValueError):
+            names = os.listdir((folder / given).parent)
         if near := get_close_matches(given.name, names, n=1, cutoff=0.6):
             return f"; did you mean {given.parent / near[0]}?"
     return ""
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except (OSError, ValueError):
-        return []

@@ -1,17 +1,19 @@
 """Keys of TRL, verl and NeMo-RL, and former ones of rlctl, with the key that means the same: answers to unknown keys.
 
-Read from TRL 1.9 (with transformers' TrainingArguments), verl of January 2026 and NeMo-RL of 2025. Pure data: a tool's
-key, our key or keys, and where unit or meaning differ, how. No key of ours: the note says what rlctl does not have.
+They were read from TRL 1.9 (with transformers' TrainingArguments), verl of January 2026 and NeMo-RL of 2025. Each row
+has a tool's key, our key or keys, and a note if unit or meaning differ. Without a key of ours, the note names what
+rlctl does not have.
 """
 
 from typing import NamedTuple
 
 
 class PeerKey(NamedTuple):
-    """A key of another tool. ours: keys joined by `and` or `or`; empty where there is none."""
+    """A key of another tool, and what means the same here."""
 
     tool: str
     key: str
+    # Keys joined by `and` or `or`; empty if there is none.
     ours: str
     note: str = ""
 

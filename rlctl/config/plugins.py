@@ -23,6 +23,6 @@ def reward_names(rewards: list[RewardSection]) -> list[str]:
 
 
 def correctness(rewards: list[RewardSection]) -> tuple[int, float]:
-    """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless told."""
-    told = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
-    return told[0] if told else (0, 1.0)
+    """Return (index, least value) of the reward that decides if an answer is right: the first, at 1, unless set."""
+    stated = [(index, reward.correct_at) for index, reward in enumerate(rewards) if reward.correct_at is not None]
+    return stated[0] if stated else (0, 1.0)

@@ -37,12 +37,22 @@ _SCALARS = [
 ]
 
 
+_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
+_TOO_MANY = f"more than {MOST_VALUES:,} values"
+_WRITE_OUT = "; write it out"
+_NOT_ALLOWED = " is not allowed: write plain values"
+
+
 class _LimitError(yaml.MarkedYAMLError):
     """A value too large or too deep to be a config's."""
 
 
+class _TagError(ConfigError):
+    """A value that only its tag, or the kind of its key, forbids; in an override it is text."""
+
+
 class _Loader(yaml.SafeLoader):
-    """Raises _LimitError as soon as a bound is passed, before the rest is read."""
+    """A loader that raises _LimitError as soon as a bound is passed, before the rest is read."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -51,7 +61,6 @@ class _Loader(yaml.SafeLoader):
         self._values = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next value."""
         self._values, self._depth = self._values + 1, self._depth + 1
         if self._values > 2 * MOST_VALUES or self._depth > MOST_DEPTH:
             what = _TOO_DEEP if self._depth > MOST_DEPTH else _TOO_MANY
@@ -62,12 +71,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_TOO_DEEP = f"nested deeper than {MOST_DEPTH} levels"
-_TOO_MANY = f"more than {MOST_VALUES:,} values"
-
-
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either version of YAML would read as something other than text; repeats shared values."""
+    """A dumper that quotes what either version of YAML would not read as text, and repeats shared values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -88,10 +93,11 @@ for _tag, _pattern, _first in _SCALARS:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a line of a file, or an override by its position (from 1) and text."""
+    """The place where a value was written: a line of a file, or an override."""
 
     file: Path | None = None
     line: int = 0
+    # Position of the override, from 1; 0 for a file.
     override: int = 0
     text: str = ""
 
@@ -103,30 +109,32 @@ class Origin:
 
 @dataclass(frozen=True)
 class ConfigNode:
-    """A value and its origin. text: how a scalar was written, so that `name: 007` can stay text.
-
-    secret: the interpolation that gave the value, if it reads the environment.
-    """
+    """A value and its origin."""
 
     value: "dict[str, ConfigNode] | list[ConfigNode] | str | int | float | bool | None"
     origin: Origin
+    # How a scalar was written, so that `name: 007` can stay text.
     text: str | None = None
+    # The text with the reference that gave the value, if it reads the environment.
     secret: str | None = None
 
 
 class Interpolation(str):
-    """Text whose `${` is to be resolved by whoever reads the dumped config."""
+    """Text whose `${` is a reference for whoever reads the dumped config."""
 
 
 def show_path(path: Path) -> str:
-    """As a person would type it: relative below the current directory, `configs/base.yaml` if shipped, or absolute."""
+    """Return a path as a person would type it: relative below the current directory, else absolute.
+
+    A shipped file is `configs/base.yaml` or the like.
+    """
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return str(path.relative_to(CONFIGS.parent)) if is_shipped(path) else str(path)
 
 
 def read_file(path: Path) -> ConfigNode:
-    """The mapping in a YAML file.
+    """Return the mapping in a YAML file.
 
     Raises ConfigError: unreadable, too large, not YAML, no mapping, a key written twice.
     """
@@ -136,7 +144,9 @@ def read_file(path: Path) -> ConfigNode:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
     except yaml.YAMLError as error:
-        raise ConfigError([Problem(f"{show_path(path)}:{_line(error)}", "", _reason(error))]) from error
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise ConfigError([Problem(f"{show_path(path)}:{line}", "", _reason(error))]) from error
     if root is None:
         return ConfigNode({}, Origin(path, 1))
     if not isinstance(root, yaml.MappingNode):
@@ -145,7 +155,7 @@ def read_file(path: Path) -> ConfigNode:
 
 
 def read_value(text: str, origin: Origin) -> ConfigNode:
-    """The YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
+    """Return the YAML value of an override; what is not YAML (`[0-9]+`) is text. Raises ConfigError as `read_file`."""
     try:
         root = yaml.compose(text, Loader=_Loader)
     except _LimitError as error:
@@ -161,7 +171,7 @@ def read_value(text: str, origin: Origin) -> ConfigNode:
 
 
 def _read_text(path: Path) -> str:
-    """Raises OSError, too where there is no end to be waited for: a pipe, a device."""
+    """Return the text of a file. Raises OSError, also for what may have no end: a pipe, a device."""
     kind = path.stat().st_mode
     if not stat.S_ISREG(kind):
         raise OSError(0, "is a folder" if stat.S_ISDIR(kind) else "is no ordinary file")
@@ -173,7 +183,7 @@ def _read_text(path: Path) -> str:
 
 
 def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
-    """`over` wins: mappings are merged key by key, everything else is replaced whole."""
+    """Return `base` with `over`, which wins: mappings merge key by key, everything else is replaced whole."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
         return over
     merged = dict(base.value)
@@ -183,7 +193,7 @@ def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
 
 
 def plain(node: ConfigNode) -> Any:
-    """The value alone: dicts, lists and scalars."""
+    """Return the value alone: dicts, lists and scalars."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -192,20 +202,30 @@ def plain(node: ConfigNode) -> Any:
 
 
 def leaves(node: ConfigNode, key: str = "") -> Iterator[tuple[str, ConfigNode]]:
-    """(dotted key, node) of every scalar, and of every empty mapping or list, in order."""
-    children: list[tuple[str, ConfigNode]] = []
-    if isinstance(node.value, dict):
-        children = list(node.value.items())
-    elif isinstance(node.value, list):
-        children = [(str(index), child) for index, child in enumerate(node.value)]
+    """Yield (dotted key, node) of every scalar, and of every empty mapping or list, in order."""
+    children = _children(node)
     if not children and key:
         yield key, node
-    for name, child in children:
+    for name, child in children.items():
         yield from leaves(child, f"{key}.{name}" if key else name)
 
 
+def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
+    """Return the node at the path `names`, None if there is none; an entry of a list is named by its number."""
+    found: ConfigNode | None = node
+    for name in names:
+        found = _children(found).get(name) if found else None
+    return found
+
+
+def _children(node: ConfigNode) -> dict[str, ConfigNode]:
+    if isinstance(node.value, list):
+        return {str(index): child for index, child in enumerate(node.value)}
+    return node.value if isinstance(node.value, dict) else {}
+
+
 def dump(data: Any) -> str:
-    """YAML text that `read_file` reads back to the same data; `${` is escaped, but in an `Interpolation`."""
+    """Return YAML that `read_file` reads back to the same data; `${` is escaped, except in an `Interpolation`."""
     return yaml.dump(_escape(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
@@ -219,29 +239,27 @@ def _escape(data: Any) -> Any:
     return data
 
 
-class _TagError(ConfigError):
-    """What only its tag or the kind of its key makes no config value; in an override it is text."""
-
-
 class _Reader:
-    """Turns PyYAML's nodes of one file (None: an override) into ours; what an alias stands for counts each time."""
+    """A converter of PyYAML's nodes of one file (None: an override) to ours; an alias counts as what it names."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._values = 0
 
     def node(self, root: yaml.Node, origin: Origin, above: tuple[yaml.Node, ...] = ()) -> ConfigNode:
-        """The value that begins at `origin`, within those of `above`. Raises ConfigError."""
+        """Return the value that begins at `origin`, within those of `above`. Raises ConfigError."""
         self._values += 1
         if any(root is each for each in above):
-            raise ConfigError([Problem(str(origin), "", f"an alias (*) within the value that it stands for{_PLAIN}")])
+            raise ConfigError(
+                [Problem(str(origin), "", f"an alias (*) within the value that it stands for{_WRITE_OUT}")]
+            )
         if self._values > MOST_VALUES or len(above) > MOST_DEPTH:
             what = _TOO_DEEP if len(above) > MOST_DEPTH else _TOO_MANY
-            raise ConfigError([Problem(str(origin), "", f"{what}, once its aliases (*) are followed{_PLAIN}")])
+            raise ConfigError([Problem(str(origin), "", f"{what}, once its aliases (*) are followed{_WRITE_OUT}")])
         if isinstance(root, yaml.ScalarNode):
             return ConfigNode(_scalar(root, self._at(root, origin)), origin, root.value)
         if root.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            raise _TagError([Problem(str(self._at(root, origin)), "", _not_allowed(root))])
+            raise _TagError([Problem(str(self._at(root, origin)), "", f"tag {root.tag}{_NOT_ALLOWED}")])
         if isinstance(root, yaml.MappingNode):
             return ConfigNode(self._mapping(root, origin, (*above, root)), origin)
         return ConfigNode([self.node(child, self._at(child, origin), (*above, root)) for child in root.value], origin)
@@ -262,9 +280,6 @@ class _Reader:
         return Origin(self._file, root.start_mark.line + 1) if self._file else origin
 
 
-_PLAIN = "; write it out"
-
-
 def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
     kind, text = root.tag.rpartition(":")[2], str(root.value)
     if kind == "str":
@@ -281,16 +296,7 @@ def _scalar(root: yaml.Node, here: Origin) -> str | int | float | bool | None:
             return float(re.sub(r"\.(?=inf|nan)", "", plain_text.lower()))
     except ValueError:
         raise _TagError([Problem(str(here), "", f"is tagged !!{kind}, but is none: {text!r}")]) from None
-    raise _TagError([Problem(str(here), "", _not_allowed(root))])
-
-
-def _not_allowed(root: yaml.Node) -> str:
-    return f"tag {root.tag} is not allowed: write plain values"
-
-
-def _line(error: yaml.YAMLError) -> int:
-    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    return mark.line + 1 if mark else 1
+    raise _TagError([Problem(str(here), "", f"tag {root.tag}{_NOT_ALLOWED}")])
 
 
 def _reason(error: yaml.YAMLError) -> str:

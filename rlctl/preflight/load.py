@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.compose import compose, find_recipe
+from rlctl.config.builtin import find_recipe
+from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import FURTHER, key_of

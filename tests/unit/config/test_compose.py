@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.compose import compose, find_recipe
+from rlctl.config.builtin import find_recipe
+from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError
 from rlctl.config.provenance import ConfigNode, leaves, plain
 
@@ -102,11 +103,41 @@ def test_interpolation_copies_the_final_value_and_keeps_its_type(home: Path) -> 
     assert plain(compose(path, ["a=7"])) == {"a": 7, "b": 7, "c": "n-7", "d": [1, 2], "e": [1, 2]}
 
 
+def test_a_variable_of_the_environment_is_text_and_may_have_a_default(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDS", "8")
+    monkeypatch.delenv("NIX", raising=False)
+    text = "a: ${oc.env:SHARDS}\nb: 'x-${oc.env: SHARDS }'\nc: ${oc.env:NIX, 'y z'}\nd: ${oc.env:NIX,null}\n"
+    root = compose(write(home / "x.yaml", text + "e: ${oc.env:NIX,${f}}\nf: 1\ng: ${b}\n"), [])
+    assert plain(root) == {"a": "8", "b": "x-8", "c": "y z", "d": None, "e": "1", "f": 1, "g": "x-8"}
+    assert {key for key, node in leaves(root) if node.secret} == {"a", "b", "c", "d", "e", "g"}
+    assert lines(write(home / "x.yaml", "a: ${oc.env:NIX}\n")) == [
+        "x.yaml:1: a: ${oc.env:NIX}: the environment has no variable 'NIX'"
+    ]
+
+
+def test_a_backslash_keeps_a_reference_from_being_one(home: Path) -> None:
+    path = write(home / "x.yaml", "a: 1\nb: \\${a}\nc: n-\\\\${a}\nd: \\\\\\${a}-${a}\n")
+    assert plain(compose(path, [])) == {"a": 1, "b": "${a}", "c": "n-\\1", "d": "\\${a}-1"}
+
+
+def test_a_section_that_is_referred_to_keeps_what_reads_the_environment_a_secret(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "s3cret")
+    root = compose(write(home / "x.yaml", "a: {b: '${oc.env:TOKEN}', c: 1}\nd: ${a}\n"), [])
+    assert {key: node.secret for key, node in leaves(root) if node.secret} == {
+        "a.b": "${oc.env:TOKEN}",
+        "d.b": "${oc.env:TOKEN}",
+    }
+
+
 def test_interpolations_that_lead_nowhere_are_all_reported(home: Path) -> None:
     path = write(home / "x.yaml", "a: ${nix}\nb: 1\nc: ${b.d.e}\n")
     found = lines(path)
     assert [line.split(": ")[0] for line in found] == ["x.yaml:1", "x.yaml:3"]
-    assert "Interpolation key 'nix' not found" in found[0]
+    assert found[0] == "x.yaml:1: a: ${nix}: there is no key 'nix'"
 
 
 def test_malformed_overrides_are_all_reported(home: Path) -> None:
