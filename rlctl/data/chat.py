@@ -1,12 +1,11 @@
-"""Chats as tokens: what a prompt looks like to the model, and which tokens of a chat its assistant wrote.
+"""Chats as tokens: a prompt as the model reads it, and a mask of the tokens that a chat's assistant wrote.
 
-The mask is exact by construction: the rendered chat is cut where each assistant turn starts and ends, and the
-pieces are tokenized one by one, just as the model will meet them when it generates.
+The mask is exact by construction. The rendered chat is cut where each assistant turn starts and ends. The pieces are
+tokenized one by one, as the model meets them when it generates.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,24 +35,23 @@ def load_tokenizer(path: str) -> Any:
 
 @dataclass(frozen=True)
 class Chat:
-    """How prompts and chats become text. `template`: Jinja source, or None for plain text without roles.
-
-    folder: the model's, whose end tokens count; None: not on this machine.
-    """
+    """Rules by which prompts and chats become text and tokens."""
 
     tokenizer: Any
+    # Jinja source; None: plain text without roles.
     template: str | None
     system_prompt: str | None
+    # Folder of the model, whose end tokens count; None: not on this machine.
     folder: Path | None = None
 
     def prompt_text(self, messages: Messages) -> str:
-        """What the model is to continue: the chat so far and the opening of the assistant's turn."""
+        """Return the text that the model continues: the chat and the opening of the assistant's turn."""
         return self._render(messages, generation=True)
 
     def prompt_tokens(self, text: str) -> list[int]:
-        """A template writes the beginning-of-text token itself; plain text gets the tokenizer's own, once.
+        """Return the tokens of a prompt's text. A template writes the beginning-of-text token; plain text gets it here.
 
-        Raises DataError if nothing is left to begin with.
+        Raises DataError for no token at all.
         """
         tokens = self._begun(self._encode(text))
         if not tokens:
@@ -62,14 +60,18 @@ class Chat:
 
     @cached_property
     def ends(self) -> EndTokens:
-        """The tokens that end an answer. Raises DataError."""
-        ends = find_ends(self.tokenizer, self._turn.token, self.folder)
-        return replace(ends, warnings=(*ends.warnings, *self._turn.warnings, *self._no_beginning()))
+        """Tokens that end an answer. Raises DataError."""
+        ends, bos = find_ends(self.tokenizer, self._turn.token, self.folder), self.tokenizer.bos_token
+        warnings = (*ends.warnings, *self._turn.warnings)
+        if self._turn.rendered and self._prefix and bos and not self._turn.rendered.startswith(bos):
+            what = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
+            warnings = (*warnings, what)
+        return replace(ends, warnings=warnings)
 
     def chat_tokens(self, messages: Messages, train: Literal["all", "last"]) -> Tokens:
-        """Token ids and a mask, true on the assistant turns trained on with their end tokens.
+        """Return token ids and a mask, true on the trained assistant turns with their end tokens.
 
-        Raises DataError if there is no assistant turn or the template does not keep to what it wrote before.
+        Raises DataError if there is no assistant turn, or if the template changes what it wrote before.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
@@ -78,13 +80,21 @@ class Chat:
         text, spans = self._spans(messages, turns)
         tokens: list[int] = []
         mask: list[bool] = []
-        for start, end, trained in _pieces(len(text), spans):
-            ids = self._encode(text[start:end])
-            tokens += ids
-            mask += [trained] * len(ids)
-        if self._end_marker(text) is None and tokens[-1:] != [self._trained_end]:
-            tokens.append(self._trained_end)
-            mask.append(True)
+        # The text ends with the last span.
+        position = 0
+        for start, end in spans:
+            before, answer = self._encode(text[position:start]), self._encode(text[start:end])
+            tokens += before + answer
+            mask += [False] * len(before) + [True] * len(answer)
+            position = end
+        if self._end_marker(text) is None:
+            trained = self.ends.trained
+            if trained is None:
+                what = "no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json"
+                raise DataError(what)
+            if tokens[-1:] != [trained]:
+                tokens.append(trained)
+                mask.append(True)
         begun = self._begun(tokens)
         mask = [False] * (len(begun) - len(tokens)) + mask
         if mask[0]:
@@ -92,7 +102,7 @@ class Chat:
         return begun, np.array(mask, dtype=np.bool_)
 
     def _spans(self, messages: Messages, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered chat up to the last trained turn, and (start, end) of each trained turn within it."""
+        """Return the chat rendered up to the end of the last trained turn, and (start, end) of each trained turn."""
         text = self._render(messages[: turns[-1] + 1], generation=False)
         spans: list[tuple[int, int]] = []
         for turn in turns:
@@ -111,10 +121,10 @@ class Chat:
         return text[: spans[-1][1]], spans
 
     def _turn_end(self, messages: Messages, text: str, start: int) -> int:
-        """Where the turn that begins at `start` ends: behind its end token, before the template's white space.
+        """Return where the turn that begins at `start` ends: after its end token, before the template's white space.
 
-        By the first end token, not by length: Qwen3's template drops the empty thinking block of all turns
-        but the last.
+        The first end token decides, not the length: Qwen3's template drops the empty thinking block of all turns but
+        the last.
         """
         alone = self._render(messages, generation=False)
         marker = self._end_marker(alone)
@@ -128,20 +138,14 @@ class Chat:
         )
 
     def _end_marker(self, text: str) -> str | None:
-        """The token by which the template ended the last turn of `text`, white space aside; None if it writes none.
+        """Return the token by which the template ended the last turn of `text`; None: it writes none.
 
-        Usually the one it always writes; another special token may stand in its place, as behind a tool call.
+        Usually it is the same for all turns. Another special token may take its place, as after a tool call.
         """
         usual = self._turn.token
         if usual is None:
             return None
         return next((each for each in (usual, *self._special) if text.rstrip().endswith(each)), None)
-
-    @cached_property
-    def _trained_end(self) -> int:
-        if self.ends.trained is None:
-            raise DataError("no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json")
-        return self.ends.trained
 
     @cached_property
     def _special(self) -> list[str]:
@@ -150,16 +154,9 @@ class Chat:
 
     @cached_property
     def _turn(self) -> TurnEnd:
-        return TurnEnd() if self.template is None else find_turn_end(self._render_closed, self.tokenizer)
-
-    def _no_beginning(self) -> Iterator[str]:
-        """A warning for a template that leaves out the token which the tokenizer puts before text."""
-        bos = self.tokenizer.bos_token
-        if self._turn.rendered and self._prefix and bos and not self._turn.rendered.startswith(bos):
-            yield f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
-
-    def _render_closed(self, messages: Messages) -> str:
-        return self._render(messages, generation=False)
+        if self.template is None:
+            return TurnEnd()
+        return find_turn_end(partial(self._render, generation=False), self.tokenizer)
 
     def _render(self, messages: Messages, generation: bool) -> str:
         if self.template is None:
@@ -173,13 +170,13 @@ class Chat:
         )
 
     def _begun(self, tokens: list[int]) -> list[int]:
-        """`tokens` behind what the tokenizer puts before plain text, unless they begin with it already."""
+        """Return `tokens` with those before them that the tokenizer puts before plain text, once."""
         prefix = self._prefix if self.template is None else []
         return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
 
     @cached_property
     def _prefix(self) -> list[int]:
-        """The tokens that the tokenizer puts before a text by itself: usually the beginning-of-text token, or none."""
+        """Tokens that the tokenizer puts before a text by itself: usually the beginning-of-text token, or none."""
         bare = self._encode("a")
         whole = list(self.tokenizer("a").input_ids)
         starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
@@ -190,7 +187,7 @@ class Chat:
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
-    """The chat of a run by data.chat_template and data.system_prompt. folder: the model's. Raises DataError."""
+    """Return the chat of a run, by data.chat_template and data.system_prompt. folder: the model's. Raises DataError."""
     chat_template, system_prompt = data.chat_template, data.system_prompt
     if chat_template == "auto":
         template = tokenizer.chat_template
@@ -203,13 +200,3 @@ def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
     if template is None and system_prompt is not None:
         raise DataError("data.system_prompt needs a chat template: this tokenizer has none, or it is set to none")
     return Chat(tokenizer, template, system_prompt, folder)
-
-
-def _pieces(length: int, spans: list[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
-    """(start, end, trained) of consecutive pieces that make up the whole text."""
-    position = 0
-    for start, end in spans:
-        yield position, start, False
-        yield start, end, True
-        position = end
-    yield position, length, False

@@ -1,7 +1,7 @@
-"""Which row comes next: an endless, resumable order whose whole state is {epoch, index, rows}.
+"""Cursor over a data set: an endless, resumable order of rows whose whole state is {epoch, index, rows}.
 
-The order of an epoch is a pure function of (seed, epoch), so a resume replays nothing. Every row comes exactly
-once an epoch, whatever the batch sizes; a batch may reach into the next epoch and none is ever cut short.
+The order of an epoch is a pure function of (seed, epoch), so a resume replays nothing. Every row comes exactly once an
+epoch, whatever the batch sizes. A batch may reach into the next epoch; none is cut short.
 """
 
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ Drawn = TypeVar("Drawn", Task, SupervisedSample)
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw: `row` is a position within the data set."""
+    """One draw of the row at position `row` of the data set."""
 
     epoch: int
     row: int
 
 
 class Cursor:
-    """The order over `num_rows` rows; shuffled anew each epoch, or always 0, 1, 2, ... without `shuffle`."""
+    """Order over `num_rows` rows. With `shuffle` each epoch has another one; without it is always 0, 1, 2, ..."""
 
     def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
         if num_rows < 1:
@@ -37,7 +37,7 @@ class Cursor:
         self._other: tuple[int, NDArray[np.int64]] = (0, self._order)
 
     def draw(self, n: int) -> list[Draw]:
-        """The next n draws, into the next epochs if need be."""
+        """Return the next n draws, into the next epochs if need be."""
         draws: list[Draw] = []
         while len(draws) < n:
             rows = self._order[self._index : self._index + n - len(draws)]
@@ -47,11 +47,11 @@ class Cursor:
 
     @property
     def position(self) -> int:
-        """The number of the next draw, from 0 on."""
+        """Number of the next draw, from 0 on."""
         return self._epoch * self._num_rows + self._index
 
     def at(self, number: int) -> Draw:
-        """The draw of that number, whether it is past or to come."""
+        """Return the draw of that number, past or to come."""
         epoch, index = divmod(number, self._num_rows)
         if epoch == self._epoch:
             return Draw(epoch, int(self._order[index]))
@@ -63,7 +63,7 @@ class Cursor:
         return {"epoch": self._epoch, "index": self._index, "rows": self._num_rows}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken. DataError if that data set had another number of rows."""
+        """Continue where `state` was taken. Raises DataError if that data set had another number of rows."""
         if state["rows"] != self._num_rows:
             raise DataError(
                 f"the checkpoint was made with {state['rows']} rows, the data set now has {self._num_rows}: "
@@ -85,7 +85,7 @@ class Cursor:
 
 
 class RowSource(Generic[Drawn]):
-    """Rows in the cursor's order. Row `r17` drawn in epoch 2 is named `e2-r17`."""
+    """Source of rows in the cursor's order. Row `r17` drawn in epoch 2 is named `e2-r17`."""
 
     def __init__(self, rows: Sequence[Drawn], cursor: Cursor) -> None:
         self._rows: Sequence[Drawn] = rows
@@ -95,11 +95,11 @@ class RowSource(Generic[Drawn]):
         return [self._named(draw) for draw in self.cursor.draw(n)]
 
     def at(self, number: int) -> Drawn:
-        """What the draw of that number gave, or will give."""
+        """Return the row that the draw of that number gave, or will give."""
         return self._named(self.cursor.at(number))
 
     def ahead(self, first: int, n: int) -> list[Drawn]:
-        """What n draws from number `first` on will give; the cursor stays where it is."""
+        """Return the rows of n draws from number `first` on. The cursor stays where it is."""
         return [self.at(number) for number in range(first, first + n)]
 
     def _named(self, draw: Draw) -> Drawn:

@@ -1,6 +1,6 @@
-"""Rows of a data set, from JSONL, Parquet or a hub dataset, each with the place it came from.
+"""Rows of a data set, read from JSONL, Parquet or a hub dataset, each with its place of origin.
 
-Whatever is wrong with a row is a `DataError` of one line that names file and line.
+Anything wrong with a row is a `DataError` of one line that names file and line.
 """
 
 import codecs
@@ -16,7 +16,7 @@ from typing import Any
 from rlctl.config.schema import DatasetSection
 
 FILE_SUFFIXES = (".jsonl", ".parquet")
-# Rows are pickled and written as JSON on their way through a run, both of which recurse.
+# Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
 MAX_DEPTH = 100
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -24,52 +24,54 @@ Read = Iterator[tuple[str, dict[str, Any]]]
 
 
 class DataError(ValueError):
-    """Something is wrong with the data; one line for the user."""
+    """Something wrong with the data; one line for the user."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row: its columns, its number within the data set (from 0), and where it stands (`train.jsonl:3`)."""
+    """One row of a data set."""
 
+    # Index within the data set, from 0.
     number: int
+    # `train.jsonl:3`
     origin: str
+    # Column -> value.
     values: dict[str, Any]
 
 
 def load_rows(section: DatasetSection) -> list[Row]:
-    """All rows of `section`, at most `limit`. `path` is a .jsonl or .parquet file, else a hub dataset.
+    """Return the rows of `section`, at most `limit`. `path` is a .jsonl or .parquet file, else a hub dataset.
 
     A hub dataset's configuration follows a colon (`openai/gsm8k:main`). Raises DataError.
     """
     if section.path is None:
         raise DataError("no data set: path is null")
     origins_and_values = islice(_read(section.path, section.split), section.limit)
-    rows = [Row(number, origin, values) for number, (origin, values) in enumerate(origins_and_values)]
+    rows = [Row(number, *each) for number, each in enumerate(origins_and_values)]
     if not rows:
         raise DataError(f"{section.path}: no rows" + f" in split {section.split}" * ("[" in section.split))
     return rows
 
 
 def first_line(path: str) -> tuple[int, dict[str, Any]]:
-    """Line number and columns of the first row of a JSONL file. Raises DataError."""
+    """Return line number and columns of the first row of a JSONL file. Raises DataError."""
     for origin, values in _read_jsonl(path):
         return int(origin.rpartition(":")[2]), values
     raise DataError(f"{path}: is empty")
 
 
 def _read(path: str, split: str) -> Read:
+    """Yield (origin, columns). A file is its split train; slices such as `train[:90%]` follow the datasets library."""
     if Path(path).suffix not in FILE_SUFFIXES:
         return _read_hub(path, split)
     if not Path(path).is_file():
         raise DataError(f"{path}: no such file")
-    rows = _read_jsonl(path) if path.endswith(".jsonl") else _read_parquet(path)
-    return rows if split == "train" else _sliced(list(rows), path, split)
-
-
-def _sliced(rows: list[tuple[str, dict[str, Any]]], path: str, split: str) -> Read:
-    """The rows of a slice such as `train[:90%]`, by the grammar of the datasets library. A file is its split train."""
+    read = _read_jsonl(path) if path.endswith(".jsonl") else _read_parquet(path)
+    if split == "train":
+        return read
     from datasets import ReadInstruction
 
+    rows = list(read)
     try:
         parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
     except (AssertionError, ValueError) as error:
@@ -102,8 +104,14 @@ def _json_object(line: bytes, origin: str) -> dict[str, Any]:
         raise DataError(f"{origin}: a row must be a JSON object, not {type(value).__name__}")
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
         raise DataError(f"{origin}: {_TOO_DEEP}")
-    if _SURROGATE.search(text):
-        _check_surrogates(value, origin)
+    # Half of a surrogate pair: no tokenizer takes it, nor can it be written as UTF-8.
+    for name, column in value.items() if _SURROGATE.search(text) else ():
+        try:
+            json.dumps([name, column], ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = rf"\u{ord(error.object[error.start]):04x}"
+            what = f"column {name!a} has the lone surrogate {half}, half of a character: mend or remove it"
+            raise DataError(f"{origin}: {what}") from error
     return value
 
 
@@ -111,23 +119,12 @@ _TOO_DEEP = f"nested too deep: a row may have {MAX_DEPTH} levels; write what is 
 
 
 def _is_deep(value: Any) -> bool:
-    """Level by level, since recursion is what deep values break."""
+    """Return True above MAX_DEPTH levels. It goes level by level, since recursion is what deep values break."""
     level = [value]
     for _ in range(MAX_DEPTH):
         holders = (each for each in level if isinstance(each, dict | list))
         level = [child for each in holders for child in (each.values() if isinstance(each, dict) else each)]
     return any(isinstance(each, dict | list) for each in level)
-
-
-def _check_surrogates(row: dict[str, Any], origin: str) -> None:
-    """Raise DataError for half of a surrogate pair: no tokenizer takes it, nor can it be written as UTF-8."""
-    for name, value in row.items():
-        try:
-            json.dumps([name, value], ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            half = rf"\u{ord(error.object[error.start]):04x}"
-            what = f"column {name!a} has the lone surrogate {half}, half of a character: mend or remove it"
-            raise DataError(f"{origin}: {what}") from error
 
 
 def _read_parquet(path: str) -> Read:
@@ -153,7 +150,7 @@ def _read_parquet(path: str) -> Read:
 
 
 def _arrow_rows(batch: Any, path: str, first: int) -> Iterator[dict[str, Any]]:
-    """The rows of a batch as Python values; float32 as the shortest number that is equal: 0.1, not 0.1000000014..."""
+    """Yield the rows of a batch as Python values; float32 as the shortest equal number: 0.1, not 0.1000000014..."""
     import numpy as np
 
     narrow = [field.name for field in batch.schema if str(field.type) in ("float", "halffloat")]

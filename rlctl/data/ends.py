@@ -1,4 +1,4 @@
-"""Which tokens end an answer: what SFT trains behind it, and where GRPO stops sampling. Both are read here."""
+"""Tokens that end an answer: the one that SFT trains after it, and all at which GRPO stops sampling."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,17 +15,18 @@ _FURTHER = "generation.stop_token_ids"
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Tokens that end an answer. trained: the id that SFT puts behind an answer, one of `stops`; None without any.
+    """Tokens that end an answer."""
 
-    stops: ids that end sampling. named: who names each of them, and how it is written. warnings: one line each.
-    """
-
+    # Id that SFT puts after an answer, one of `stops`; None without any.
     trained: int | None
+    # Id -> (its text, sources that name it).
     named: dict[int, tuple[str, tuple[str, ...]]]
+    # One line each.
     warnings: tuple[str, ...] = ()
 
     @property
     def stops(self) -> tuple[int, ...]:
+        """Ids that end sampling."""
         return tuple(self.named)
 
     def __str__(self) -> str:
@@ -34,7 +35,7 @@ class EndTokens:
         return ", ".join(shown) or "none"
 
     def with_further(self, tokens: Sequence[int], tokenizer: Any) -> "EndTokens":
-        """These and `generation.stop_token_ids`. Raises DataError for an id that is no token."""
+        """Return these and `generation.stop_token_ids`. Raises DataError for an id that is no token."""
         named = dict(self.named)
         for token in tokens:
             text, sources = named.get(token, (_text(tokenizer, token, _FURTHER), ()))
@@ -47,18 +48,18 @@ class EndTokens:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """How a chat template ends an assistant's turn. token: the added token it writes there; None: it writes none.
+    """End of an assistant's turn, as a chat template writes it."""
 
-    rendered: a whole chat, empty where the template refuses one. warnings: one line each.
-    """
-
+    # Added token; None: it writes none.
     token: str | None = None
+    # A whole chat; empty where the template refuses one.
     rendered: str = ""
+    # One line each.
     warnings: tuple[str, ...] = ()
 
 
 def find_turn_end(render: Callable[[Messages], str], tokenizer: Any) -> TurnEnd:
-    """Look behind the text of an answer, as the template renders a chat of two messages."""
+    """Return what follows the text of an answer where the template renders a chat of two messages."""
     text = "the-text-of-an-answer"
     try:
         rendered = render([{"role": "user", "content": "question"}, {"role": "assistant", "content": text}])
@@ -82,7 +83,7 @@ _UNKNOWN = "the token by which it ends a turn is not known"
 
 
 def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndTokens:
-    """The union of what the model's files, the tokenizer and the chat template say.
+    """Return the union of the tokens that the model's files, the tokenizer and the chat template name.
 
     turn_end: the token by which the chat template ends an assistant's turn. folder: the model's; None: not known.
     Raises DataError for an id that is no token of the tokenizer.
@@ -104,7 +105,8 @@ def find_ends(tokenizer: Any, turn_end: str | None, folder: Path | None) -> EndT
         return ends
     where = f"neither {' nor '.join(MODEL_FILES)} of {folder} lists it"
     what = f"answers end with {named[trained][0]}, but {where}: programs that read only those will not stop there"
-    return replace(ends, warnings=(f"{what}; add {trained} to eos_token_id in {MODEL_FILES[0]}",))
+    mend = f"add {trained} to eos_token_id in {MODEL_FILES[0]}; checkpoints that are exported have it there"
+    return replace(ends, warnings=(f"{what}; {mend}",))
 
 
 def _text(tokenizer: Any, token: int, source: str) -> str:
@@ -114,7 +116,7 @@ def _text(tokenizer: Any, token: int, source: str) -> str:
 
 
 def _eos(file: Path) -> list[int]:
-    """eos_token_id of a JSON file: a number, several, or none."""
+    """Return eos_token_id of a JSON file: a number, several, or none."""
     if not file.is_file():
         return []
     try:

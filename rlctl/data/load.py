@@ -1,40 +1,40 @@
-"""A config in, rows and then prompts or samples out: what commands and runs call.
+"""Data of a config, as commands and runs load it: rows first, then prompts or samples.
 
-Reading is apart from tokenizing: rows are read and checked before anything starts, tokenized while the rest comes up.
+Rows are read and checked before anything starts. They are tokenized while the rest of the run starts.
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from rlctl.config.plugins import needs_answers
-from rlctl.config.schema import DataSection, DatasetSection, RunConfig, SftConfig
+from rlctl.config.schema import DataSection, DatasetSection, GrpoConfig, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows
-from rlctl.data.rows import Messages, conversation, is_plain, question
+from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
 
 
 @dataclass(frozen=True)
 class RunRows:
-    """The rows of a run. validation: empty where nothing is validated."""
+    """Rows of a run."""
 
     train: list[Row]
+    # Empty where nothing is validated.
     validation: list[Row]
 
     def parts(self, data: DataSection) -> list[tuple[str, DatasetSection, list[Row]]]:
-        """(name, section, rows) of train, and of validation where there is one."""
+        """Return (name, section, rows) of train, and of validation where there is one."""
         parts = [("train", data.train, self.train), ("validation", data.validation, self.validation)]
         return [part for part in parts if part[2]]
 
 
 class RowReader:
-    """Reads and checks the rows of a run: ahead of it, so that nothing starts on a bad row, and again if it restarts.
+    """Reader of a run's rows, which checks them before it starts, and reads them again if it restarts.
 
-    Rows are handed over once: of what is tokenized not all need stay in memory.
+    Rows are handed over once, so that they need not stay in memory when they are tokenized.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -59,13 +59,23 @@ class RowReader:
 def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     """Read and check the rows of `section` (data.train or data.validation). Raises DataError at the first bad one."""
     rows = load_rows(section)
+    sft = isinstance(config, SftConfig)
+    answered = isinstance(config, GrpoConfig) and needs_answers(config.rewards)
+    # One row a shape of chat that a template may refuse: who speaks first, who after whom, and that nothing is said.
     unusual: dict[tuple[object, ...], Row] = {}
-    for row, messages in zip(rows, _messages(rows, config, section), strict=True):
+    for row in rows:
+        messages = conversation(row, section) if sft else question(row, section, answered=answered)[0]
         if not is_plain(messages):
-            unusual.setdefault(_shape(messages), row)
+            roles = [message["role"] for message in messages]
+            said = any(message["content"] for message in messages)
+            unusual.setdefault((roles[0], frozenset(pairwise(roles)), roles[-1], said), row)
     if unusual:
-        # A tokenizer takes seconds to load: only what may not fit its template is put to it this early.
-        _tokenize(config, section, list(unusual.values()), load_chat(config, config.model.path))
+        # A tokenizer takes seconds to load: only these rows are put to its template this early.
+        chat, odd = load_chat(config, config.model.path), list(unusual.values())
+        if isinstance(config, SftConfig):
+            tokenize_samples(odd, section, chat, config.sft.mask, None, sys.maxsize)
+        else:
+            tokenize_prompts(odd, section, chat, None)
     return rows
 
 
@@ -85,28 +95,5 @@ def load_prompts(
 def load_samples(
     config: SftConfig, section: DatasetSection, chat: Chat, rows: list[Row], max_length: int
 ) -> tuple[list[SupervisedSample], LengthReport]:
-    """Return the samples of `section` from its rows, cut behind `max_length` tokens. Raises DataError."""
+    """Return the samples of `section` from its rows, cut after `max_length` tokens. Raises DataError."""
     return tokenize_samples(rows, section, chat, config.sft.mask, config.data.max_prompt_length, max_length)
-
-
-def _messages(rows: list[Row], config: RunConfig, section: DatasetSection) -> Iterator[Messages]:
-    if isinstance(config, SftConfig):
-        for row in rows:
-            yield conversation(row, section)
-        return
-    answered = needs_answers(config.rewards)
-    for row in rows:
-        yield question(row, section, answered=answered)[0]
-
-
-def _shape(messages: Messages) -> tuple[object, ...]:
-    """What a template may refuse of a chat: who speaks first, who after whom, and that nothing is said."""
-    roles = [message["role"] for message in messages]
-    return roles[0], frozenset(pairwise(roles)), roles[-1], any(message["content"] for message in messages)
-
-
-def _tokenize(config: RunConfig, section: DatasetSection, rows: list[Row], chat: Chat) -> None:
-    if isinstance(config, SftConfig):
-        tokenize_samples(rows, section, chat, config.sft.mask, None, sys.maxsize)
-    else:
-        tokenize_prompts(rows, section, chat, None)

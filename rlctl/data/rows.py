@@ -1,7 +1,7 @@
-"""What a row says: the messages to answer or to imitate, and the answer. Everything is checked, nothing tokenized.
+"""Contents of a row: the messages to answer or to imitate, and the answer. All is checked, nothing tokenized.
 
 Answers are text. A number is written in decimal notation without trailing zeros (42 and 42.0 are `42`, 0.50 is `0.5`),
-so that `exact` and `regex` can match it; true and false are written as in JSON.
+so that `exact` and `regex` can match it. True and false are written as in JSON.
 """
 
 import math
@@ -17,9 +17,9 @@ Messages = list[dict[str, Any]]
 
 
 def question(row: Row, section: DatasetSection, *, answered: bool = False) -> tuple[Messages, str | None]:
-    """The messages to answer, and the reference answer: the answer column, else the chat's trailing assistant message.
+    """Return the messages to answer and the reference answer: the answer column, else a trailing assistant message.
 
-    answered: a row without an answer is an error.
+    answered: a row without an answer is an error. Raises DataError.
     """
     answer = _answer(row, section)
     messages = _messages(row, section)
@@ -34,7 +34,7 @@ def question(row: Row, section: DatasetSection, *, answered: bool = False) -> tu
 
 
 def conversation(row: Row, section: DatasetSection) -> Messages:
-    """The whole chat; a prompt text is answered by the answer column."""
+    """Return the whole chat; the answer column answers a prompt text. Raises DataError."""
     messages = _messages(row, section)
     if row.values.get(section.messages_key) is None:
         answer = _answer(row, section)
@@ -47,7 +47,7 @@ def conversation(row: Row, section: DatasetSection) -> Messages:
 
 
 def is_plain(messages: Messages) -> bool:
-    """True if the chat has text and alternates, as every template can render: (system), user, assistant, user, ..."""
+    """Return True if the chat has text and alternates, as any template takes it: (system), user, assistant, ..."""
     roles = [message["role"] for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     alternates = all(role == ("user", "assistant")[index % 2] for index, role in enumerate(turns))
@@ -55,7 +55,7 @@ def is_plain(messages: Messages) -> bool:
 
 
 def answer_text(value: Any) -> str | None:
-    """An answer as text; None stays None. Raises ValueError for what is neither text nor a finite number."""
+    """Return an answer as text; None stays None. Raises ValueError for neither text nor a finite number."""
     if value is None:
         return None
     if isinstance(value, str):
@@ -65,15 +65,11 @@ def answer_text(value: Any) -> str | None:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float | Decimal) and math.isfinite(value):
-        return _decimal(Decimal(repr(value)) if isinstance(value, float) else value)
+        text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+        text = text.rstrip("0").rstrip(".") if "." in text else text
+        return "0" if text == "-0" else text
     kind = str(value) if isinstance(value, float | Decimal) else f"a {type(value).__name__}"
     raise ValueError(f"must be text or a finite number, not {kind}")
-
-
-def _decimal(value: Decimal) -> str:
-    text = format(value, "f")
-    text = text.rstrip("0").rstrip(".") if "." in text else text
-    return "0" if text == "-0" else text
 
 
 def _answer(row: Row, section: DatasetSection) -> str | None:
@@ -84,7 +80,7 @@ def _answer(row: Row, section: DatasetSection) -> str | None:
 
 
 def _messages(row: Row, section: DatasetSection) -> Messages:
-    """The messages column, checked, or the prompt text as a user message."""
+    """Return the messages column, checked, or the prompt text as a user message."""
     messages = row.values.get(section.messages_key)
     if messages is None:
         prompt = row.values.get(section.prompt_key)
@@ -99,7 +95,7 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
 
 
 def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
-    """The message with its content as text: parts of text are joined, since templates leave out or garble them."""
+    """Return the message with its content as text. Parts are joined, since templates leave them out or garble them."""
     role, content = message["role"], message["content"]
     if not isinstance(role, str):
         raise DataError(f"{row.origin}: message {number}: role must be text, not {_shown(role)}")

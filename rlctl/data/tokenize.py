@@ -1,10 +1,12 @@
-"""From rows to what is drawn: `Task`s (GRPO) and `SupervisedSample`s (SFT), and a report of what their lengths cost.
+"""Rows as `Task`s (GRPO) and `SupervisedSample`s (SFT), with a report of those that are cut or left out.
 
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -17,16 +19,17 @@ from rlctl.data.tasks import SupervisedSample, Task
 
 @dataclass
 class LengthReport:
-    """What was cut, in rows; lengths in tokens. `longest`: of all rows, before anything was cut.
-
-    unanswered: prompts without a reference answer. unended: samples whose last token is none that ends an answer.
-    """
+    """Counts of rows by what their lengths cost."""
 
     rows: int
+    # Left out: the prompt is too long.
     dropped: int = 0
     truncated: int = 0
+    # Tokens of the longest row before anything was cut.
     longest: int = 0
+    # Prompts without a reference answer.
     unanswered: int = 0
+    # Samples whose last token does not end an answer.
     unended: int = 0
 
     def __str__(self) -> str:
@@ -42,7 +45,7 @@ class LengthReport:
 def tokenize_prompts(
     rows: list[Row], section: DatasetSection, chat: Chat, max_prompt_length: int | None
 ) -> tuple[list[Task], LengthReport]:
-    """Prompts named `r{row}`; those of more than `max_prompt_length` tokens are left out and counted.
+    """Return tasks named `r{row}`. Those of more than `max_prompt_length` tokens are left out and counted.
 
     The answer is the answer column or, if there is none, the chat's trailing assistant message.
     Raises DataError at the first bad row, or if no prompt is left.
@@ -51,7 +54,7 @@ def tokenize_prompts(
     prompts: list[Task] = []
     for row in rows:
         messages, answer = question(row, section)
-        with _At(row):
+        with _place(row):
             text = chat.prompt_text(messages)
             tokens = chat.prompt_tokens(text)
         report.longest = max(report.longest, len(tokens))
@@ -73,16 +76,16 @@ def tokenize_samples(
     max_prompt_length: int | None,
     max_length: int,
 ) -> tuple[list[SupervisedSample], LengthReport]:
-    """Samples named `r{row}`, cut behind `max_length` tokens; what is trained on follows `train` (sft.mask).
+    """Return samples named `r{row}`, cut after `max_length` tokens. train: the turns trained on (sft.mask).
 
-    A sample whose first trained token stands behind `max_prompt_length` or `max_length` is left out and counted.
+    A sample whose first trained token comes after `max_prompt_length` or `max_length` is left out and counted.
     Raises DataError at the first bad row, or if no sample is left.
     """
     report, stops = LengthReport(len(rows)), chat.ends.stops
     samples: list[SupervisedSample] = []
     for row in rows:
         messages = conversation(row, section)
-        with _At(row):
+        with _place(row):
             tokens, mask = chat.chat_tokens(messages, train)
         report.longest = max(report.longest, len(tokens))
         prompt_length = max(int(mask.argmax()), 1)
@@ -97,14 +100,10 @@ def tokenize_samples(
     return samples, report
 
 
-class _At:
-    """Puts the row's place before whatever goes wrong inside."""
-
-    def __init__(self, row: Row) -> None:
-        self._origin = row.origin
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise DataError(f"{self._origin}: {' '.join(str(error).split())}") from error
+@contextmanager
+def _place(row: Row) -> Iterator[None]:
+    """Put the row's place before the message of any error inside."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"{row.origin}: {' '.join(str(error).split())}") from error

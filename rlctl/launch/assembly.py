@@ -107,6 +107,8 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         if pool:
             stack.callback(pool.kill)
         data = loading.data.result()
+        session.recorder.export_dtype = Resolved(config, allocation.placement.device).export_dtype
+        session.recorder.end_tokens = loading.chat.result()[1].stops
         with session.starting("trainer"):
             group.built().wait(deadline_s)
         if pool:

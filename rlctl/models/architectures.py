@@ -1,58 +1,55 @@
-"""The architectures that rlctl trains, one row each: what differs between them. Everything else asks the row.
+"""Table of the architectures that rlctl trains, one row each. A row holds all that differs between them.
 
-Keys are those of config.json, names of modules and tensors those of transformers and of its checkpoints. No torch.
+Keys are those of config.json. Names of modules and tensors are those of transformers and of its checkpoints. No torch.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A flag of the architecture, or the key of config.json that says it.
+# True or false for the whole architecture, or the key of config.json that holds it.
 Flag = bool | str
 
 
 @dataclass(frozen=True)
 class WindowKeys:
-    """Which layers see the last `sliding_window` tokens alone, which rlctl does not train.
+    """Keys of layers that see the last `sliding_window` tokens alone. rlctl does not train such layers."""
 
-    key: what turns windows on. size: sliding_window where config.json has none. first_layer: max_window_layers where
-    config.json has none; None: a window is every layer's. listed: where there is a layer_types, it decides.
-    """
-
+    # Key that turns windows on.
     key: str = "use_sliding_window"
+    # sliding_window where config.json has none.
     size: int | None = 4096
+    # max_window_layers where config.json has none; None: windows are on every layer.
     first_layer: int | None = None
+    # True if layer_types decides where config.json has it.
     listed: bool = True
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """A mixture of experts in place of some layers' MLP.
+    """Keys of a mixture of experts in place of some layers' MLP."""
 
-    number: keys of the number of experts, the first that is set. per_token, width: a key, and its value where
-    config.json has none. module: of a layer; it holds all experts as one gate_up_proj and one down_proj.
-    """
-
+    # Keys of the number of experts; the first that is set counts.
     number: tuple[str, ...]
+    # (key, value where config.json has none)
     per_token: tuple[str, int]
     width: tuple[str, int]
+    # Module of a layer that holds all its experts as one gate_up_proj and one down_proj.
     module: str = "mlp.experts"
 
 
 @dataclass(frozen=True)
 class ArchitectureRow:
-    """One architecture.
+    """One architecture."""
 
-    causal_lm: its class in transformers and vLLM. head_dim: where config.json has none; None: hidden size over heads.
-    qk_norm: norms of the heads' q and k. megatron: the backend has its layers and their mapping. tiny: what the tests'
-    model has besides its sizes.
-    """
-
+    # Class in transformers and vLLM.
     causal_lm: str
+    # head_dim where config.json has none; None: hidden size over heads.
     head_dim: int | None = None
     qkv_bias: Flag = "attention_bias"
     output_bias: Flag = "attention_bias"
     mlp_bias: Flag = False
+    # Norms of the heads' q and k.
     qk_norm: bool = False
     window: WindowKeys = WindowKeys()
     experts: ExpertKeys | None = None
@@ -61,11 +58,13 @@ class ArchitectureRow:
     embedding: str = "model.embed_tokens"
     norm: str = "model.norm"
     head: str = "lm_head"
+    # True if backend megatron has its layers and their mapping.
     megatron: bool = True
+    # Keys of the tests' model besides its sizes.
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def sparse_layers(self, raw: Mapping[str, Any]) -> list[bool]:
-        """Return of each layer of a config.json whether its MLP is a mixture of experts."""
+        """Return for each layer of a config.json if its MLP is a mixture of experts."""
         dense, step = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step", 1)
         layers = range(raw["num_hidden_layers"])
         return [self.experts is not None and index not in dense and (index + 1) % step == 0 for index in layers]
@@ -110,7 +109,7 @@ ARCHITECTURES = {
 
 
 def own_keys() -> list[str]:
-    """Return the keys of config.json that the sizes of some rows depend on, besides those that all have."""
+    """Return the keys of config.json that only some rows' sizes depend on."""
     keys: list[str] = []
     for row in ARCHITECTURES.values():
         keys += [flag for flag in (row.qkv_bias, row.output_bias, row.mlp_bias) if isinstance(flag, str)]
@@ -120,13 +119,13 @@ def own_keys() -> list[str]:
 
 
 def is_fused(name: str) -> bool:
-    """Return whether a parameter holds a layer's experts together."""
+    """Return True if a parameter holds all experts of a layer."""
     module, _, leaf = name.rpartition(".")
     return leaf in ("gate_up_proj", "down_proj") and module.endswith(_expert_modules())
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a checkpoint's tensor is an expert's."""
+    """Return True if a checkpoint's tensor belongs to an expert."""
     return any(f"{module}." in name for module in _expert_modules())
 
 

@@ -1,11 +1,12 @@
-"""Hugging Face folders: reading their tensors one at a time, writing new ones; and names on disk against in memory.
+"""Weights of Hugging Face folders: read one tensor at a time, written as new folders, named on disk and in memory.
 
-transformers 5 keeps a layer's experts fused in memory, checkpoints (and vLLM) name them one by one.
+transformers 5 keeps a layer's experts fused in memory; checkpoints (and vLLM) name them one by one.
 """
 
 import json
 import re
 import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,16 @@ from rlctl.models.weight_headers import check_weights, weight_files
 SHARD_BYTES = 4 * 10**9
 COMPANIONS = ("generation_config.json", "token*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "chat_t*")
 Shape = tuple[int, ...]
-Layout = list[tuple[str, tuple[int, ...], str]]
+# (name, shape, dtype) of each tensor.
+Layout = list[tuple[str, Shape, str]]
 _EXPERT = re.compile(r"(.*)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
-def resolve(path: str) -> Path:
-    """The folder itself, or the hub's snapshot of that name (safetensors, configuration, tokenizer only)."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
-
-
 def unfuse(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint names and the views of `tensor` they stand for; most parameters are one, under their own name.
+    """Yield the checkpoint names of a parameter with their views of `tensor`. Most parameters keep their one name.
 
-    Fused experts: gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], each expert's under its own name;
-    the tensor may hold only the experts from `first` on.
+    Fused experts, gate_up_proj [experts, 2 f, h] and down_proj [experts, h, f], have one name an expert. The tensor
+    may hold only the experts from `first` on.
     """
     if not is_fused(name):
         yield name, tensor
@@ -54,9 +47,9 @@ def unfuse(name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Ten
 
 
 def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shape, Shape]:
-    """The other way: a checkpoint's tensor, of which `start` begins a part, within the parameter that holds it.
+    """Return (name, shape, start) of the parameter that holds a checkpoint's tensor: the inverse of `unfuse`.
 
-    Returns the parameter's name and shape, and where the part begins in it.
+    start: where a part of the tensor begins; returned: where that part begins in the parameter.
     """
     found = _EXPERT.fullmatch(name)
     if found is None or not is_expert(name):
@@ -69,10 +62,12 @@ def fuse(name: str, shape: Shape, start: Shape, experts: int) -> tuple[str, Shap
 
 
 class WeightFiles:
-    """The safetensors of a folder, opened lazily; reads one tensor at a time."""
+    """Safetensors of a folder, read one tensor at a time.
+
+    Raises ModelError if the folder's safetensors are missing, cut short or quantised.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError if the folder's safetensors are missing, cut short or quantised."""
         from safetensors import safe_open
 
         check_weights(folder)
@@ -83,30 +78,31 @@ class WeightFiles:
             self._file |= dict.fromkeys(handle.keys(), handle)
 
     def names(self) -> list[str]:
-        """Of all tensors on disk."""
+        """Return the names of all tensors on disk."""
         return list(self._file)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of a name on disk. Raises KeyError."""
-        if name not in self._file:
-            raise KeyError(f"{self.folder} has no tensor {name}")
-        value: Tensor = self._file[name].get_tensor(name)
+        """Return the tensor of a name on disk. Raises KeyError."""
+        value: Tensor = self._file_of(name).get_tensor(name)
         return value
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of a tensor on disk."""
+        """Return the dtype of a tensor on disk."""
         kind: torch.dtype = self._file[name].get_slice(name)[:1].dtype
         return kind
 
     def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
-        """`size` numbers a dimension of tensor `name` from `start` on; only they are read. Raises as `read_into`."""
-        if name not in self._file:
-            raise KeyError(f"{self.folder} has no tensor {name}")
-        found = self._file[name].get_slice(name)
+        """Read `size` numbers a dimension of tensor `name` from `start` on, and no others. Raises as `read_into`."""
+        found = self._file_of(name).get_slice(name)
         if tuple(found.get_shape()) != shape:
             raise ValueError(f"{self.folder}: {name} has shape {tuple(found.get_shape())}, expected {shape}")
         value: Tensor = found[tuple(slice(begin, begin + count) for begin, count in zip(start, size))]
         return value
+
+    def _file_of(self, name: str) -> Any:
+        if name not in self._file:
+            raise KeyError(f"{self.folder} has no tensor {name}")
+        return self._file[name]
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill `target`, the parameter called `name` in memory. Raises KeyError, ValueError naming the tensor."""
@@ -120,7 +116,7 @@ class WeightFiles:
 
 
 def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """A Hugging Face folder of `tensors` (as `layout` lists them) with `source`'s configuration and tokenizer."""
+    """Write a Hugging Face folder of `tensors`, in the order of `layout`, with the other files of `source`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((source / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = layout[0][2]
@@ -133,12 +129,11 @@ def write_folder(source: Path, folder: Path, layout: Layout, tensors: Iterable[t
 
 
 def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """`write_folder` by rank 0 of tensors that all ranks make together; all ranks return when it stands."""
+    """Write the folder from rank 0, of tensors that all ranks make together. All ranks return when it is whole."""
     if dist.get_rank() == 0:
         write_folder(source, folder, layout, tensors)
     else:
-        for _ in tensors:
-            pass
+        deque(tensors, maxlen=0)
     dist.barrier()
 
 
@@ -161,7 +156,7 @@ def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Te
 
 
 def _shards(layout: Layout) -> dict[str, str]:
-    """Tensor name -> file name, filled in order up to SHARD_BYTES a file."""
+    """Return tensor name -> file name; files are filled in order up to SHARD_BYTES each."""
     number, room, numbers = 0, 0, {}
     for name, shape, dtype in layout:
         size = _nbytes(shape, dtype)
@@ -174,6 +169,6 @@ def _shards(layout: Layout) -> dict[str, str]:
     return {name: f"model-{n:05d}-of-{number:05d}.safetensors" for name, n in numbers.items()}
 
 
-def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+def _nbytes(shape: Shape, dtype: str) -> int:
     size: int = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
     return size

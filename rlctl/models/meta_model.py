@@ -1,8 +1,7 @@
-"""A Hugging Face causal LM of its config.json alone: without weights, for its shape, or with random ones, as a folder.
+"""Causal LMs made from a config.json alone: without weights, for their shape, or with random ones, as a folder.
 
-`python -m rlctl.models.meta_model SHAPE FOLDER SEED [quick]` writes a random one. SHAPE is a Hugging Face folder of
-which only config.json and the tokenizer are read. FOLDER appears whole or not at all; the same seed writes the same
-bytes.
+`python -m rlctl.models.meta_model SHAPE FOLDER SEED [quick]` writes a random one. SHAPE is a Hugging Face folder; its
+weights are not read. FOLDER appears whole or not at all. The same seed writes the same bytes.
 """
 
 import os
@@ -18,7 +17,7 @@ from rlctl.models.architectures import ARCHITECTURES
 
 
 def skeleton(folder: Path, device: torch.device) -> Any:
-    """The causal LM with its parameters on the meta device and its rotary table on `device`.
+    """Return the causal LM with its parameters on the meta device and its rotary table on `device`.
 
     Raises ValueError for an architecture outside the table or with sliding windows.
     """
@@ -42,7 +41,7 @@ def skeleton(folder: Path, device: torch.device) -> Any:
 
 
 def layout_of(lm: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """(name on disk, shape) of all its tensors, tied ones once, in the order of its parameters."""
+    """Return (name on disk, shape) of all tensors, tied ones once, in the order of the parameters."""
     head = f"{ARCHITECTURES[lm.config.model_type].head}.weight"
     return [
         (part, tuple(view.shape))
@@ -53,9 +52,9 @@ def layout_of(lm: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def write_random_model(shape: Path, folder: Path, seed: int, quick: bool = False) -> None:
-    """Weights as transformers draws them for the architecture (initializer_range), float32.
+    """Write a model with float32 weights as transformers draws them for the architecture (initializer_range).
 
-    quick: by a GPU and as bfloat16 where there is one; a CPU draws 4 billion numbers in minutes.
+    quick: draws bfloat16 on a GPU where there is one. A CPU takes minutes for 4 billion numbers.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

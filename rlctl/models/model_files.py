@@ -1,10 +1,13 @@
-"""What the driver must know of a model before anything heavy starts: where its files are, and a few of its facts."""
+"""Model folders as the driver reads and completes them, without torch: sizes, files, the tokens that end an answer."""
 
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlctl.config.schema import ModelSection
 from rlctl.models.model_sizes import read_sizes
@@ -15,51 +18,68 @@ _FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """folder: a Hugging Face folder on this machine. max_length: tokens.
+    """Folder and facts of a run's model."""
 
-    source: the folder that the config names, another one with `random_init`. hidden: heads times their size.
-    """
-
+    # Hugging Face folder on this machine.
     folder: str
+    # Folder that the config names; another one than `folder` with `random_init`.
     source: str
+    # Tokens.
     max_length: int
     layers: int
+    # Attention heads times their size.
     hidden: int
 
     @classmethod
     def find(cls, model: ModelSection, run_dir: Path, seed: int) -> "ModelFiles":
-        """Facts of a folder or hub name; a hub model is downloaded once into the Hugging Face cache.
+        """Return the facts of a folder or hub name. A hub model is downloaded once into the Hugging Face cache.
 
-        With `random_init` the folder is made anew inside the run directory, once for all attempts. Raises ModelError
-        for a model that rlctl does not train, and for weights that are quantised, cut short or missing.
+        With `random_init` the folder is made inside the run directory, once for all attempts. Raises ModelError for a
+        model that rlctl does not train, and for weights that are quantised, cut short or missing.
         """
-        source = model.path if Path(model.path).is_dir() else _download(model.path)
+        source = model.path
+        if not Path(source).is_dir():
+            from huggingface_hub import snapshot_download
+
+            # Two kilobytes say if the weights are worth fetching.
+            read_sizes(Path(snapshot_download(source, allow_patterns=["config.json"])) / "config.json")
+            source = str(snapshot_download(source, allow_patterns=_FILES))
         sizes = read_sizes(Path(source) / "config.json")
-        if not model.random_init:
+        folder = source
+        if model.random_init:
+            folder = str(run_dir / "init")
+            _make_random(source, folder, seed)
+        else:
             check_weights(Path(source))
-        folder = _random(source, run_dir / "init", seed) if model.random_init else source
         return cls(folder, source, sizes.max_positions, sizes.layers, sizes.heads * sizes.head_dim)
 
 
-def _random(shape: str, folder: Path, seed: int) -> str:
+def _make_random(shape: str, folder: str, seed: int) -> None:
+    if (Path(folder) / "config.json").exists():
+        return
     # In a process of its own: the driver stays free of torch.
-    if not (folder / "config.json").exists():
-        command = [sys.executable, "-m", "rlctl.models.meta_model", shape, str(folder), str(seed)]
-        made = subprocess.run(command, capture_output=True, text=True, check=False)
-        if made.returncode:
-            raise RuntimeError(f"no random model in the shape of {shape}: {_reason(made)}")
-    return str(folder)
+    command = [sys.executable, "-m", "rlctl.models.meta_model", shape, folder, str(seed)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode:
+        lines = made.stderr.strip().splitlines()
+        raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+        reason = (raised or lines or [f"exit code {made.returncode}"])[-1]
+        raise RuntimeError(f"no random model in the shape of {shape}: {reason}")
 
 
-def _reason(ended: subprocess.CompletedProcess[str]) -> str:
-    lines = ended.stderr.strip().splitlines()
-    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return (raised or lines or [f"exit code {ended.returncode}"])[-1]
+def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
+    """Add `tokens` to eos_token_id in the generation_config.json of a Hugging Face folder.
 
-
-def _download(name: str) -> str:
-    from huggingface_hub import snapshot_download
-
-    # Two kilobytes say whether the weights are worth fetching.
-    read_sizes(Path(snapshot_download(name, allow_patterns=["config.json"])) / "config.json")
-    return str(snapshot_download(name, allow_patterns=_FILES))
+    transformers and vLLM end an answer at the tokens listed there. Where the file is missing they read config.json
+    instead, so a new file takes over its bos_token_id and pad_token_id. Nothing is written if all are listed already.
+    """
+    file, config = folder / "generation_config.json", json.loads((folder / "config.json").read_text())
+    values: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    if not file.is_file():
+        names = ("bos_token_id", "pad_token_id", "eos_token_id")
+        values = {name: config[name] for name in names if config.get(name) is not None}
+    listed = values.get("eos_token_id")
+    ends = [each for each in (listed if isinstance(listed, list) else [listed]) if each is not None]
+    if missing := [token for token in dict.fromkeys(tokens) if token not in ends]:
+        values["eos_token_id"] = [*ends, *missing]
+        file.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""What a model's config.json tells, read as plain JSON: sizes, limits and the number of its parameters.
+"""Sizes of one model folder, read from its config.json as plain JSON: dimensions, limits, number of parameters.
 
 Parameters are counted by formula, exactly as transformers builds the architectures that rlctl trains, so that checks
 and memory forecasts need neither torch nor the weights.
@@ -13,14 +13,14 @@ from typing import Any
 from rlctl.config.errors import ModelError
 from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow, Flag
 
-# What is the same for a sequence alone and in a pack of many. transformers' dynamic and longrope follow the longest
-# sequence of a batch, vLLM's a fixed length.
+# Rotary scales that turn a token the same alone and in a pack of many. transformers' dynamic and longrope follow the
+# longest sequence of a batch, vLLM's a fixed length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The sizes of a decoder. sparse_layers: layers whose MLP is a mixture of experts."""
+    """Sizes of a decoder. Parameter counts are numbers, not bytes."""
 
     model_type: str
     hidden: int
@@ -39,46 +39,47 @@ class ModelSizes:
     experts: int
     experts_per_token: int
     expert_intermediate: int
+    # Layers whose MLP is a mixture of experts.
     sparse_layers: int
     activation: str
     norm_topk_prob: bool
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer: q, k, v, o, their biases, and the norms of q and k."""
+        """Parameters of one layer's q, k, v, o, their biases, and the norms of q and k."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         bias = (q + 2 * kv) * self.qkv_bias + self.hidden * self.output_bias
         return self.hidden * (2 * q + 2 * kv) + bias + 2 * self.head_dim * self.qk_norm
 
     @property
     def dense_mlp_parameters(self) -> int:
-        """Of one layer: gate, up, down."""
+        """Parameters of one layer's gate, up and down."""
         return 3 * self.hidden * self.intermediate + (2 * self.intermediate + self.hidden) * self.mlp_bias
 
     @property
     def sparse_mlp_parameters(self) -> int:
-        """Of one layer: all experts and the router."""
-        return self.experts * 3 * self.hidden * self.expert_intermediate + self.hidden * self.experts
+        """Parameters of one layer's experts and router."""
+        return self.experts * (3 * self.expert_intermediate + 1) * self.hidden
 
     @property
     def expert_parameters(self) -> int:
-        """Of all experts, without their routers."""
+        """Parameters of all layers' experts, without their routers."""
         return self.sparse_layers * self.experts * 3 * self.hidden * self.expert_intermediate
 
     @property
     def largest_layer(self) -> int:
-        """Parameters of the largest layer: what FSDP gathers at a time."""
+        """Parameters of the largest layer, which FSDP gathers at a time."""
         mlp = self.sparse_mlp_parameters if self.sparse_layers else self.dense_mlp_parameters
         return self.attention_parameters + mlp + 2 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the input embedding; the output has as many of its own unless tied."""
+        """Parameters of the input embedding; the output has as many of its own unless tied."""
         return self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All of them; tied embeddings once."""
+        """All parameters; tied embeddings once."""
         dense = self.layers - self.sparse_layers
         mlp = dense * self.dense_mlp_parameters + self.sparse_layers * self.sparse_mlp_parameters
         layers = self.layers * (self.attention_parameters + 2 * self.hidden) + mlp
@@ -86,18 +87,18 @@ class ModelSizes:
 
     @property
     def active_parameters(self) -> int:
-        """Those that a token is multiplied with: of the experts those that it goes to, of the embedding its output."""
+        """Parameters that a token is multiplied with: its own experts alone, and of the embeddings the output."""
         idle = self.expert_parameters // self.experts * (self.experts - self.experts_per_token) if self.experts else 0
         return self.parameters - idle - self.embedding_parameters * (not self.tied)
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers the key-value cache holds for one token, over all layers."""
+        """Numbers that the key-value cache holds for one token, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
 def config_file(model: str) -> Path | None:
-    """The config.json of a model folder, or of a hub name already in the local hub cache; None when not here."""
+    """Return the config.json of a model folder, or of a hub name in the local hub cache; None when it is not here."""
     folder = Path(model)
     # Path.is_dir would raise for what no file can be named.
     if not os.path.isdir(folder):
@@ -111,13 +112,16 @@ def config_file(model: str) -> Path | None:
 
 
 def sizes_of(model: str) -> ModelSizes | None:
-    """Of a model folder or hub name; None when its config.json is not here. Raises ModelError as below."""
+    """Return the sizes of a model folder or hub name; None when its config.json is not here. Raises ModelError."""
     file = config_file(model)
     return read_sizes(file) if file else None
 
 
 def read_sizes(file: Path) -> ModelSizes:
-    """Raises ModelError: not JSON, a size missing, another kind of model, quantised, windows, an odd rotary scale."""
+    """Return the sizes in a config.json.
+
+    Raises ModelError: not JSON, a size missing, another kind of model, quantised, windows, an odd rotary scale.
+    """
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -126,21 +130,23 @@ def read_sizes(file: Path) -> ModelSizes:
     row = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
     if row is None:
         raise ModelError(f"model_type {kind} in {file}: must be one of {', '.join(ARCHITECTURES)}")
-    if what := _quantised(raw) or _rope(raw):
-        raise ModelError(f"{file}: {what}")
     try:
-        if what := _window(row, raw):
+        if what := _quantised(raw) or _rope(raw) or _window(row, raw):
             raise ModelError(f"{file}: {what}")
-        return _architecture(str(kind), row, raw)
+        return _sizes(str(kind), row, raw)
     except KeyError as error:
         raise ModelError(f"{file} has no {error.args[0]}") from error
     except (TypeError, AttributeError, ZeroDivisionError) as error:
         raise ModelError(f"{file}: a size must be a whole number above 0: {error}") from error
 
 
-def _architecture(kind: str, row: ArchitectureRow, raw: dict[str, Any]) -> ModelSizes:
+def _sizes(kind: str, row: ArchitectureRow, raw: dict[str, Any]) -> ModelSizes:
     hidden, layers, heads = (_size(raw, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     experts = row.experts
+    # llama3 and yarn have stretched max_position_embeddings already; linear stretches it by its factor. So do vLLM
+    # (`_get_and_verify_max_len`) and transformers (`_compute_yarn_parameters`) read it.
+    rope_type, scale = _rotary(raw)
+    stretch = float(scale.get("factor") or 1) if rope_type == "linear" else 1
     return ModelSizes(
         model_type=kind,
         hidden=hidden,
@@ -150,7 +156,7 @@ def _architecture(kind: str, row: ArchitectureRow, raw: dict[str, Any]) -> Model
         head_dim=raw.get("head_dim") or (row.head_dim or hidden // heads),
         intermediate=_size(raw, "intermediate_size"),
         vocab=_size(raw, "vocab_size"),
-        max_positions=_max_positions(raw),
+        max_positions=int(_size(raw, "max_position_embeddings") * stretch),
         tied=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=_flag(raw, row.qkv_bias),
         output_bias=_flag(raw, row.output_bias),
@@ -177,7 +183,7 @@ def _size(raw: dict[str, Any], name: str) -> int:
 
 
 def _quantised(raw: dict[str, Any]) -> str | None:
-    """What is wrong with weights that config.json calls quantised."""
+    """Return what is wrong with weights that config.json calls quantised."""
     key = next((name for name in ("quantization_config", "compression_config") if raw.get(name)), None)
     if key is None:
         return None
@@ -190,7 +196,10 @@ def _quantised(raw: dict[str, Any]) -> str | None:
 
 
 def _window(row: ArchitectureRow, raw: dict[str, Any]) -> str | None:
-    """What is wrong with an attention that does not see the whole sequence, as transformers 5.19 and vLLM read it."""
+    """Return what is wrong with attention that does not see the whole sequence, as transformers 5.19 and vLLM read it.
+
+    Raises KeyError without a num_hidden_layers that decides.
+    """
     keys, listed = row.window, raw.get("layer_types")
     if keys.listed and listed:
         odd = sorted({str(each) for each in listed} - {"full_attention"})
@@ -210,25 +219,14 @@ def _window(row: ArchitectureRow, raw: dict[str, Any]) -> str | None:
 
 
 def _rotary(raw: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(type, parameters) of the rotary embedding's scale."""
+    """Return (type, parameters) of the rotary embedding's scale."""
     scale = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     scale = scale if isinstance(scale, dict) else {}
     return str(scale.get("rope_type") or scale.get("type") or "default"), scale
 
 
 def _rope(raw: dict[str, Any]) -> str | None:
-    kind = _rotary(raw)[0]
+    kind, known = _rotary(raw)[0], ", ".join(ROPE_TYPES)
     if kind in ROPE_TYPES:
         return None
-    known = ", ".join(ROPE_TYPES)
     return f"rope_type {kind}: must be one of {known}, which turn a token the same whatever it is packed with"
-
-
-def _max_positions(raw: dict[str, Any]) -> int:
-    """max_position_embeddings, which llama3 and yarn have stretched already; linear stretches it by its factor.
-
-    So do vLLM (`_get_and_verify_max_len`) and transformers (`_compute_yarn_parameters`) read it.
-    """
-    kind, scale = _rotary(raw)
-    factor = float(scale.get("factor") or 1) if kind == "linear" else 1
-    return int(_size(raw, "max_position_embeddings") * factor)

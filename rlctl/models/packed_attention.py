@@ -1,7 +1,7 @@
 """Causal attention over packed sequences: one function for every backend, registered with transformers.
 
-On a GPU in half precision it is torch's variable-length flash kernel; elsewhere exact SDPA over the sequences
-grouped by length, so that hundreds of short ones cost a few calls, not hundreds.
+On a GPU in half precision it is torch's variable-length flash kernel. Elsewhere it is exact SDPA over sequences grouped
+by length, so that hundreds of short ones cost a few calls.
 """
 
 import inspect
@@ -17,7 +17,7 @@ NAME = "rlctl_packed"
 
 
 def _varlen_options() -> dict[str, Any]:
-    """How this torch's kernel is told to be causal (2.10: is_causal, later window_size), and whether it knows GQA."""
+    """Return the kernel's options for causality (torch 2.10: is_causal, later window_size) and GQA, where it has it."""
     known = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     return causal | ({"enable_gqa": False} if "enable_gqa" in known else {})
@@ -28,22 +28,17 @@ _VARLEN = _varlen_options()
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
-    """Causal attention within each sequence of a pack.
+    """Attend causally within each sequence of a pack.
 
     q: [T, heads, dim]; k, v: [T, kv_heads, dim], kv_heads dividing heads; cu_seqlens: int32 [S + 1], where
     sequences begin; max_len: the longest; scale: factor of the scores. Returns [T, heads, dim].
     """
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(q, k, v, cu_seqlens, max_len, scale)
-    return _grouped_eagerly(q, k, v, cu_seqlens, max_len, scale)
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
-    options = _VARLEN
+    if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16):
+        return _grouped_eagerly(q, k, v, cu_seqlens, max_len, scale)
+    options, repeat = _VARLEN, q.shape[1] // k.shape[1]
     if "enable_gqa" in options:
-        options = options | {"enable_gqa": q.shape[1] != k.shape[1]}
-    elif q.shape[1] != k.shape[1]:
-        repeat = q.shape[1] // k.shape[1]
+        options = options | {"enable_gqa": repeat > 1}
+    elif repeat > 1:
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     attend: Any = varlen_attn
     out: Tensor = attend(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, **options)
@@ -51,9 +46,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, s
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, scale: float) -> Tensor:
-    """Sequences of at most twice the shortest's length share one padded SDPA call.
+    """Attend by one padded SDPA call for all sequences whose lengths differ by a factor of at most two.
 
-    Padding stands behind the tokens, where causality hides it from them, so no mask is needed.
+    Padding comes after the tokens, where causality hides it from them, so no mask is needed.
     """
     starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
     if int(lengths.min()) == max_len:
@@ -80,14 +75,14 @@ _grouped_eagerly: Callable[..., Tensor] = torch.compiler.disable(_grouped)  # ty
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """q, k, v: [S, L, heads, dim]; returns [S, L, heads, dim]."""
+    """Attend causally. q, k, v: [S, L, heads, dim]; returns [S, L, heads, dim]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa).transpose(1, 2)
 
 
 def register() -> str:
-    """Make `packed_attention` known to transformers; returns the name to give as `attn_implementation`."""
+    """Make `packed_attention` known to transformers. Return the name to give as `attn_implementation`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _transformers_attention)
@@ -108,6 +103,6 @@ def _transformers_attention(
     max_length_q: int,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' signature: query [1, heads, T, dim] in, [1, T, heads, dim] out."""
+    """Adapt transformers' signature: query [1, heads, T, dim] in, [1, T, heads, dim] out."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q, k, v, cu_seq_lens_q, max_length_q, scaling)[None], None

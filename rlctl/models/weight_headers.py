@@ -1,7 +1,7 @@
-"""What a folder's safetensors hold, from their headers alone: names, dtypes, sizes. No torch, and no weight is read.
+"""Headers of a folder's safetensors: names, dtypes, sizes. No torch, and no weight is read.
 
-Quantised weights mean nothing without their scales, which rlctl does not apply. They are refused by the name of a
-tensor, whatever config.json says.
+Quantised weights need their scales, which rlctl does not apply. They are refused by the names and dtypes of tensors,
+whatever config.json says.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from rlctl.config.errors import ModelError
 
-# safetensors' own bound.
+# Bytes; safetensors' own bound.
 _LONGEST_HEADER = 100_000_000
 _SCALES = re.compile(
     r"(.*\.)?(\w*_scale(_inv|_2|s)?|scales|qweight|qzeros|g_idx|weight_packed|SCB|absmax|quant_(map|state)(\..*)?)"

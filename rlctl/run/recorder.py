@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.models.model_files import list_end_tokens
 from rlctl.run.checkpoints import Checkpoint, Checkpoints
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
@@ -41,6 +42,9 @@ class RunRecorder:
         self.saved: int | None = None
         # What checkpoints depend on, see fingerprint.py.
         self.made_with: dict[str, Any] = {}
+        # Dtype of exported Hugging Face folders, and the tokens at which their answers end.
+        self.export_dtype: str | None = None
+        self.end_tokens: tuple[int, ...] = ()
 
     def validation_due(self, step: int, last: bool) -> bool:
         """Every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
@@ -79,7 +83,6 @@ class RunRecorder:
         self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
     ) -> Checkpoint:
         """A checkpoint whose trainer's part is what `write` does, and the loop's what `write_own` does."""
-        dtype = None if self._checkpoint.export_dtype == "auto" else self._checkpoint.export_dtype
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
 
@@ -87,7 +90,9 @@ class RunRecorder:
             (folder / "trainer").mkdir()
             if write_own:
                 write_own(folder)
-            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, dtype)
+            write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, self.export_dtype)
+            if self._checkpoint.export:
+                list_end_tokens(folder / "hf", self.end_tokens)
 
         checkpoint = self.checkpoints.save(step, {**state, "made_with": self.made_with, "score": self._score()}, both)
         self.saved = step

@@ -49,7 +49,7 @@ class FsdpTrainer:
     ) -> None:
         """Join the process group and load the model.
 
-        model_path: Hugging Face folder or hub name. init_method: of torch.distributed (tcp://, file://). device:
+        model_path: Hugging Face folder. init_method: of torch.distributed (tcp://, file://). device:
         cpu, or cuda:N with N this rank's device. temperature: log-probs are of the tempered policy.
         total_updates: what the learning-rate schedule runs over.
         """
@@ -58,7 +58,7 @@ class FsdpTrainer:
         distributed.join(config, rank, world, init_method, self._device)
         torch.manual_seed(seed + rank)
         self._dtype = distributed.compute_dtype(config)
-        self._folder = hf_folder.resolve(model_path)
+        self._folder = Path(model_path)
         mesh = init_device_mesh(self._device.type, (world,))
         self._policy = build_policy(self._folder, config, self._dtype, mesh, temperature)
         self._parameters: Named = dict(self._policy.lm.named_parameters())

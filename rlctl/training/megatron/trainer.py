@@ -70,7 +70,7 @@ class MegatronTrainer:
         why = cpu_offload_problem(self._own_dtype)
         if config.megatron.optimizer_cpu_offload and why:
             raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
-        self._folder = hf_folder.resolve(model_path)
+        self._folder = Path(model_path)
         lm = skeleton(self._folder, self._device)
         self._hf, self._layout = lm.config, layout_of(lm)
         self._sizes = read_sizes(self._folder / "config.json")

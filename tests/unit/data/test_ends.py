@@ -82,7 +82,8 @@ def test_files_may_list_one_token_or_several_or_none(tmp_path: Path, config: Any
 def test_an_end_that_the_models_files_do_not_list_is_a_warning_with_its_remedy(tmp_path: Path) -> None:
     (warning,) = Chat(make(), CHATML, None, model(tmp_path, 1)).ends.warnings
     assert warning.startswith("answers end with <|im_end|>, but neither generation_config.json nor config.json")
-    assert warning.endswith("add 4 to eos_token_id in generation_config.json")
+    mend = "add 4 to eos_token_id in generation_config.json; checkpoints that are exported have it there"
+    assert warning.endswith(mend)
 
 
 def test_a_template_that_ends_turns_with_text_is_a_warning() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.config.schema import ModelSection
 from rlctl.models.meta_model import write_random_model
-from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_files import ModelFiles, list_end_tokens
 from tests.tiny_models import make_model
 from tests.unit.folders import weights
 
@@ -60,3 +60,46 @@ def test_a_shape_that_makes_no_model_is_an_error_that_says_why(tmp_path: Path) -
     with pytest.raises(RuntimeError, match=r"no random model in the shape of .*m: .*validate_architecture"):
         find(folder_of(tmp_path / "m", {"num_attention_heads": 3}), tmp_path / "run", True)
     assert not (tmp_path / "run" / "init").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "listed"),
+    [
+        ({"eos_token_id": 5}, {"eos_token_id": 5, "top_p": 0.9}, {"eos_token_id": [5, 7], "top_p": 0.9}),
+        ({}, {"eos_token_id": [6, 5]}, {"eos_token_id": [6, 5, 7]}),
+        ({}, {"eos_token_id": [5, 7]}, {"eos_token_id": [5, 7]}),
+        ({"bos_token_id": 1, "eos_token_id": 2}, None, {"bos_token_id": 1, "eos_token_id": [2, 5, 7]}),
+        ({"eos_token_id": None}, None, {"eos_token_id": [5, 7]}),
+    ],
+)
+def test_end_tokens_join_those_that_a_folder_lists(
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, listed: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    list_end_tokens(tmp_path, (5, 7))
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == listed
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_transformers_ends_an_answer_at_a_token_that_was_added(tmp_path: Path, file: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    folder = make_model(tmp_path / "model", "qwen3")
+    prompt = torch.tensor([[5, 6, 7]])
+
+    def answer() -> list[int]:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.manual_seed(0)
+        tokens = model.generate(prompt, max_new_tokens=8, do_sample=True, top_k=0)
+        return [int(token) for token in tokens[0, 3:]]
+
+    if file == "config.json":
+        (folder / "generation_config.json").unlink(missing_ok=True)
+    before = answer()
+    assert len(before) == 8
+    end = before[3]
+    list_end_tokens(folder, [end])
+    assert answer() == before[: before.index(end) + 1]

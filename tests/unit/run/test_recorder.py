@@ -37,6 +37,7 @@ def write(trainer: Path, export: Path | None, dtype: str | None) -> None:
     if export:
         export.mkdir()
         (export / "dtype").write_text(str(dtype))
+        (export / "config.json").write_text('{"eos_token_id": 5}')
 
 
 def records(file: Path) -> list[dict[str, Any]]:
@@ -133,8 +134,11 @@ def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: P
 def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_path: Path) -> None:
     plain = make_keeper(tmp_path / "plain").save(1, {}, write)
     assert (plain.trainer / "weights").exists() and not plain.export.exists()
-    exported = make_keeper(tmp_path / "exported", export=True).save(1, {}, write)
+    recorder = make_keeper(tmp_path / "exported", export=True)
+    recorder.export_dtype, recorder.end_tokens = "bfloat16", (5, 7)
+    exported = recorder.save(1, {}, write)
     assert (exported.export / "dtype").read_text() == "bfloat16"
+    assert json.loads((exported.export / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
 
 
 def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_path: Path) -> None:
