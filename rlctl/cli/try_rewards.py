@@ -32,7 +32,7 @@ def try_rewards(composed: "Composed", *, fetch: bool) -> str:
         return f"rewards: not tried, {away[0]} is not on this machine; rlctl config check --try-rewards fetches it"
     from rlctl.data.datasets import DataError
     from rlctl.grpo.trial import try_rewards
-    from rlctl.rewards.scorer import UnusableError
+    from rlctl.rewards.base import UnusableError
 
     try:
         score = try_rewards(config)

@@ -1,4 +1,4 @@
-"""A reward's interface: a function of (prompt, completion, answer, row), its input, its outcome."""
+"""Interface of a reward: a function of (prompt, completion, answer, row), its input, its outcome, its errors."""
 
 import inspect
 import math
@@ -12,13 +12,24 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
+from rlctl.config.grpo_schema import RewardSection
+
 RewardFunction = Callable[[str, str, str | None, dict[str, Any]], float]
 MAX_DETAIL = 200
 MAX_TRACE = 8000
 
 
 class RewardError(ValueError):
-    """A reward cannot be used; one line for the user."""
+    """A reward that cannot be used; one line for the user."""
+
+
+class UnusableError(RewardError):
+    """Rewards that cannot be used. problems: (index of the reward, reason); index None: not known."""
+
+    def __init__(self, problems: list[tuple[int | None, str]], sections: list[RewardSection]) -> None:
+        lines = (reason if index is None else f"{sections[index].name}: {reason}" for index, reason in problems)
+        super().__init__("\n".join(lines))
+        self.problems = problems
 
 
 @dataclass(frozen=True)
@@ -33,20 +44,20 @@ class RewardInput:
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Reason why an item has no value.
+    """Reason why an item has no value."""
 
-    kind: what went wrong, free of the rollout's own text. where: file:line of the user's code. detail: what this
-    rollout adds, a line of at most `MAX_DETAIL` characters. trace: the traceback, at most `MAX_TRACE` characters.
-    """
-
+    # Free of the rollout's own text.
     kind: str
+    # file:line of the user's code.
     where: str = ""
+    # Text of this rollout: a line of at most `MAX_DETAIL` characters.
     detail: str = ""
+    # Traceback of at most `MAX_TRACE` characters.
     trace: str = ""
 
     @property
     def cause(self) -> str:
-        """The kind with its place: failures of one cause are counted together."""
+        """Kind and place. Failures of one cause are counted together."""
         return f"{self.kind} at {self.where}" if self.where else self.kind
 
     def __str__(self) -> str:
@@ -57,7 +68,7 @@ Outcome = float | RewardFailure
 
 
 def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
-    """Return the finite number that `function` gives `item`, or what it did instead."""
+    """Return the finite number that `function` gives `item`, or its failure."""
     try:
         value: object = function(item.prompt, item.completion, item.answer, item.row)
         number = _number(value)
@@ -65,14 +76,18 @@ def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
         kind, _, detail = str(error).partition(": ")
         return RewardFailure(kind, detail=shortened(detail))
     except (Exception, SystemExit) as error:
-        return _raised(error, function)
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        trace = "".join(traceback.format_exception(type(error), error, frames))
+        if len(trace) > MAX_TRACE:
+            trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
+        return RewardFailure(f"raised {type(error).__name__}", _raised_at(error, function), error_text(error), trace)
     if number is not None:
         return number
     return RewardFailure("no finite number", defined_at(function), shortened(f"returned {reprlib.repr(value)}"))
 
 
 def _number(value: object) -> float | None:
-    """Return the finite number that `value` is; None where it is none. Runs the code of a value's own type."""
+    """Return `value` as a finite number; None where it is none. Runs the code of a value's own type."""
     if getattr(value, "shape", None) == ():  # a scalar of numpy's, a tensor without dimensions
         value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):
@@ -84,14 +99,6 @@ def _number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _raised(error: BaseException, function: RewardFunction) -> RewardFailure:
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    trace = "".join(traceback.format_exception(type(error), error, frames))
-    if len(trace) > MAX_TRACE:
-        trace = f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
-    return RewardFailure(f"raised {type(error).__name__}", raised_at(error, function), error_text(error), trace)
-
-
 def error_text(error: BaseException) -> str:
     """Return the error's message as one short line."""
     try:
@@ -101,30 +108,30 @@ def error_text(error: BaseException) -> str:
 
 
 def shortened(text: str) -> str:
-    """The text as one line of at most `MAX_DETAIL` characters."""
+    """Return the text as one line of at most `MAX_DETAIL` characters."""
     line = " ".join(text[: 4 * MAX_DETAIL].split())
     return line if len(line) <= MAX_DETAIL and len(text) <= 4 * MAX_DETAIL else f"{line[:MAX_DETAIL]}..."
 
 
-def raised_at(error: BaseException, function: RewardFunction | None = None) -> str:
-    """file:line of the innermost frame in the function's own file, else of the innermost frame."""
+def _raised_at(error: BaseException, function: RewardFunction) -> str:
+    """Return file:line of the innermost frame in the function's own file, else of the innermost frame."""
     frames = traceback.extract_tb(error.__traceback__)
     code = _code(function)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
     last = (own or [frame for frame in frames if frame.filename != __file__])[-1:]
     if last:
         return place_of(last[0].filename, last[0].lineno or 0)
-    return defined_at(function) if function else ""
+    return defined_at(function)
 
 
 def defined_at(function: RewardFunction) -> str:
-    """file:line of the function's definition; empty where Python does not know it."""
+    """Return file:line of the function's definition; empty where Python does not know it."""
     code = _code(function)
     return place_of(code.co_filename, code.co_firstlineno) if code else ""
 
 
-def _code(function: RewardFunction | None) -> CodeType | None:
-    plain = inspect.unwrap(function.func if isinstance(function, partial) else function) if function else None
+def _code(function: RewardFunction) -> CodeType | None:
+    plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
     for each in (plain, vars(type(plain)).get("__call__")):
         if isinstance(code := getattr(each, "__code__", None), CodeType):
             return code

@@ -1,4 +1,4 @@
-"""Built-in rewards, each made from its section of the config: 1 where the completion gives the answer, else 0."""
+"""Built-in rewards, each made from its section of the config: 1 if the completion gives the answer, else 0."""
 
 import logging
 import re

@@ -1,20 +1,19 @@
-"""The process that runs the user's rewards, below its keeper: `python -m rlctl.rewards.child FD`."""
+"""Process that runs the user's rewards, below its keeper: `python -m rlctl.rewards.child FD`."""
 
 import json
 import os
 import pickle
 import socket
-from typing import IO
+from dataclasses import asdict
 
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.rewards.base import RewardError, RewardFunction, attempt
+from rlctl.rewards.base import RewardError, RewardFailure, RewardFunction, attempt
 from rlctl.rewards.load import load_function
-from rlctl.rewards.replies import answer
 from rlctl.workers.keeper import run_guarded
 
 
 def work(connection: socket.socket) -> None:
-    """Load the functions, then score until the parent hangs up."""
+    """Load the functions, then score until the parent hangs up. The protocol is described in worker.py."""
     requests = connection.makefile("rb")
     sections: list[RewardSection] = pickle.load(requests)
     functions: list[RewardFunction] = []
@@ -25,20 +24,16 @@ def work(connection: socket.socket) -> None:
         except RewardError as error:
             problems.append((index, str(error)))
     connection.sendall(json.dumps({"problems": problems}).encode() + b"\n")
-    if not problems:
-        _serve(connection, requests, functions)
-
-
-def _serve(connection: socket.socket, requests: IO[bytes], functions: list[RewardFunction]) -> None:
     own = os.getpid()
-    while True:
+    while not problems:
         try:
             call, reward, items = pickle.load(requests)
             for number, item in enumerate(items):
                 outcome = attempt(functions[reward], item)
                 if os.getpid() != own:
                     os._exit(0)  # forked by the reward, however: its parent answers
-                connection.sendall(answer(call, number, outcome))
+                told = {"failure": asdict(outcome)} if isinstance(outcome, RewardFailure) else {"value": outcome}
+                connection.sendall(json.dumps({"call": call, "item": number, **told}).encode() + b"\n")
         except (EOFError, OSError):
             return
 

@@ -1,4 +1,4 @@
-"""Reward functions by their names in the config."""
+"""Loader of reward functions by their names in the config."""
 
 import importlib
 import inspect
@@ -30,7 +30,10 @@ def _user_function(name: str) -> RewardFunction:
     try:
         module = load_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the user's module does at import
-        inside = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+        # Frames of the user's own files.
+        loaders = (__file__, plugins.__file__, importlib.__file__)
+        frames = traceback.extract_tb(error.__traceback__)
+        inside = [each for each in frames if not each.filename.startswith("<frozen") and each.filename not in loaders]
         where = f" at {place_of(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
         raise RewardError(f"cannot import: {type(error).__name__}: {error_text(error)}{where}") from error
     function = getattr(module, attribute, None)
@@ -43,7 +46,3 @@ def _user_function(name: str) -> RewardFunction:
         wanted = "it must take (prompt, completion, answer, row)"
         raise RewardError(f"wrong signature{where}: {wanted}; {error}") from error
     return function  # type: ignore[no-any-return]
-
-
-def _is_users(file: str) -> bool:
-    return not file.startswith("<frozen") and file not in (__file__, plugins.__file__, importlib.__file__)

@@ -1,6 +1,6 @@
-"""Scores rollouts by a weighted sum of rewards. A reward that raises, hangs or crashes costs that rollout alone.
+"""Scorer of rollouts: a weighted sum of rewards. A reward that raises, hangs or crashes costs that rollout alone.
 
-`exact` runs here; everything else runs the user's code or pattern and so runs in worker processes.
+`exact` runs here. All others run the user's code or pattern, so they run in worker processes.
 """
 
 import math
@@ -13,45 +13,36 @@ from types import TracebackType
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import correctness, reward_names
-from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, attempt
-from rlctl.rewards.failures import Emit, FailureLog
+from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load import load_function
-from rlctl.rewards.output_log import OutputLog
-from rlctl.rewards.worker import LoadError, RewardWorker
+from rlctl.rewards.logs import Emit, FailureLog, OutputLog
+from rlctl.rewards.worker import RewardWorker
 from rlctl.utils.cores import usable_cores
 
 INLINE = ("exact",)
 MAX_WORKERS = 4
-# About a group: slow rewards of several groups are worked on side by side.
+# About a group: slow rewards of several groups run at the same time.
 ITEMS_PER_CALL = 8
 
 
 @dataclass(frozen=True)
 class Score:
-    """value: the weighted sum, None if a reward failed. parts: reward name -> value. failed: why.
+    """Score of one rollout."""
 
-    right: the rollout counts as correct: the reward that decides (`correct_at`, else the first at 1) says so.
-    """
-
+    # Weighted sum; None if a reward failed.
     value: float | None
+    # Reward name -> its value.
     parts: dict[str, float | None]
+    # Reason of the first failure.
     failed: str | None
+    # True if the rollout is correct by the reward that decides (`correct_at`, else the first at 1).
     right: bool
 
 
-class UnusableError(RewardError):
-    """Rewards that are no use. problems: (index of the reward, why); index None: which is not known."""
-
-    def __init__(self, problems: list[tuple[int | None, str]], sections: list[RewardSection]) -> None:
-        lines = (reason if index is None else f"{sections[index].name}: {reason}" for index, reason in problems)
-        super().__init__("\n".join(lines))
-        self.problems = problems
-
-
 class Scorer:
-    """Close it, or use it in a `with`.
+    """Rewards of a run with their processes. Close it, or use it in a `with`.
 
-    logs: folder for rewards.log (what user functions print, up to a bound) and reward-errors.log (tracebacks); None:
+    logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None:
     the standard error. emit: writes an event at the first failure of each cause.
     """
 
@@ -70,23 +61,18 @@ class Scorer:
             self._idle.put(worker)
 
     def score(self, items: list[RewardInput]) -> list[Score]:
-        """One score an item, in order; never raises for what a reward does."""
+        """Return one score an item, in order. Never raises for what a reward does."""
         columns = [self._outcomes(reward, items) for reward in range(len(self._sections))]
         return [self._sum(list(outcomes)) for outcomes in zip(*columns, strict=True)]
 
     def try_on_sample(self, item: RewardInput) -> Score:
-        """Score one item before the run starts. Raises UnusableError, a line for each reward that is no use."""
+        """Score one item before the run starts. Raises UnusableError with a line for each reward that fails."""
         if any(section.name not in INLINE for section in self._sections):
-            try:
-                self.workers[0].start()
-            except LoadError as error:
-                raise UnusableError(error.problems, self._sections) from error
+            self.workers[0].start()
         outcomes = [self._outcomes(reward, [item])[0] for reward in range(len(self._sections))]
-        problems = [
-            (index, str(outcome)) for index, outcome in enumerate(outcomes) if isinstance(outcome, RewardFailure)
-        ]
-        if problems:
-            raise UnusableError([*problems], self._sections)
+        failed = [(index, str(each)) for index, each in enumerate(outcomes) if isinstance(each, RewardFailure)]
+        if failed:
+            raise UnusableError([*failed], self._sections)
         return self._sum(outcomes)
 
     def close(self) -> None:

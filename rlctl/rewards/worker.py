@@ -1,38 +1,37 @@
-"""The handle of a process that runs rewards which may hang, fork or crash: it asks it, and replaces it.
+"""Handle of a process that runs rewards which may hang, fork or crash: it asks the process and replaces it.
 
-The child answers one message an item, so that the parent always knows which item it died or hung on.
-    parent -> child: the RewardSections, once; then (call id, reward index, [Item, ...]) a call
-    child -> parent: {problems} when the functions are loaded, or why not; then {call, item, value or failure} an item
+The child answers one message an item, so that the parent always knows the item that it died or hung on.
+    parent -> child: the RewardSections, once; then (call id, reward index, [RewardInput, ...]) a call
+    child -> parent: {problems: [[index, reason], ...]} once; then {call, item, value or failure} an item
+A reply carries the ids of its call and its item. The user's code can write to the connection too: any other line is a
+`BadReply`, and the process is replaced.
 """
 
+import math
+import reprlib
 import signal
+from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.rewards.base import Outcome, RewardError, RewardFailure, RewardInput, shortened
-from rlctl.rewards.replies import MAX_REPLY, outcome, problems
+from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Outcome, RewardFailure, RewardInput, UnusableError, shortened
 from rlctl.workers.channel import BadReply, Channel
 from rlctl.workers.guarded import GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
-# A worker that does not take a request is at nobody's item and cannot be trusted.
+# A process that takes no request works on no item and cannot be trusted.
 SEND_TIMEOUT_S = 60.0
+# Bytes. JSON escapes a character by six at most, one beyond the basic plane by twelve.
+MAX_REPLY = 12 * (MAX_TRACE + 2 * MAX_DETAIL) + 65536
 _ENDED = "ended its process"
 _TERMINATED = RewardFailure(_ENDED, detail=signal.SIGTERM.name)
 _NOT_TAKEN = RewardFailure("could not be asked", detail="its process took no request")
-
-
-class LoadError(RewardError):
-    """Rewards that cannot be loaded. problems: (index of the reward, why); index None: which is not known."""
-
-    def __init__(self, problems: list[tuple[int | None, str]]) -> None:
-        super().__init__("\n".join(reason for _, reason in problems))
-        self.problems = problems
+_FOREIGN = "wrote to a file descriptor that is not its own"
 
 
 class RewardWorker:
     """One child process, started when first needed and again after it hung or died.
 
-    output: descriptor for what functions print; None: the standard error.
+    output: descriptor for the output of functions; None: the standard error.
     """
 
     def __init__(self, sections: list[RewardSection], output: int | None) -> None:
@@ -41,24 +40,40 @@ class RewardWorker:
         self._calls = 0
 
     def score(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        """The outcome of each item; an item that hangs or kills the process costs itself alone."""
+        """Return the outcome of each item. An item that hangs or kills the process costs itself alone."""
         outcomes: list[Outcome] = []
         tried_again = -1
         while len(outcomes) < len(items):
             try:
-                outcomes += self._call(self._started(), reward, items[len(outcomes) :])
-                # Neither says anything of the item: whoever ends a job sends this to all of its processes.
+                outcomes += self._call(self.start(), reward, items[len(outcomes) :])
+                # Neither is about the item: whoever ends a job sends SIGTERM to all of its processes.
                 if outcomes[-1] in (_TERMINATED, _NOT_TAKEN) and tried_again != len(outcomes):
                     tried_again = len(outcomes)
                     outcomes.pop()
-            except LoadError as error:
+            except UnusableError as error:
                 reason = "; ".join(reason for index, reason in error.problems if index in (reward, None)) or str(error)
                 outcomes += [RewardFailure("could not be loaded", detail=reason)] * (len(items) - len(outcomes))
         return outcomes
 
-    def start(self) -> None:
-        """Load the functions now. Raises LoadError."""
-        self._started()
+    def start(self) -> Channel:
+        """Load the functions unless they are, and return the connection. Raises UnusableError."""
+        # The process may have ended, or spoken, since its last call: no item of the next one pays for that.
+        if (ready := self._process.ready()) is not None:
+            return ready
+        channel = self._process.start()
+        try:
+            channel.send(self._sections, START_TIMEOUT_S)
+            reasons = _problems(channel.reply(START_TIMEOUT_S))
+            if not reasons:
+                return channel
+        except TimeoutError:
+            reasons = [(None, f"rewards took longer than {START_TIMEOUT_S:g} s to load")]
+        except (EOFError, ConnectionError):
+            reasons = [(None, f"a reward ended its process while loading: {self._process.ending()}")]
+        except BadReply:
+            reasons = [(None, f"a reward {_FOREIGN} while loading")]
+        self.stop()
+        raise UnusableError(reasons, self._sections)
 
     @property
     def pid(self) -> int | None:
@@ -66,11 +81,11 @@ class RewardWorker:
         return self._process.pid
 
     def stop(self) -> None:
-        """End the process, and whatever it started."""
+        """End the process and all that it started."""
         self._process.stop()
 
     def _call(self, channel: Channel, reward: int, items: list[RewardInput]) -> list[Outcome]:
-        """Outcomes of the items up to the last, or to the one that ended the process."""
+        """Return the outcomes of the items up to the last, or to the one that ended the process."""
         self._calls += 1
         timeout_s = self._sections[reward].timeout_s
         outcomes: list[Outcome] = []
@@ -81,34 +96,41 @@ class RewardWorker:
             return [_NOT_TAKEN]
         try:
             for number in range(len(items)):
-                outcomes.append(outcome(channel.reply(timeout_s), self._calls, number))
+                outcomes.append(_outcome(channel.reply(timeout_s), self._calls, number))
         except TimeoutError:
             self.stop()
             outcomes.append(RewardFailure(f"took longer than {timeout_s:g} s"))
         except BadReply as error:
             self.stop()
-            outcomes.append(
-                RewardFailure("wrote to a file descriptor that is not its own", detail=shortened(str(error)))
-            )
+            outcomes.append(RewardFailure(_FOREIGN, detail=shortened(str(error))))
         except (EOFError, ConnectionError):
             outcomes.append(RewardFailure(_ENDED, detail=self._process.ending()))
         return outcomes
 
-    def _started(self) -> Channel:
-        # It may have ended, or spoken, since its last call: no item of the next one pays for that.
-        if (ready := self._process.ready()) is not None:
-            return ready
-        channel = self._process.start()
-        try:
-            channel.send(self._sections, START_TIMEOUT_S)
-            reasons = problems(channel.reply(START_TIMEOUT_S))
-            if not reasons:
-                return channel
-        except TimeoutError:
-            reasons = [(None, f"rewards took longer than {START_TIMEOUT_S:g} s to load")]
-        except (EOFError, ConnectionError):
-            reasons = [(None, f"a reward ended its process while loading: {self._process.ending()}")]
-        except BadReply:
-            reasons = [(None, "a reward wrote to a file descriptor that is not its own while loading")]
-        self.stop()
-        raise LoadError(reasons)
+
+def _problems(reply: dict[str, Any]) -> list[tuple[int | None, str]]:
+    """Return (index of a reward, reason) for each that cannot be loaded. Raises BadReply."""
+    try:
+        return [(int(index), _text(reason)) for index, reason in reply["problems"]]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadReply("a reply that lists no problems") from error
+
+
+def _outcome(reply: dict[str, Any], call: int, item: int) -> Outcome:
+    """Return the outcome of item `item` of call `call`. Raises BadReply for another's."""
+    if (reply.get("call"), reply.get("item")) != (call, item):
+        told = (reprlib.repr(reply.get(key)) for key in ("call", "item"))
+        raise BadReply(_text("a reply to call {}, item {}".format(*told)))
+    if isinstance(failure := reply.get("failure"), dict):
+        return RewardFailure(*(_text(failure.get(key, "")) for key in ("kind", "where", "detail", "trace")))
+    value = reply.get("value")
+    if not isinstance(value, float) or not math.isfinite(value):
+        raise BadReply("a reply without a finite value")
+    return value
+
+
+def _text(told: object) -> str:
+    """Return a text of the child's that every file and terminal takes. Raises BadReply for anything else."""
+    if not isinstance(told, str):
+        raise BadReply("a reply whose text is none")
+    return told.encode("utf-8", "replace").decode()

@@ -10,7 +10,7 @@ import pytest
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardInput
-from rlctl.rewards.failures import MAX_CAUSES
+from rlctl.rewards.logs import MAX_CAUSES
 from rlctl.rewards.scorer import Scorer
 
 HOOKS = r'''
