@@ -11,7 +11,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say, plural
+from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
+from rlctl.dashboard.formats import count
 from rlctl.launch.local_ray import local_ray
 from rlctl.workers.graph import GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -20,17 +21,17 @@ UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20}
 _DEADLINE_S = 300.0
 _BUFFER_BYTES = 1 << 20
 _IDLE_S = 2.0
-# A row ends after so many seconds, though it has not made all of its calls.
+# A row ends after so many seconds even if it has not made all of its calls.
 _ROW_S = 10.0
 _LEGEND = (
-    "round trip of a call that only takes its payload, median and 99th percentile; submit: the part of it before "
-    "the driver waits; bare: both through a graph over bare actors, of bytes that Ray only hands on for submit: the "
-    "floor; idle: cores that a worker burns while its graph lives and nobody calls it"
+    "ordinary, compiled: round trip of a call that only takes its payload, median, and p99 of the compiled one; "
+    "submit: its part before the driver waits; bare, twice: round trip and submission through Ray's own graph over "
+    "bare actors, the floor; idle: cores that a worker burns while its graph lives and nobody calls it"
 )
 
 
 class Echo:
-    """A worker that takes a payload and says how much it got."""
+    """A worker that returns the size of its payload."""
 
     def take(self, payload: NDArray[np.uint8]) -> int:
         """Return its bytes."""
@@ -49,37 +50,32 @@ class Spread:
         return _time(self.median)
 
 
-# Round trip and submission through a bare graph, None where there is none.
+# Round trip and submission through a bare graph; None where there is no graph.
 Floor = tuple[Spread | None, Spread | None]
 
 
 @dataclass(frozen=True)
 class DispatchBench(Bench):
-    """Calls to groups of workers, a row for each size of group and payload.
+    """Calls to groups of workers, a row for each size of group and payload."""
 
-    workers: sizes of the groups. payloads: bytes that every worker gets with a call. calls: of a row, at most.
-    """
-
-    workers: Sequence[int]
-    payloads: Sequence[int]
-    calls: int
+    workers: Sequence[int]  # sizes of the groups
+    payloads: Sequence[int]  # bytes that every worker gets with a call
+    calls: int  # of a row, at most
 
     def measure(self, folder: Path, say: Say) -> "DispatchResults":
-        """Measure on a Ray of its own: first all floors, then all groups."""
         with local_ray(folder):
-            # First of all: once a graph of ours stands, this process reads channels as ours does.
-            floors = {count: self._floors(count, say) for count in self.workers}
-            return DispatchResults(
-                [row for count in self.workers for row in self._rows(count, floors[count], folder, say)]
-            )
+            # Bare graphs first: once a graph of ours exists, this process reads every channel as ours does.
+            floors = {size: self._floors(size, say) for size in self.workers}
+            rows = [row for size in self.workers for row in self._rows(size, floors[size], folder, say)]
+        return DispatchResults(rows)
 
-    def _floors(self, count: int, say: Say) -> list[Floor]:
-        """Measure Ray's graph as its documentation has it, by payload."""
+    def _floors(self, workers: int, say: Say) -> list[Floor]:
+        """Measure Ray's graph as its documentation builds it, for each payload."""
         import ray
         from ray.dag import InputNode, MultiOutputNode
 
-        say(plural(count, "bare actor"))
-        actors = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(count)]
+        say(count(workers, "bare actor"))
+        actors = [ray.remote(num_cpus=0)(Echo).remote() for _ in range(workers)]
         try:
             with InputNode() as payload:
                 leaves = MultiOutputNode([actor.take.bind(payload) for actor in actors])
@@ -88,33 +84,20 @@ class DispatchBench(Bench):
             ray.get(graph.execute(b""), timeout=_DEADLINE_S)
         except Exception:
             return [(None, None)] * len(self.payloads)
+
+        def floor(size: int) -> Floor:
+            array, plain = np.zeros(size, np.uint8), bytes(size)
+            round_trip = self._spread(lambda: ray.get(graph.execute(array), timeout=_DEADLINE_S))
+            return round_trip, self._spread(lambda: graph.execute(plain), lambda ref: ray.get(ref, timeout=_DEADLINE_S))
+
         try:
-            return [self._floor(graph, size) for size in self.payloads]
+            return [floor(size) for size in self.payloads]
         finally:
             graph.teardown(kill_actors=True)
 
-    def _floor(self, graph: Any, size: int) -> Floor:
-        import ray
-
-        array, plain_bytes = np.zeros(size, np.uint8), bytes(size)
-
-        def round_trip() -> float:
-            began = time.perf_counter()
-            ray.get(graph.execute(array), timeout=_DEADLINE_S)
-            return time.perf_counter() - began
-
-        def submission() -> float:
-            began = time.perf_counter()
-            answers = graph.execute(plain_bytes)
-            submitted = time.perf_counter() - began
-            ray.get(answers, timeout=_DEADLINE_S)
-            return submitted
-
-        return self._spread(round_trip), self._spread(submission)
-
-    def _rows(self, count: int, floors: list[Floor], folder: Path, say: Say) -> "list[DispatchRow]":
-        say(plural(count, "worker"))
-        specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(count)]
+    def _rows(self, workers: int, floors: list[Floor], folder: Path, say: Say) -> "list[DispatchRow]":
+        say(count(workers, "worker"))
+        specs = [WorkerSpec(f"echo-{rank}", Echo, log=f"{folder}/echo-{rank}.log") for rank in range(workers)]
         group, why = WorkerGroup(specs, 60), ""
         try:
             group.built().wait(_DEADLINE_S)
@@ -128,7 +111,7 @@ class DispatchBench(Bench):
             for size, spread, floor in zip(self.payloads, ordinary, floors):
                 compiled = None if why else self._round_trips(group, size)
                 submit = None if why else self._submissions(group, size)
-                rows.append(DispatchRow(count, size, spread, compiled, submit, *floor, idle, why))
+                rows.append(DispatchRow(workers, size, spread, compiled, submit, *floor, idle, why))
             return rows
         finally:
             group.kill()
@@ -136,34 +119,28 @@ class DispatchBench(Bench):
     def _round_trips(self, group: WorkerGroup, size: int) -> Spread:
         payload = np.zeros(size, np.uint8)
 
-        def once() -> float:
-            began = time.perf_counter()
-            answers = group.call(Echo.take, payload)
-            taken = time.perf_counter() - began
+        def check(answers: list[int]) -> None:
             if answers != [size] * len(group):
                 raise RuntimeError(f"workers received {answers} of {size} bytes")
-            return taken
 
-        return self._spread(once)
+        return self._spread(lambda: group.call(Echo.take, payload), check)
 
     def _submissions(self, group: WorkerGroup, size: int) -> Spread:
         graph, arguments = group.graph, [(np.zeros(size, np.uint8),)] * len(group)
         assert graph is not None
+        return self._spread(lambda: graph.submit((Echo.take.__name__, arguments, {})), lambda wait: wait())
 
-        def once() -> float:
-            began = time.perf_counter()
-            wait = graph.submit((Echo.take.__name__, arguments, {}))
-            taken = time.perf_counter() - began
-            wait()
-            return taken
+    def _spread(self, call: Callable[[], Any], finish: Callable[[Any], object] = lambda answer: None) -> Spread:
+        """Time `call` until the row's calls or its time are used up; the first tenth is not counted.
 
-        return self._spread(once)
-
-    def _spread(self, once: Callable[[], float]) -> Spread:
-        """Call until a row's calls or its time are used up, leaving out the first tenth. once: returns its seconds."""
+        finish: called with each result, untimed.
+        """
         taken, end = [], time.perf_counter() + _ROW_S
         for _ in range(self.calls):
-            taken.append(once())
+            began = time.perf_counter()
+            answer = call()
+            taken.append(time.perf_counter() - began)
+            finish(answer)
             if time.perf_counter() > end:
                 break
         counted = taken[len(taken) // 10 :]
@@ -171,6 +148,7 @@ class DispatchBench(Bench):
 
 
 def _idle(group: WorkerGroup) -> float:
+    """Return the cores that the busiest worker burns while nobody calls it."""
     processes = [psutil.Process(worker.pid()) for worker in group.workers]
     before = [sum(process.cpu_times()[:2]) for process in processes]
     time.sleep(_IDLE_S)
@@ -179,31 +157,28 @@ def _idle(group: WorkerGroup) -> float:
 
 @dataclass(frozen=True)
 class DispatchRow:
-    """One size of group and payload, in bytes.
+    """One size of group and payload. Without a compiled graph its figures are None, and `why` is the reason.
 
-    ordinary, compiled: round trips. submit: the part of a compiled call before the driver waits. plain: through a graph
-    over bare actors, which have no thread of their own, copy nothing, and spin while they wait; plain_submit: the same
-    part of a call whose payload is bytes, which Ray hands on as they are: the floors. None without a graph; `why` says
-    why there is none. idle: cores that the busiest worker burns while nobody calls it.
+    A bare actor has no thread of its own, copies nothing, and spins while it waits: its figures are the floors.
     """
 
     workers: int
-    payload: int
-    ordinary: Spread
-    compiled: Spread | None
-    submit: Spread | None
-    plain: Spread | None
-    plain_submit: Spread | None
-    idle: float
+    payload: int  # bytes
+    ordinary: Spread  # round trips
+    compiled: Spread | None  # round trips
+    submit: Spread | None  # the part of a compiled call before the driver waits
+    plain: Spread | None  # round trips through a graph over bare actors
+    plain_submit: Spread | None  # its part before the driver waits, of bytes, which Ray hands on as they are
+    idle: float  # cores that the busiest worker burns while nobody calls it
     why: str
 
     @property
     def ratio(self) -> float | None:
-        """Return how much faster the compiled call is, at the median."""
+        """Time of an ordinary call over that of a compiled one, at the median."""
         return None if self.compiled is None else self.ordinary.median / self.compiled.median
 
     def cells(self) -> Cells:
-        """Return the row of the table."""
+        """Return the cells of its table row."""
         return [
             ("workers", str(self.workers)),
             ("payload", _size(self.payload)),
@@ -228,11 +203,10 @@ class DispatchResults(Results):
         return {"ratio": row.ratio}
 
     def as_json(self) -> Any:
-        """Return the rows alone."""
+        """Return the rows and nothing else."""
         return super().as_json()["rows"]
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return the table, and why there is no graph where there is none."""
         # Ten columns fit into 80 characters with one space between them.
         table = ResultTable([row.cells() for row in self.rows], gap=1)
         reasons = sorted({row.why for row in self.rows if row.why})

@@ -1,4 +1,4 @@
-"""A vLLM worker for the bench: the run's own refit end, the reference schemes', and a comparison of every bit."""
+"""A vLLM worker of `rlctl bench refit`: a run's own refit end, that of the reference schemes, a comparison of bits."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
-from rlctl.bench.schemes import RAW_BYTES, Scheme, receive
+from rlctl.bench.schemes import Scheme, receive
 from rlctl.bench.weights import make_tensor
 from rlctl.generation.param_layout import UnsupportedLayout, find_regions
 from rlctl.generation.vllm_worker import RefitWorker
@@ -16,7 +16,7 @@ from rlctl.refit.sink import WholeTensorSink
 
 
 class BenchWorker(RefitWorker):
-    """Mixed into vLLM's worker; `self.rank` counts the workers of its engine."""
+    """Mix-in of vLLM's worker; `self.rank` counts the workers of its engine."""
 
     _bench: BenchEnd
 
@@ -43,20 +43,15 @@ class BenchWorker(RefitWorker):
 
         return self._bench.measure(rounds, work)
 
-    def bench_open_scheme(self, spec: TransportSpec, buffer_bytes: int, first_rank: int) -> None:
-        """Join the group of the reference schemes."""
-        self._bench.open_wire(spec, buffer_bytes, first_rank + self.rank)
-
-    def bench_scheme_rounds(self, scheme: Scheme, plan: RefitPlan, rounds: int) -> Measured:
-        """Receive by a reference scheme."""
-        wire = self._bench.wire
-        assert wire, "bench_open_scheme comes first"
+    def bench_scheme_rounds(
+        self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, first_rank: int, plan: RefitPlan, rounds: int
+    ) -> Measured:
+        """Join the group of the reference schemes, and receive by one of them."""
+        wire = self._bench.open_wire(spec, buffer_bytes, first_rank + self.rank)
         layout = [(e.name, torch.Size(e.shape), getattr(torch, e.dtype)) for e in plan.entries]
-        size = min(sum(e.nbytes for e in plan.entries), RAW_BYTES)
-        scratch = torch.zeros(size, dtype=torch.uint8, device=self.device) if scheme == "raw" else None
 
         def work(number: int) -> Timing:
-            return receive(scheme, wire, layout, self._bench_load, scratch).seconds(), 0.0
+            return receive(scheme, wire, layout, self._bench_load), 0.0
 
         with torch.no_grad():
             return self._bench.measure(rounds, work)
@@ -74,7 +69,7 @@ class BenchWorker(RefitWorker):
         return wrong
 
     def bench_forget(self) -> None:
-        """Overwrite every parameter, lest old weights pass for new ones; on CPU arrived tensors are kept apart."""
+        """Zero every parameter, so that old weights cannot pass for new ones; not on CPU (see `_bench_load`)."""
         if self.device.type == "cpu":
             return
         with torch.no_grad():
@@ -82,14 +77,14 @@ class BenchWorker(RefitWorker):
                 parameter.zero_()
 
     def _bench_load(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """Load tensors; on CPU, where vLLM repacks weights, keep them instead: loading is no matter of transport."""
+        """Load tensors; on CPU, where vLLM repacks weights, keep them: loading is no part of the transport."""
         if self.device.type == "cpu":
             self._bench_kept.update(tensors)
         else:
             self.model_runner.get_model().load_weights(iter(tensors))
 
     def _bench_held(self, plan: RefitPlan) -> dict[str, list[tuple[Any, Tensor]]]:
-        """Return where each tensor is now: parts of the live parameters, or on CPU what was delivered to the loader."""
+        """Return where each tensor is: parts of the live parameters, or on CPU what was delivered to the loader."""
         if self._rl_regions is None:
             self._rl_regions = find_regions(self.model_runner, plan, self.device)
         held: dict[str, list[tuple[Any, Tensor]]] = {}

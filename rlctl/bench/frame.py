@@ -1,32 +1,34 @@
-"""The frame of `rlctl bench`: a bench checks itself and measures; its results are text with tables, a chart and JSON.
+"""Interfaces of `rlctl bench`: a `Bench` checks and measures; its `Results` become text, tables, a chart and JSON.
 
-Nothing here prints: `rlctl.cli.bench` does. A chart is drawn with matplotlib, which is imported only then.
+Nothing here prints: `rlctl.cli.bench` does. matplotlib is imported only when a chart is drawn.
 """
 
+import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from rlctl.config.errors import Problem, did_you_mean
+from rlctl.utils.files import write_whole
 
-# Told what begins, for the line that shows progress.
+# Receives one line about what begins, for the display of progress.
 Say = Callable[[str], None]
-# The cells of a table's row, each as (column, text).
+# Cells of one table row, each as (column, text).
 Cells = list[tuple[str, str]]
 
 
 class Bench(ABC):
-    """One measurement, with everything it needs to know in its fields."""
+    """One measurement; its fields hold all options."""
 
     def check(self) -> list[Problem]:
-        """Return what would keep it from measuring; asked before anything is started."""
+        """Return every reason why it cannot be measured; called before anything starts."""
         return []
 
     @abstractmethod
     def measure(self, folder: Path, say: Say) -> "Results":
-        """Measure with logs and temporary files in `folder`, which is empty and goes afterwards.
+        """Measure, with logs and temporary files in the empty `folder`, which is removed afterwards.
 
         Raises ConfigError for settings that only a run's own checks refuse, and RuntimeError, OSError or an error of
         `rlctl.workers.errors` for a measurement that failed.
@@ -35,43 +37,43 @@ class Bench(ABC):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text. style: as rich names it. cut: an ellipsis ends it at the terminal's edge instead of a break."""
+    """One line of text."""
 
     text: str
-    style: str = ""
-    cut: bool = False
+    style: str = ""  # as rich names it
+    cut: bool = False  # end it with an ellipsis at the terminal's edge instead of wrapping it
 
 
 @dataclass(frozen=True)
 class ResultTable:
-    """Rows that name the same columns; the first column names the row. bold: rows' indices. gap: between columns."""
+    """Rows with the same columns; the first column names the row."""
 
     rows: list[Cells]
-    bold: Sequence[int] = ()
-    gap: int = 2
+    bold: Sequence[int] = ()  # indices of rows in bold
+    gap: int = 2  # spaces between columns
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a chart. text: written at its end. ours: coloured as the subject, not as what it is compared with."""
+    """One bar of a chart."""
 
     name: str
     value: float
-    text: str
-    ours: bool
+    text: str  # at the bar's end
+    ours: bool  # coloured as the subject of the comparison
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Horizontal bars from top to bottom. label: of the axis. bound: a dashed line across all of them."""
+    """Horizontal bars from top to bottom."""
 
     title: str
-    label: str
-    bars: list[Bar] = field(default_factory=list)
-    bound: float | None = None
+    label: str  # of the axis
+    bars: list[Bar]
+    bound: float | None = None  # a dashed line across all bars
 
     def write(self, path: Path) -> None:
-        """Write a PNG or SVG, by the name's ending; the file appears whole or not at all. Needs matplotlib."""
+        """Write a PNG or SVG, by the name's ending, atomically. Needs matplotlib."""
         import matplotlib
 
         matplotlib.use("Agg")
@@ -89,9 +91,9 @@ class Chart:
         axes.set_xlabel(self.label)
         axes.set_title(self.title, fontsize=10, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-        partial = path.with_name(f".{path.name}.partial")
-        figure.savefig(partial, format=path.suffix[1:], dpi=150)
-        partial.replace(path)
+        drawing = io.BytesIO()
+        figure.savefig(drawing, format=path.suffix[1:], dpi=150)
+        write_whole(path, drawing.getvalue())
 
 
 class Results(ABC):
@@ -101,14 +103,14 @@ class Results(ABC):
 
     @abstractmethod
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return what is printed. wide: there is room for at least 120 characters."""
+        """Return what is printed. wide: the terminal has at least 120 columns."""
 
     @abstractmethod
     def chart(self) -> Chart:
         """Return what `--plot` draws."""
 
     def derived(self, row: Any) -> dict[str, Any]:
-        """Return a row's figures that follow from its fields, for JSON."""
+        """Return the figures of a row that follow from its fields, for JSON."""
         return {}
 
     def as_json(self) -> Any:
@@ -117,17 +119,12 @@ class Results(ABC):
         return asdict(cast(Any, self)) | {"rows": rows}
 
     def errors(self) -> list[str]:
-        """Return what makes the command end with 1 though everything was measured, a line each."""
+        """Return one line for each reason to end with exit code 1 though everything was measured."""
         return []
 
 
-def plural(count: int, noun: str) -> str:
-    """Return "1 rank", "2 ranks"."""
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def words(option: str, given: str, allowed: Iterable[str], problems: list[Problem]) -> list[Any]:
-    """Return the parts of a list with commas; a problem for each that is not allowed."""
+    """Return the parts of a comma-separated list; add a problem for each that is not allowed."""
     allowed = tuple(allowed)
     parts = [part.strip() for part in given.split(",")]
     for part in parts:
@@ -140,7 +137,10 @@ def words(option: str, given: str, allowed: Iterable[str], problems: list[Proble
 def numbers(
     option: str, given: str, like: str, problems: list[Problem], units: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Return the numbers of a list with commas; a problem, with an example, for the first part that is none."""
+    """Return the numbers of a comma-separated list, each perhaps with one of the units (name -> factor).
+
+    Adds a problem with the example `like` for the first part that is no number, and then returns nothing.
+    """
     found, units = [], units or {"": 1}
     for part in (part.strip() for part in given.split(",")):
         number = part.rstrip("KMBkmb")

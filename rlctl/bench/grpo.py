@@ -1,6 +1,6 @@
-"""`rlctl bench grpo`: the same work in every kind of run, by `rlctl train grpo` itself, and what each made of it.
+"""`rlctl bench grpo`: the same work by `rlctl train grpo` in each mode of placement and asynchrony, compared.
 
-Answers have drawn lengths with a long tail instead of stop tokens, so that random weights make the work of a real run.
+Answers have log-normal lengths with a long tail instead of stop tokens, so random weights do the work of a real run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from rlctl.bench.runs import prepare_runs, run_training
 from rlctl.bench.workload import make_prompts, model_problems
 from rlctl.config.errors import Problem
 
-# Names of the kinds of run, as they are asked for and as they are shown.
+# Modes of a run: name of the option -> name shown.
 MODES = {
     "colocated": "sync, colocated",
     "apart": "sync, apart",
@@ -23,37 +23,30 @@ MODES = {
 }
 _LEGEND = (
     "step: seconds; tok/s/dev: prompt and answer tokens over wall time and all devices; share: of the ceiling; idle: "
-    "share of the step; refit: share of the generator's time that changing weights took; stall: longest gap between "
-    "two tokens of a running request, ms; age: mean steps; seqs: decoded at a time by an engine; "
-    "ms/tok: of a token of each"
+    "share of the step; refit: share of the step in which a weight update kept engines from sampling; stall: longest "
+    "gap between two tokens of a running request, ms; age: mean steps; seqs: sequences that an engine decodes at a "
+    "time; ms/tok: of one token of each"
 )
-# A trainer's reasons to wait that are shown, the longest.
-_WAITS = 3
+_WAITS_SHOWN = 3
 
 
 @dataclass(frozen=True)
 class GrpoBench(Bench):
-    """GRPO runs of the same work, a row for each mode.
-
-    installed: GPUs of this machine. gpus: those that every run gets, 0 for CPU. trainers: how many of them train where
-    engines have their own. steps: counted ones. lengths: mean, sigma and cap of the answers', in tokens. extra:
-    overrides for every run.
-    """
+    """GRPO runs of the same work, a row for each mode."""
 
     model: str
-    installed: int
-    gpus: int
-    trainers: int
-    prompts: int
-    generations: int
-    steps: int
-    age: int
-    lengths: tuple[float, float, int]
+    installed: int  # GPUs of this machine
+    gpus: int  # GPUs of every run, 0 for CPU
+    trainers: int  # devices that train where engines have their own
+    prompts: int  # a step
+    generations: int  # rollouts a prompt
+    steps: int  # counted ones
+    age: int  # max_trajectory_age_steps of the mode in flight
+    lengths: tuple[float, float, int]  # mean, sigma and cap of the answers', in tokens
     modes: list[str]
-    extra: list[str]
+    extra: list[str]  # overrides for every run
 
     def check(self) -> list[Problem]:
-        """Return what does not fit this machine, and a model that is none."""
         problems = []
         if self.gpus > self.installed:
             problems.append(Problem("--gpus", "", f"{self.gpus}: this machine has {self.installed}"))
@@ -66,7 +59,6 @@ class GrpoBench(Bench):
         return problems + model_problems(self.model)
 
     def measure(self, folder: Path, say: Say) -> "GrpoResults":
-        """Run every mode, one after the other."""
         make_prompts(folder, 64 * self.prompts)
         settings = {mode: self._settings(mode, folder) for mode in self.modes}
         prepare_runs("grpo", self.model, {MODES[mode]: own for mode, own in settings.items()}, folder, say)
@@ -80,10 +72,10 @@ class GrpoBench(Bench):
         return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling)
 
     def counted(self, mode: str) -> tuple[slice, int]:
-        """Return which steps of the run are counted, and how many it has.
+        """Return (steps of the run that are counted, number of its steps).
 
-        The first step compiles and fills caches; when asynchronous the buffer must come to its ordinary state too, and
-        in the last `age` steps there is nothing more to sample.
+        The first step compiles and fills caches. An asynchronous run first fills its buffer too, and has nothing left
+        to sample in its last `age` steps.
         """
         age = self.age if MODES[mode].startswith("async") else None
         first = 1 if age is None else 2 + age
@@ -91,85 +83,73 @@ class GrpoBench(Bench):
 
     def _settings(self, mode: str, folder: Path) -> list[str]:
         mean, sigma, cap = self.lengths
-        return [
-            *(f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", "data.train.prompt_key=prompt"),
-            # The tiny recipe's rate would tear a large random model away from what sampled.
-            *("run.probe=false", "data.max_prompt_length=128", "trainer.optimizer.lr=1.0e-6"),
-            *(f"grpo.num_steps={self.counted(mode)[1]}", f"grpo.num_prompts_per_step={self.prompts}"),
-            *(f"grpo.num_generations_per_prompt={self.generations}", f"generation.max_new_tokens={cap}"),
-            *(f"generation.forced_lengths=[{mean}, {sigma}]", *self._overrides(mode), *self.extra),
-        ]
-
-    def _overrides(self, mode: str) -> list[str]:
-        """Return what makes a run one of the modes."""
         shared = max(1, self.gpus)
         both = [f"trainer.num_ranks={shared}", f"generation.num_engines={shared}"]
         split = [f"trainer.num_ranks={self.trainers}", f"generation.num_engines={max(1, self.gpus - self.trainers)}"]
         apart = [*split, "placement.colocated=false"]
-        return {
+        own = {
             "colocated": both,
             "apart": apart,
             "drained": [*apart, "async.enabled=true", "async.in_flight_weight_updates=false"],
             "in-flight": [*apart, "async.enabled=true", f"async.max_trajectory_age_steps={self.age}"],
-        }[mode]
+        }
+        return [
+            *(f"rewards=[{{name: '{folder / 'reward.py'}:score'}}]", "data.train.prompt_key=prompt"),
+            # The tiny recipe's rate would move a large random model far from the weights that sampled.
+            *("run.probe=false", "data.max_prompt_length=128", "trainer.optimizer.lr=1.0e-6"),
+            *(f"grpo.num_steps={self.counted(mode)[1]}", f"grpo.num_prompts_per_step={self.prompts}"),
+            *(f"grpo.num_generations_per_prompt={self.generations}", f"generation.max_new_tokens={cap}"),
+            *(f"generation.forced_lengths=[{mean}, {sigma}]", *own[mode], *self.extra),
+        ]
 
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1.
-
-    idle: share of the step by what the trainer waited for. stood: share of the generator's time in which weights were
-    changed. Of asynchronous runs: sequences that an engine decoded at a time, and decode_step, seconds of a token of
-    each of them.
-    """
+    """One mode, means over its counted steps. Rates in tokens/s/device, times in seconds, shares 0 to 1."""
 
     mode: str
     step: float
     effective: float
     training: float
     generation: float
-    idle: dict[str, float]
+    idle: dict[str, float]  # share of the step by what the trainer waited for
     trainer_idle: float
     generator_idle: float
-    stood: float
+    stood: float  # share of the step in which a refit kept engines from sampling
     stall: float
     refit: float
     age: float
-    sequences: float
-    decode_step: float
+    sequences: float  # asynchronous only: sequences that an engine decoded at a time
+    decode_step: float  # asynchronous only: seconds of one token of each of them
 
 
 @dataclass(frozen=True)
 class GrpoResults(Results):
-    """Rows of all modes, and the ceiling of their rates.
-
-    ceiling: tokens/s/device if both sides worked all the time, with the devices split as they need: the tokens over
-    the device-seconds of their training and of their generation, each at the best rate that any row reached. None on
-    CPU, where both sides share one device.
-    """
+    """Rows of all modes, and the ceiling of their rates."""
 
     model: str
     gpus: int
     trainers: int
     rows: list[ModeRow]
+    # tokens/s/device if both sides always worked, with the devices split as they need: the tokens over the
+    # device-seconds of training and of generation, each at the best rate of any row. None on CPU, where both sides
+    # share one device.
     ceiling: float | None
 
     def share(self, row: ModeRow) -> float | None:
-        """Return the row's share of the ceiling."""
         return None if self.ceiling is None else row.effective / self.ceiling
 
     def speedup(self, row: ModeRow) -> float:
-        """Return the row's rate against the first row's."""
+        """Return the row's rate over the first row's."""
         return row.effective / self.rows[0].effective
 
     def derived(self, row: ModeRow) -> dict[str, Any]:
         return {"share": self.share(row), "speedup": self.speedup(row)}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return the ceiling, the table, and what its columns mean."""
         split = f", apart {self.trainers} train" if self.gpus > 1 else ""
         ceiling = f": {self.ceiling:,.0f} tokens/s/device if both sides always worked" if self.ceiling else ""
-        table = ResultTable([self._cells(row) + (_wide_cells(row) if wide else []) for row in self.rows])
+        table = ResultTable([self._cells(row, wide) for row in self.rows])
         return [Line(f"{self.model} on {self._devices}{split}{ceiling}"), table, Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
@@ -184,8 +164,16 @@ class GrpoResults(Results):
     def _devices(self) -> str:
         return f"{self.gpus} GPUs" if self.gpus else "CPU"
 
-    def _cells(self, row: ModeRow) -> Cells:
+    def _cells(self, row: ModeRow, wide: bool) -> Cells:
         share = self.share(row)
+        waits = sorted(row.idle.items(), key=lambda pair: -pair[1])[:_WAITS_SHOWN]
+        more = [
+            ("stall", f"{row.stall * 1e3:.0f}"),
+            ("age", f"{row.age:.2f}"),
+            ("seqs", f"{row.sequences:.0f}" if row.sequences else ""),
+            ("ms/tok", f"{row.decode_step * 1e3:.1f}" if row.decode_step else ""),
+            ("trainer waits for", ", ".join(f"{name.removeprefix('idle_')} {share:.0%}" for name, share in waits)),
+        ]
         return [
             ("run", row.mode),
             ("step", f"{row.step:.2f}"),
@@ -195,18 +183,8 @@ class GrpoResults(Results):
             ("trainer idle", f"{row.trainer_idle:.0%}"),
             ("gen idle", f"{row.generator_idle:.0%}"),
             ("refit", f"{row.stood:.1%}" if row.mode.startswith("async") else ""),
+            *(more if wide else []),
         ]
-
-
-def _wide_cells(row: ModeRow) -> Cells:
-    waits = sorted(row.idle.items(), key=lambda pair: -pair[1])[:_WAITS]
-    return [
-        ("stall", f"{row.stall * 1e3:.0f}"),
-        ("age", f"{row.age:.2f}"),
-        ("seqs", f"{row.sequences:.0f}" if row.sequences else ""),
-        ("ms/tok", f"{row.decode_step * 1e3:.1f}" if row.decode_step else ""),
-        ("trainer waits for", ", ".join(f"{name.removeprefix('idle_')} {share:.0%}" for name, share in waits)),
-    ]
 
 
 def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:

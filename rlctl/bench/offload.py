@@ -1,7 +1,7 @@
-"""`rlctl bench offload`: the price of having optimizer state on the host while log-probs are computed.
+"""`rlctl bench offload`: the price of keeping optimizer state on the host while log-probs are computed.
 
-In one run: plain page-locked copies over the link, the trainer's mover on state of the model's shape, and steps (a pass
-over log-probs, then an update) with the state left where it is and moved. Each in a fresh process, on one device.
+It measures plain page-locked copies over the link, the trainer's mover on state of the model's shape, and steps
+(log-probs of all tokens, then an update) with the state in each place. Each runs in a fresh process, on one device.
 """
 
 import json
@@ -27,35 +27,31 @@ if TYPE_CHECKING:
 
 _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
-# Places of optimizer state in which the host updates the weights, by backend.
+# Places of optimizer state from which the host updates the weights, by backend.
 HOST_UPDATES: dict[str, tuple[str, ...]] = {"fsdp": (), "megatron": (HOST, OVERLAPPED)}
 _LEGEND = (
     "link: one page-locked copy of 1 GiB; mover: all optimizer state; step: log-probs of all tokens, then an update, "
-    "medians in seconds; peak: most of the device allocated during log-probs; B/p: bytes of a parameter, allocated on "
-    "the device after an update, and in what the process has grown by"
+    "medians in seconds; peak: most device memory allocated during log-probs; B/p: bytes a parameter, on the device "
+    "those allocated after an update, on the host those that the process has grown by"
 )
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class OffloadBench(Bench):
-    """Training steps, a row for each place of optimizer state; with a GPU also copies of that state.
-
-    settings: of the trainer section. tokens: of a sequence. batch: sequences a step. steps: counted ones, after the
-    first. device: as torch names it.
-    """
+    """Training steps, a row for each place of optimizer state; with a GPU also copies of that state."""
 
     model: str
     backend: str
-    settings: list[str]
-    tokens: int
-    batch: int
-    steps: int
-    device: str
+    settings: list[str]  # of the trainer section
+    tokens: int  # of a sequence
+    batch: int  # sequences a step
+    steps: int  # counted ones, after the first
+    device: str  # as torch names it
 
     @cached_property
     def section(self) -> TrainerSection:
-        """The trainer section with the settings, its dtype resolved. Raises ConfigError."""
+        """Trainer section with the settings, its dtype resolved. Raises ConfigError."""
         config = load("sft", None, [f"trainer.backend={self.backend}", *self.settings]).config
         return replace(config.trainer, dtype=Resolved(config, "cpu" if self.device == "cpu" else "cuda").dtype)
 
@@ -66,7 +62,6 @@ class OffloadBench(Bench):
         return [LEFT, MOVED, *(HOST_UPDATES[self.section.backend] if half else ())]
 
     def check(self) -> list[Problem]:
-        """Return a backend or model that is none, else mistakes in the settings, else sequences that are too long."""
         problems: list[Problem] = []
         words("--backend", self.backend, HOST_UPDATES, problems)
         if problems := [*problems, *model_problems(self.model)]:
@@ -79,7 +74,6 @@ class OffloadBench(Bench):
         return [Problem("--seq-len", "", what)] if self.tokens > most else []
 
     def measure(self, folder: Path, say: Say) -> "OffloadResults":
-        """Measure copies, where there is a GPU, then steps."""
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape_folder(self.model, folder), folder)
         copies = None
@@ -95,28 +89,24 @@ class OffloadBench(Bench):
 
 @dataclass(frozen=True)
 class CopyRates:
-    """Bytes/s to the host and to the device.
+    """Rates of copies in bytes/s, each (to the host, to the device)."""
 
-    nbytes: of the state that the mover moves. link: one large copy. mover: the whole state. first: seconds of its first
-    way out, which makes the host buffer.
-    """
-
-    nbytes: int
-    link: tuple[float, float]
-    mover: tuple[float, float]
-    first: float
+    nbytes: int  # of the state that the mover moves
+    link: tuple[float, float]  # one large copy
+    mover: tuple[float, float]  # the whole state
+    first: float  # seconds of the mover's first way out, which makes the host buffer
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The mover's rates against the link's."""
+        """Rates of the mover over those of the link."""
         return self.mover[0] / self.link[0], self.mover[1] / self.link[1]
 
     def seconds(self, moved: tuple[float, float]) -> float:
-        """Return the seconds to move so many bytes to the host and to the device with nothing else running."""
+        """Return the seconds to move (bytes to the host, bytes to the device) with nothing else running."""
         return moved[0] / self.mover[0] + moved[1] / self.mover[1]
 
     def table(self) -> ResultTable:
-        """Return a row each way."""
+        """Return a row for each direction."""
         ways = zip(("to host", "to device"), self.link, self.mover, self.shares)
         return ResultTable(
             [
@@ -133,21 +123,16 @@ class CopyRates:
 
 @dataclass(frozen=True)
 class StepRow:
-    """Steps with optimizer state in one place: medians in seconds.
-
-    peak: most bytes of the device allocated during log-probs. moved: bytes a step to the host and to the device.
-    device: bytes allocated there after an update; host: growth of the process; both per parameter. losses: of each
-    update.
-    """
+    """Steps with optimizer state in one place: medians in seconds."""
 
     kind: str
     log_probs: float
     train: float
-    peak: float
-    moved: tuple[float, float]
-    device: float
-    host: float
-    losses: list[float]
+    peak: float  # most bytes of the device allocated during log-probs
+    moved: tuple[float, float]  # bytes a step to the host and to the device
+    device: float  # bytes a parameter allocated there after an update
+    host: float  # bytes a parameter that the process has grown by
+    losses: list[float]  # of each update
 
     @property
     def step(self) -> float:
@@ -155,7 +140,7 @@ class StepRow:
         return self.log_probs + self.train
 
     def cells(self) -> Cells:
-        """Return the row of the table."""
+        """Return the cells of its table row."""
         return [
             ("optimizer state", self.kind),
             ("log-probs", f"{self.log_probs:.3f}"),
@@ -170,41 +155,40 @@ class StepRow:
 
 @dataclass(frozen=True)
 class OffloadResults(Results):
-    """Rows of left, moved, and those that the host updates. copies: None without a GPU, where state never moves."""
+    """Rows of left, moved, and those that the host updates."""
 
     model: str
     backend: str
     tokens: int
     batch: int
-    copies: CopyRates | None
+    copies: CopyRates | None  # None without a GPU, where state never moves
     rows: list[StepRow]
 
     @property
     def cost(self) -> float:
-        """Seconds that a step takes longer when state moves."""
+        """Seconds that moving the state adds to a step."""
         return self.rows[1].step - self.rows[0].step
 
     @property
     def moving(self) -> float | None:
-        """Seconds that a step's moves take alone."""
+        """Seconds that a step's moves take with nothing else running."""
         return self.copies.seconds(self.rows[1].moved) if self.copies else None
 
     @property
     def hidden(self) -> float | None:
-        """Share of the moves' time that a step does not take longer."""
+        """Share of `moving` that is not in `cost`."""
         return 1 - self.cost / self.moving if self.moving else None
 
     def derived(self, row: StepRow) -> dict[str, Any]:
         return {"step": row.step}
 
     def as_json(self) -> Any:
-        """Add the rates' shares, and what moving costs."""
+        """Add the shares of the link's rates and the costs of moving."""
         copies = asdict(self.copies) | {"shares": self.copies.shares} if self.copies else None
         costs = {"cost": self.cost, "moving": self.moving, "hidden": self.hidden}
         return super().as_json() | {"copies": copies} | costs
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return rates of copies, then steps, then what is hidden."""
         work = f"{self.batch} sequences of {self.tokens:,} tokens a step"
         head = Line(f"{self.model}, backend {self.backend}: {work}")
         steps = ResultTable([row.cells() for row in self.rows])
@@ -215,30 +199,25 @@ class OffloadResults(Results):
         return [head, self.copies.table(), steps, cost, Line(_LEGEND, "dim")]
 
     def chart(self) -> Chart:
+        peaks = [f", peak {row.peak / 1e9:.1f} GB" if row.peak else "" for row in self.rows]
         bars = [
-            Bar(
-                row.kind,
-                row.step,
-                f"{row.step:.3f} s" + f", peak {row.peak / 1e9:.1f} GB" * (row.peak > 0),
-                row.kind != LEFT,
-            )
-            for row in self.rows
+            Bar(row.kind, row.step, f"{row.step:.3f} s{peak}", row.kind != LEFT) for row, peak in zip(self.rows, peaks)
         ]
         work = f"{self.batch} sequences of {self.tokens} tokens"
         return Chart(f"{self.model}, backend {self.backend}: {work}", "seconds of log-probs and an update", bars)
 
 
 def _in_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Return what `work` does in a process of its own, which ends with it: device memory and process groups too."""
+    """Return `work(*arguments)` from a process of its own, whose end frees device memory and process groups."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(work, *arguments).result()
-        except Exception as error:  # of whatever kind: it is that process's, and told in one line
+        except Exception as error:  # of any kind: it is that process's, and reported in one line
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def measure_copies(model: Path, name: str) -> CopyRates:
-    """Measure the link, then a mover of AdamW's two moments of the model. name: of a CUDA device."""
+    """Measure the link, then a mover of the model's two AdamW moments. name: of a CUDA device."""
     import torch
 
     from rlctl.bench.weights import parameters_of
@@ -272,7 +251,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
 
 
 def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
-    """Take steps of a trainer of one rank in this process; the first, which warms everything up, is not counted."""
+    """Time steps of a one-rank trainer in this process; the first one warms up and is not counted."""
     import torch
 
     from rlctl.sft.loss import NllLoss
@@ -281,10 +260,21 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     from rlctl.training.worker import TrainerSpec, TrainerWorker
 
     model, meeting = str(folder / "model"), f"file://{folder / place}"
-    section, count = _section(bench.section, place), 1 + bench.steps
+    updated_there, count = place in (HOST, OVERLAPPED), 1 + bench.steps
+    section = replace(
+        bench.section,
+        num_ranks=1,
+        megatron=replace(
+            bench.section.megatron,
+            optimizer_cpu_offload=updated_there,
+            overlap_cpu_optimizer_d2h_h2d=place == OVERLAPPED,
+        ),
+        offload_optimizer_for_logprob=place == MOVED,
+        offload_optimizer_for_generation=False,
+    )
     before = distributed.memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
-    share, totals = _share(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch)
+    share, totals = _random_batch(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
     for _ in range(count):
         if bench.device != "cpu":
@@ -301,22 +291,8 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     return StepRow(place, log_probs, train, max(peaks[1:]), moved, device, host, losses)
 
 
-def _section(section: TrainerSection, place: str) -> TrainerSection:
-    updated_there = place in (HOST, OVERLAPPED)
-    megatron = replace(
-        section.megatron, optimizer_cpu_offload=updated_there, overlap_cpu_optimizer_d2h_h2d=place == OVERLAPPED
-    )
-    return replace(
-        section,
-        num_ranks=1,
-        megatron=megatron,
-        offload_optimizer_for_logprob=place == MOVED,
-        offload_optimizer_for_generation=False,
-    )
-
-
-def _share(bench: OffloadBench, folder: Path) -> "RankBatch":
-    """Return random tokens, of which all but each sequence's first are trained on."""
+def _random_batch(bench: OffloadBench, folder: Path) -> "RankBatch":
+    """Return random sequences; all tokens but each sequence's first are trained on."""
     import numpy as np
 
     from rlctl.training.micro_batching import TrainingSample, plan_micro_batches

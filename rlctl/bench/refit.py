@@ -1,5 +1,6 @@
-"""`rlctl bench refit`: weights from trainer ranks into vLLM engines, by rlctl's refit and by what it is measured
-against, in one run on the same processes, devices and bytes; every row's weights are compared bit by bit.
+"""`rlctl bench refit`: weights from trainer ranks into vLLM engines, by rlctl's refit and by reference schemes.
+
+All rows are of one run, on the same processes, devices and bytes; delivered weights are compared bit by bit.
 """
 
 import time
@@ -12,13 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.frame import Bench, Say, plural
+from rlctl.bench.frame import Bench, Say
 from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.schemes import LABELS, Scheme
 from rlctl.bench.trainer import BenchTrainer, BenchTrainerSpec
 from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
 from rlctl.config.grpo_schema import RefitSection
+from rlctl.dashboard.formats import count
 from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
@@ -31,7 +33,7 @@ from rlctl.refit.refit import EngineEnd, Options, Refit
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import visible_gpus
 from rlctl.utils.ports import free_port
-from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
+from rlctl.workers.group import Pending, Worker, WorkerGroup, WorkerSpec
 
 _DEADLINE_S = 600.0
 _PROMPT_TOKENS, _REQUESTS, _REQUEST_TOKENS = 64, 16, 192
@@ -41,32 +43,26 @@ _BEFORE_UPDATE_S = 0.25
 
 @dataclass(frozen=True)
 class RefitBench(Bench):
-    """Refits: a row for the plain link, for each other scheme, and for each combination of rlctl's own settings.
-
-    gpus: of this machine. colocated: trainer and engines share GPUs. transports, modes, num_buffers, checks: rlctl's
-    own; no transports: the one that a run would take. master: dtype of the trainer's weights. defaults: a run's refit
-    section. rounds: refits a row. updates: refits while requests run. references: the other schemes are measured too.
-    """
+    """Refits: a row for the plain link, for each other scheme, and for each combination of rlctl's own settings."""
 
     model: str
-    gpus: int
+    gpus: int  # of this machine
     trainers: int
     engines: int
     tensor_parallel: int
-    colocated: bool
-    transports: Sequence[Kind]
+    colocated: bool  # trainer and engines share GPUs
+    transports: Sequence[Kind]  # rlctl's own, like the next three; none: the one that a run would take
     modes: Sequence[Mode]
     num_buffers: Sequence[int]
     checks: Sequence[Checks]
-    master: str
-    defaults: RefitSection
-    rounds: int
-    updates: int
-    references: bool
+    master: str  # dtype of the trainer's weights
+    defaults: RefitSection  # of a run
+    rounds: int  # refits a row
+    updates: int  # refits a row while requests run
+    references: bool  # measure the other schemes too
     enforce_eager: bool
 
     def check(self) -> list[Problem]:
-        """Return what does not fit this machine, and a model that is none."""
         problems = model_problems(self.model)
         if self.cpu and self.tensor_parallel > 1:
             problems.append(Problem("--tensor-parallel", "", "on CPU an engine is one process: allowed is 1"))
@@ -80,104 +76,95 @@ class RefitBench(Bench):
         return problems
 
     def measure(self, folder: Path, say: Say) -> RefitResults:
-        """Measure on a Ray of its own; weights in transit are in the host's memory."""
         with local_ray(folder) as reaper, reaper.folder("rlctl-bench-", shared_memory()) as memory:
             say("starting trainer ranks and engines")
-            with _started(self, memory, folder) as stage:
+            with self._stage(memory, folder) as stage:
                 rows = list(stage.rows(say))
         sizes = (len(stage.trainers), len(stage.engines), self.tensor_parallel)
         return RefitResults(self.model, stage.payload, *sizes, stage.bound, rows)
 
     @property
     def cpu(self) -> bool:
-        """True without GPUs."""
+        """True if there is no GPU."""
         return not self.gpus
 
     @property
     def dtype(self) -> str:
-        """dtype of the weights that travel and are served."""
+        """dtype of the weights that are sent and served."""
         return "float32" if self.cpu else "bfloat16"
 
     @cached_property
     def placement(self) -> Placement:
         """Devices of every process. Raises ValueError if there are too few."""
-        return place(
-            this_machine(self.gpus), ResourceRequest(self.trainers, self.engines, self.tensor_parallel, self.colocated)
-        )
+        request = ResourceRequest(self.trainers, self.engines, self.tensor_parallel, self.colocated)
+        return place(this_machine(self.gpus), request)
 
     @property
     def kinds(self) -> Sequence[Kind]:
-        """The transports that are measured."""
+        """Transports that are measured."""
         return self.transports or (usual_transport(self.placement, self.engines),)
 
-    @property
-    def reference_rounds(self) -> int:
-        """Rounds of a row that is only compared with: enough for a median."""
-        return min(self.rounds, 30)
-
-    def visible(self, devices: Sequence[int]) -> list[str]:
-        """Return devices as CUDA_VISIBLE_DEVICES wants them."""
+    def _visible(self, devices: Sequence[int]) -> list[str]:
+        """Return devices in the form of CUDA_VISIBLE_DEVICES."""
         return [] if self.cpu else [visible_gpus()[index] for index in devices]
 
+    @contextmanager
+    def _stage(self, memory: Path, logs: Path) -> Iterator["_Stage"]:
+        """Start all processes; they end with the block. memory: folder for weights in transit."""
+        model = model_folder(self.model, memory)
+        trainers = self._start_trainers(model, logs)
+        engines: list[Worker] = []
+        try:
+            engines += [self._start_engine(model, index, logs) for index in range(self.engines)]
+            trainers.built().wait(_DEADLINE_S)
+            for engine in engines:
+                engine.built().wait(_DEADLINE_S)
+            yield _Stage(self, trainers, engines, memory)
+        finally:
+            trainers.kill()
+            for engine in engines:
+                engine.kill()
 
-@contextmanager
-def _started(bench: RefitBench, memory: Path, logs: Path) -> Iterator["_Stage"]:
-    model = model_folder(bench.model, memory)
-    trainers = _start_trainers(bench, model, logs)
-    engines: list[Worker] = []
-    try:
-        engines += [_start_engine(bench, model, index, logs) for index in range(bench.engines)]
-        trainers.built().wait(_DEADLINE_S)
-        for engine in engines:
-            engine.built().wait(_DEADLINE_S)
-        yield _Stage(bench, trainers, engines, memory)
-    finally:
-        trainers.kill()
-        for engine in engines:
-            engine.kill()
+    def _start_trainers(self, model: Path, logs: Path) -> WorkerGroup:
+        places, specs = self.placement.trainers, []
+        init_method = f"tcp://127.0.0.1:{free_port()}"
+        for rank in range(len(places)):
+            device = "cpu" if self.cpu else "cuda:0"
+            make = BenchTrainerSpec(str(model), rank, len(places), device, self.master, init_method)
+            env = trainer_environment(self._visible(places[rank].devices), max(1, usable_cores() // len(places)))
+            specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
+        return WorkerGroup(specs, _DEADLINE_S)
 
-
-def _start_trainers(bench: RefitBench, model: Path, logs: Path) -> WorkerGroup:
-    places, specs = bench.placement.trainers, []
-    init_method = f"tcp://127.0.0.1:{free_port()}"
-    for rank in range(len(places)):
-        device = "cpu" if bench.cpu else "cuda:0"
-        make = BenchTrainerSpec(str(model), rank, len(places), device, bench.master, init_method)
-        env = trainer_environment(bench.visible(places[rank].devices), max(1, usable_cores() // len(places)))
-        specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
-    return WorkerGroup(specs, _DEADLINE_S)
-
-
-def _start_engine(bench: RefitBench, model: Path, index: int, logs: Path) -> Worker:
-    spec = EngineSpec(
-        model_path=str(model),
-        dtype=bench.dtype,
-        device=bench.placement.device,
-        max_model_len=min(2 * (_PROMPT_TOKENS + _REQUEST_TOKENS), longest(str(model))),
-        tensor_parallel_size=bench.tensor_parallel,
-        max_num_seqs=_REQUESTS,
-        # Room beside the engine for staging, and for a trainer on the same device.
-        gpu_memory_utilization=0.5,
-        kv_cache_mib=512,
-        enforce_eager=bench.enforce_eager or bench.cpu,
-        top_p=1.0,
-        top_k=0,
-        stop_token_ids=(),
-        sleeps=False,
-        seed=0,
-        load_format="dummy",
-        extension="rlctl.bench.engine.BenchWorker",
-        recompute_kv_cache=False,
-        forced_lengths=None,
-    )
-    slot = bench.placement.engines[index]
-    beside = bench.placement.beside(slot) if "ipc" in bench.kinds else ()
-    env = environment(bench.placement.device, bench.visible(slot.devices), bench.visible(beside))
-    return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{logs}/engine-{index}.log", threads=4))
+    def _start_engine(self, model: Path, index: int, logs: Path) -> Worker:
+        spec = EngineSpec(
+            model_path=str(model),
+            dtype=self.dtype,
+            device=self.placement.device,
+            max_model_len=min(2 * (_PROMPT_TOKENS + _REQUEST_TOKENS), longest(str(model))),
+            tensor_parallel_size=self.tensor_parallel,
+            max_num_seqs=_REQUESTS,
+            # The rest is for staging, and for a trainer on the same device.
+            gpu_memory_utilization=0.5,
+            kv_cache_mib=512,
+            enforce_eager=self.enforce_eager or self.cpu,
+            top_p=1.0,
+            top_k=0,
+            stop_token_ids=(),
+            sleeps=False,
+            seed=0,
+            load_format="dummy",
+            extension="rlctl.bench.engine.BenchWorker",
+            recompute_kv_cache=False,
+            forced_lengths=None,
+        )
+        slot = self.placement.engines[index]
+        shared = self.placement.beside(slot) if "ipc" in self.kinds else ()
+        env = environment(self.placement.device, self._visible(slot.devices), self._visible(shared))
+        return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{logs}/engine-{index}.log", threads=4))
 
 
 class _Stage:
-    """The processes of a bench, which all meet at its start, and one method a kind of measurement."""
+    """The processes of a bench, joined in one meeting, and one method for each kind of row."""
 
     def __init__(self, bench: RefitBench, trainers: WorkerGroup, engines: list[Worker], folder: Path) -> None:
         self.bench, self.trainers, self.engines, self._folder = bench, trainers, engines, folder
@@ -186,6 +173,8 @@ class _Stage:
         self.refit = Refit(trainers, self._options(bench.kinds[0], "auto", bench.num_buffers[0]))
         self.payload = self.refit.plan.payload
         self.bound = 0.0
+        # Rows that are only compared with need no more rounds for a median.
+        self._reference_rounds = min(bench.rounds, 30)
         self._version = 0
         port, parties = free_port(), len(trainers) + self.workers
         joined = trainers.start(BenchTrainer.rendezvous, port, parties, free_port())
@@ -193,12 +182,17 @@ class _Stage:
         joined.wait(_DEADLINE_S)
 
     def rows(self, say: Say) -> Iterator[SchemeRow]:
-        """Yield every row, as it is measured."""
+        """Yield every row as it is measured."""
         bench, shared = self.bench, self.bench.placement.shared
         if shared:
             say("a plain copy")
-            yield self._copy()
-        # The plain link is what every row is compared with; where devices are shared, the copy above is.
+            self._clear()
+            first = self.trainers.workers[0]
+            copied = first.start(BenchTrainer.copy_speed, self.payload, self._reference_rounds).wait(_DEADLINE_S)
+            row = make_row("memcpy" if bench.cpu else "device copy", copied, copied)
+            self.bound = row.seconds
+            yield row
+        # Every row is compared with the plain link, or with the copy above where devices are shared.
         schemes: list[Scheme] = [] if shared else ["raw"]
         if bench.references and (bench.cpu or not shared):
             schemes += ["each", "packed-1", "packed-2"]
@@ -207,36 +201,27 @@ class _Stage:
             yield self._reference(scheme)
         if len(self.trainers) > 1:
             say("gathering alone")
-            yield self._gathering()
+            self._clear()
+            gathered = self.trainers.call(BenchTrainer.gather_rounds, bench.dtype, self._reference_rounds)
+            yield make_row("gathering to every rank alone", gathered, gathered)
         for kind, mode, buffers, checks in product(bench.kinds, bench.modes, bench.num_buffers, bench.checks):
             say(f"rlctl: {kind}, {mode}, {buffers} buffers, checks {checks}")
             yield self._ours(kind, mode, buffers, checks)
-
-    def _copy(self) -> SchemeRow:
-        self._clear()
-        first = self.trainers.workers[0]
-        copied = first.start(BenchTrainer.copy_speed, self.payload, self.bench.reference_rounds).wait(_DEADLINE_S)[0]
-        row = make_row("memcpy" if self.bench.cpu else "device copy", [copied], [copied])
-        self.bound = row.seconds
-        return row
 
     def _reference(self, scheme: Scheme) -> SchemeRow:
         bench = self.bench
         spec = TransportSpec("broadcast", self.workers, bench.defaults.timeout_s, host="127.0.0.1", port=free_port())
         self._clear()
         self._fill()
-        opening = self.trainers.start(BenchTrainer.open_scheme, spec, self.refit.buffer_bytes)
-        joining = [
-            engine.start(Engine.rpc, "bench_open_scheme", spec, self.refit.buffer_bytes, 1 + i * bench.tensor_parallel)
+        rounds, common = self._reference_rounds, (scheme, spec, self.refit.buffer_bytes)
+        sending = self.trainers.start(BenchTrainer.scheme_rounds, *common, bench.dtype, self.payload, rounds)
+        receiving = [
+            engine.start(
+                Engine.rpc, "bench_scheme_rounds", *common, 1 + i * bench.tensor_parallel, self.refit.plan, rounds
+            )
             for i, engine in enumerate(self.engines)
         ]
-        opening.wait(_DEADLINE_S)
-        for part in joining:
-            part.wait(_DEADLINE_S)
-        sending = self.trainers.start(
-            BenchTrainer.scheme_rounds, scheme, bench.dtype, self.payload, bench.reference_rounds
-        )
-        received = self._rpc("bench_scheme_rounds", scheme, self.refit.plan, bench.reference_rounds)
+        received = _answers(receiving)
         sent = sending.wait(_DEADLINE_S)
         wrong = None if scheme == "raw" else self._differences()
         row = make_row(LABELS[scheme], sent, received, wrong)
@@ -244,24 +229,18 @@ class _Stage:
             self.bound = row.seconds
         return row
 
-    def _gathering(self) -> SchemeRow:
-        self._clear()
-        gathered = self.trainers.call(BenchTrainer.gather_rounds, self.bench.dtype, self.bench.reference_rounds)
-        return make_row("gathering to every rank alone", gathered, gathered)
-
     def _ours(self, kind: Kind, mode: Mode, buffers: int, checks: Checks) -> SchemeRow:
         bench = self.bench
         self._clear()
         self._fill()
         refit = Refit(self.trainers, self._options(kind, mode, buffers))
         choice = refit.open(self.ends)[0]
-        in_turn = kind == "shm"
-        arguments = (refit.plan, checks, 1, bench.rounds, in_turn)
+        arguments = (refit.plan, checks, 1, bench.rounds, kind == "shm")
         sending = self.trainers.start(BenchTrainer.refit_rounds, *arguments)
         received = self._rpc("bench_refit_rounds", *arguments)
         sent = sending.wait(_DEADLINE_S)
         wrong = self._differences()
-        label = f"rlctl {kind}, {choice.mode}, {plural(buffers, 'buffer')}, checks {checks}"
+        label = f"rlctl {kind}, {choice.mode}, {count(buffers, 'buffer')}, checks {checks}"
         row = make_row(label, sent, received, wrong, choice.mode)
         if bench.updates:
             row = replace(row, **self._while_requests_run(refit, checks))
@@ -271,8 +250,13 @@ class _Stage:
         """Refit as a run does, through the driver, while every engine samples."""
         stalls, seconds = [], []
         for number in range(self.bench.updates):
+            # Prompts that differ, so that no prefix is cached.
+            prompts = [[7 + number * _REQUESTS + i] * _PROMPT_TOKENS for i in range(_REQUESTS)]
+            requests = [
+                TurnRequest(f"b{number}-{i}", prompt, 1, _REQUEST_TOKENS, 1.0, i) for i, prompt in enumerate(prompts)
+            ]
             for engine in self.engines:
-                engine.start(Engine.generate, _requests(number))
+                engine.start(Engine.generate, requests)
             time.sleep(_BEFORE_UPDATE_S)
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
@@ -302,7 +286,7 @@ class _Stage:
         self._rpc("bench_clear")
 
     def _fill(self) -> None:
-        """Give the trainer new weights, and the engines none."""
+        """Set new weights in the trainer, and none in the engines."""
         self._version += 1
         self.trainers.call(BenchTrainer.fill, self._version)
         self._rpc("bench_forget")
@@ -312,13 +296,9 @@ class _Stage:
         return sorted({name for names in found for name in names})
 
     def _rpc(self, method: str, *args: object) -> list[Any]:
-        pending = [engine.start(Engine.rpc, method, *args) for engine in self.engines]
-        return [answer for part in pending for answer in part.wait(_DEADLINE_S)[0]]
+        return _answers([engine.start(Engine.rpc, method, *args) for engine in self.engines])
 
 
-def _requests(number: int) -> list[TurnRequest]:
-    """Return what engines sample while weights change: prompts that differ, so that no prefix is cached."""
-    return [
-        TurnRequest(f"b{number}-{i}", [7 + number * _REQUESTS + i] * _PROMPT_TOKENS, 1, _REQUEST_TOKENS, 1.0, i)
-        for i in range(_REQUESTS)
-    ]
+def _answers(pending: Sequence[Pending]) -> list[Any]:
+    """Return the answer of every worker of every engine."""
+    return [answer for part in pending for answer in part.wait(_DEADLINE_S)[0]]

@@ -4,46 +4,40 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rlctl.bench.frame import Bar, Cells, Chart, Line, Results, ResultTable, plural
+from rlctl.bench.frame import Bar, Cells, Chart, Line, Results, ResultTable
 from rlctl.bench.rounds import Measured
+from rlctl.dashboard.formats import count
 
 PHASES = ("gather", "pack", "wire", "load")
 _LEGEND = (
     "ms: median until every engine holds every tensor; share: of the plain link's rate; pause: no sampling; "
-    "stall: longest gap between two tokens of running requests beyond their usual one, and ms of such a refit as "
-    "the driver sees it; memory: peak on the device beside the weights, trainer and engine; bits: compared with "
+    "stall: longest gap between two tokens of running requests beyond their usual one; driver: ms of such a refit as "
+    "the driver sees it; memory: peak on the device beyond the weights, trainer + engine; bits: compared with "
     "what was sent"
 )
 
 
 @dataclass(frozen=True)
 class SchemeRow:
-    """One scheme. Times in seconds, medians over the rounds after the first.
-
-    mode: of rlctl's refit, "" for other rows. seconds: from the common begin to the last engine holding every tensor.
-    commit: to make them live. phases: of the slowest process. trainer_extra, engine_extra: bytes of device memory at
-    the peak beyond the weights' own; trainer_growth, engine_growth: of host memory. checked: delivered weights were
-    compared; wrong: tensors of which a bit differs from what was sent. While requests run, driver: a whole refit as the
-    driver sees it; stall: of those requests, beyond their ordinary gap between tokens.
-    """
+    """One scheme. Times in seconds, medians over the rounds after the first."""
 
     label: str
-    mode: str
-    seconds: float
-    commit: float
-    phases: dict[str, float]
-    trainer_extra: int
+    mode: str  # of rlctl's refit, "" for other rows
+    seconds: float  # from the common begin until the last engine holds every tensor
+    commit: float  # to make them live
+    phases: dict[str, float]  # of the slowest process
+    trainer_extra: int  # bytes of device memory at the peak beyond the weights' own
     engine_extra: int
-    trainer_growth: int
+    trainer_growth: int  # bytes of host memory that the rounds left behind
     engine_growth: int
-    checked: bool
-    wrong: list[str] = field(default_factory=list)
-    driver: float | None = None
-    stall: float | None = None
+    checked: bool  # delivered weights were compared
+    wrong: list[str] = field(default_factory=list)  # tensors of which a bit differs from what was sent
+    driver: float | None = None  # a whole refit while requests run, as the driver sees it
+    stall: float | None = None  # of those requests, beyond their ordinary gap between tokens
 
     @property
     def pause(self) -> float:
-        """Seconds in which engines could not sample: the commit alone where weights were staged."""
+        """Seconds in which engines could not sample: only the commit where weights were staged."""
         return self.commit if self.mode == "staged" else self.seconds + self.commit
 
     @property
@@ -58,14 +52,14 @@ class SchemeRow:
 
 @dataclass(frozen=True)
 class RefitResults(Results):
-    """Rows of all schemes. payload: bytes of one copy of the weights. bound: seconds of those over the plain link."""
+    """Rows of all schemes."""
 
     model: str
-    payload: int
+    payload: int  # bytes of one copy of the weights
     trainers: int
     engines: int
     tensor_parallel: int
-    bound: float
+    bound: float  # seconds of `payload` over the plain link
     rows: list[SchemeRow]
 
     def rate(self, row: SchemeRow) -> float:
@@ -73,14 +67,13 @@ class RefitResults(Results):
         return self.payload / row.seconds / 1e9
 
     def share(self, row: SchemeRow) -> float:
-        """Return the row's rate against the plain link's."""
+        """Return the row's rate over the plain link's."""
         return self.bound / row.seconds
 
     def derived(self, row: SchemeRow) -> dict[str, Any]:
         return {"gb_per_s": self.rate(row), "share": self.share(row), "overlap": row.overlap, "pause": row.pause}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return the bound, the table, and what its columns mean."""
         size = self.payload / 1e9
         devices = f" x {self.tensor_parallel} devices" if self.tensor_parallel > 1 else ""
         bound = f"{size:.2f} GB need {self.bound * 1e3:.1f} ms at the link's {size / self.bound:.1f} GB/s"
@@ -90,8 +83,8 @@ class RefitResults(Results):
 
     def chart(self) -> Chart:
         bars = [
-            Bar(row.label, rate, f"{rate:.0f} GB/s, {self.share(row):.0%}", bool(row.mode))
-            for row, rate in ((row, self.rate(row)) for row in self.rows)
+            Bar(row.label, self.rate(row), f"{self.rate(row):.0f} GB/s, {self.share(row):.0%}", bool(row.mode))
+            for row in self.rows
         ]
         title = f"{self.model}: {self.payload / 1e9:.1f} GB, {self._ends}"
         label = "GB/s delivered to each engine; dashed: the plain link"
@@ -108,11 +101,12 @@ class RefitResults(Results):
 
     @property
     def _ends(self) -> str:
-        return f"{plural(self.trainers, 'trainer rank')} to {plural(self.engines, 'engine')}"
+        return f"{count(self.trainers, 'trainer rank')} to {count(self.engines, 'engine')}"
 
     def _cells(self, row: SchemeRow, wide: bool) -> Cells:
         phases = [(name, _ms(row.phases.get(name))) for name in PHASES]
         driver = [("driver", _ms(row.driver)), ("overlap", "" if row.overlap is None else f"{row.overlap:.0%}")]
+        memory = f"{row.trainer_extra / 2**30:.1f}+{row.engine_extra / 2**30:.1f} GiB"
         return [
             ("scheme", row.label),
             ("ms", _ms(row.seconds)),
@@ -122,19 +116,13 @@ class RefitResults(Results):
             ("pause", _ms(row.pause) if row.checked else ""),
             ("stall", _ms(row.stall)),
             *(driver if wide else []),
-            ("memory", _memory(row)),
+            ("memory", memory if row.trainer_extra or row.engine_extra else ""),
             ("bits", ("differ" if row.wrong else "equal") if row.checked else ""),
         ]
 
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{seconds * 1e3:.1f}"
-
-
-def _memory(row: SchemeRow) -> str:
-    if not row.trainer_extra and not row.engine_extra:
-        return ""
-    return f"{row.trainer_extra / 2**30:.1f}+{row.engine_extra / 2**30:.1f} GiB"
 
 
 def make_row(
@@ -148,12 +136,22 @@ def make_row(
         commit = max(part.commits[number] for part in received)
         seconds.append(max(part.ends[number] for part in received) - begin - commit)
         commits.append(commit)
+    phases = {}
+    for name in PHASES:
+        ends = [
+            median(max(part.phases[number].get(name, 0.0) for part in side) for number in rounds)
+            for side in (sent, received)
+        ]
+        # Of the wire the shorter end: the other one's begins with waiting.
+        value = min([end for end in ends if end] or [0.0]) if name == "wire" else max(ends)
+        if value:
+            phases[name] = value
     return SchemeRow(
         label,
         mode,
         median(seconds),
         median(commits),
-        _phases(sent, received, rounds),
+        phases,
         max(part.extra_bytes for part in sent),
         max(part.extra_bytes for part in received),
         max(part.growth_bytes for part in sent),
@@ -161,17 +159,3 @@ def make_row(
         wrong is not None,
         wrong or [],
     )
-
-
-def _phases(sent: list[Measured], received: list[Measured], rounds: range) -> dict[str, float]:
-    """Return each phase's slowest process; of the wire the shorter end, for the other one's begins with waiting."""
-    found = {}
-    for name in PHASES:
-        ends = [
-            median(max(part.phases[number].get(name, 0.0) for part in side) for number in rounds)
-            for side in (sent, received)
-        ]
-        value = min([end for end in ends if end] or [0.0]) if name == "wire" else max(ends)
-        if value:
-            found[name] = value
-    return found

@@ -1,4 +1,7 @@
-"""Rounds of a measurement: all processes begin one together, and each says when it ended on the host's own clock."""
+"""Rounds of a measurement: all processes begin each one together, and each records when it ended.
+
+Moments are of `time.perf_counter`, which is one clock for all processes of a host.
+"""
 
 import time
 from collections.abc import Callable
@@ -14,12 +17,12 @@ from rlctl.refit.protocol import TransportSpec
 from rlctl.utils.ports import LOOPBACK, open_store
 
 _PATIENCE_S = 300.0
-# Seconds of a round by phase, and of its commit.
+# (seconds of a round by phase, seconds of its commit).
 Timing = tuple[dict[str, float], float]
 
 
 class Meeting:
-    """A place where `parties` processes of one host wait for each other."""
+    """A barrier for `parties` processes of one host."""
 
     def __init__(self, port: int, parties: int, server: bool) -> None:
         patience = timedelta(seconds=_PATIENCE_S)
@@ -27,7 +30,7 @@ class Meeting:
         self._parties, self._count = parties, 0
 
     def wait(self) -> None:
-        """Wait until everybody has called it as often."""
+        """Wait until every process has called it as often as this one."""
         self._count += 1
         name = f"{self._count}"
         if self._store.add(name, 1) == self._parties:
@@ -37,22 +40,18 @@ class Meeting:
 
 @dataclass
 class Measured:
-    """Record of one process: moments (time.perf_counter, one clock a host) of each round, seconds by phase, memory.
-
-    commits: seconds of each round's. extra_bytes: device memory at the peak beyond that held before. growth_bytes:
-    resident host memory at the end beyond that after the first tenth of the rounds.
-    """
+    """What one process recorded; lists have one entry a round."""
 
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
-    commits: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
-    extra_bytes: int = 0
-    growth_bytes: int = 0
+    commits: list[float] = field(default_factory=list)  # seconds
+    phases: list[dict[str, float]] = field(default_factory=list)  # seconds
+    extra_bytes: int = 0  # device memory at the peak beyond that held before
+    growth_bytes: int = 0  # resident host memory at the end beyond that after the first tenth of the rounds
 
 
 class BenchEnd:
-    """One process's part in measuring: its meeting with the others, its wire, and the device memory held before."""
+    """One process's means of measuring: the barrier, its wire, and the device memory held before."""
 
     def __init__(self, device: torch.device, meeting: Meeting) -> None:
         self.device, self.meeting = device, meeting
@@ -60,7 +59,7 @@ class BenchEnd:
         self._before = 0
 
     def clear(self) -> None:
-        """Leave the last scheme; peaks are measured from what is allocated now."""
+        """Leave the last scheme; later peaks count from what is allocated now."""
         if self.wire and self.wire.group:
             self.wire.group.abort()
         self.wire = None
@@ -69,13 +68,14 @@ class BenchEnd:
             torch.cuda.reset_peak_memory_stats(self.device)
             self._before = torch.cuda.memory_allocated(self.device)
 
-    def open_wire(self, spec: TransportSpec, buffer_bytes: int, rank: int | None) -> None:
-        """Join the group of the reference schemes. rank: 0 sends; None takes part in gathering alone."""
+    def open_wire(self, spec: TransportSpec, buffer_bytes: int, rank: int | None) -> Wire:
+        """Join the group of the reference schemes. rank: 0 sends, None only takes part in gathering."""
         group = None if rank is None else BroadcastGroup(rendezvous(spec, rank == 0), spec, 0, rank, self.device)
         self.wire = Wire(group, buffer_bytes, self.device)
+        return self.wire
 
     def measure(self, count: int, work: Callable[[int], Timing], meeting: Meeting | None = None) -> Measured:
-        """Run `work(round)` several times, beginning each together with everybody in the meeting."""
+        """Run `work(round)` `count` times, each begun together with everybody in the meeting."""
         measured, settled = Measured(), 0
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)

@@ -1,6 +1,5 @@
-"""Whole runs of `rlctl train` as measurements of a bench, each in a process of its own, all on the same work."""
+"""Whole runs of `rlctl train` as measurements of a bench, each in its own process, all on the same work."""
 
-import json
 import os
 import re
 import signal
@@ -13,9 +12,10 @@ from typing import Any
 from rlctl.bench.frame import Say
 from rlctl.bench.workload import make_random_model, shape_folder
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.telemetry.jsonl import read_records
 
 _INTERRUPT_S = 60.0
-# What would be timed beside the steps, or written for nobody.
+# Leave out what would be timed along with the steps, or written for nobody.
 _BARE = (
     "data.validation.path=null",
     "validation.every=0",
@@ -26,10 +26,10 @@ _BARE = (
 
 
 def prepare_runs(kind: str, model: str, settings: Mapping[str, Sequence[str]], folder: Path, say: Say) -> None:
-    """Make a model with random weights in `folder`, for runs with these settings, by their names.
+    """Check the settings of every run (name -> overrides), then make a model with random weights in `folder`.
 
-    Raises ConfigError with all that keeps `rlctl train KIND` from starting any of them; asked first, since weights take
-    minutes. Raises RuntimeError for weights that cannot be made.
+    Raises ConfigError with everything that keeps `rlctl train KIND` from starting any of them, before weights are made,
+    which takes minutes. Raises RuntimeError for weights that cannot be made.
     """
     shape = shape_folder(model, folder)
     say("checking what is asked for")
@@ -38,7 +38,7 @@ def prepare_runs(kind: str, model: str, settings: Mapping[str, Sequence[str]], f
     for name, own in settings.items():
         command = [*_command(kind, run_folder(folder, name), own), *weightless]
         asked = subprocess.run(command, capture_output=True, text=True, start_new_session=True, check=False)
-        # The number of an override is the command's, which only this module has seen.
+        # The user has not seen the command that the override's number refers to.
         said = [re.sub(r"^error: (override \d+: )?", "", line) for line in asked.stderr.splitlines()]
         if asked.returncode:
             problems += [Problem(name, "", line) for line in said if not line.endswith("; nothing was started")]
@@ -49,14 +49,14 @@ def prepare_runs(kind: str, model: str, settings: Mapping[str, Sequence[str]], f
 
 
 def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Return the step records of `rlctl train KIND`, the tiny recipe with these settings on the model in `folder`.
+    """Run `rlctl train KIND`, the tiny recipe with these settings on the model in `folder`; return its step records.
 
-    The run's directory is `run_folder(folder, name)`. Raises RuntimeError with the run's own words if it fails.
+    The run's directory is `run_folder(folder, name)`. Raises RuntimeError with the run's own reason if it fails.
     """
     run = run_folder(folder, name)
     output = folder / f"{run.name}.out"
     with output.open("w") as out:
-        # A session of its own: Ctrl-C reaches it once, from here.
+        # In a session of its own it gets Ctrl-C once, from here.
         process = subprocess.Popen(_command(kind, run, settings), stdout=out, stderr=out, start_new_session=True)
         try:
             code = process.wait()
@@ -64,13 +64,14 @@ def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) ->
             _stop(process)
             raise
     if code:
-        raise RuntimeError(f"{name} ended with {code}: {_reason(run / 'events.jsonl', output)}")
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if record["kind"] == "step"]
+        errors = [str(event["what"]) for event in read_records(run / "events.jsonl") if event["kind"] == "error"]
+        reason = errors[-1] if errors else " / ".join(output.read_text().strip().splitlines()[-3:])
+        raise RuntimeError(f"{name} ended with {code}: {reason}")
+    return [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
 
 
 def run_folder(folder: Path, name: str) -> Path:
-    """Return the directory of the run of that name."""
+    """Return the directory of the run called `name`."""
     return folder / name.replace(", ", "-").replace(" ", "-")
 
 
@@ -78,13 +79,6 @@ def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
     model = (f"model.path={run.parent / 'model'}", "model.random_init=false")
     where = (f"run.dir={run.parent}", f"run.name={run.name}", f"data.train.path={run.parent / 'train.jsonl'}")
     return [sys.executable, "-m", "rlctl.cli.main", "train", kind, f"{kind}-tiny", *where, *_BARE, *model, *settings]
-
-
-def _reason(events: Path, output: Path) -> str:
-    """Return why a run failed, in its own words."""
-    told = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
-    errors = [str(event["what"]) for event in told if event["kind"] == "error"]
-    return errors[-1] if errors else " / ".join(output.read_text().strip().splitlines()[-3:])
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

@@ -1,16 +1,17 @@
-"""The schemes that rlctl's own refit is measured against, both ends: from plain to the best that is public.
+"""Both ends of the schemes that rlctl's own refit is measured against, from the plain link to the best that is public.
 
 - `raw`: large buffers and nothing else: what the link gives.
 - `each`: one broadcast a tensor, loaded as it arrives.
-- `packed`: tensors concatenated to chunks, broadcast, cut apart and loaded; with two chunks in turn on two streams it
+- `packed`: tensors concatenated to chunks, broadcast, cut apart and loaded. With two chunks in turn on two streams it
   is the packed broadcast of NeMo-RL (after its public description: new memory for every chunk, boundaries found on
-  each side). Its chunks are as large as rlctl's: at 2% of an H200's memory, as described there, it takes 116 ms for
-  Qwen3-8B, and 59 so.
+  each side). Its chunks are as large as rlctl's: with chunks of 2% of an H200's memory, as described there, it takes
+  116 ms for Qwen3-8B, and 59 ms with these.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Literal
 
 import torch
@@ -41,7 +42,7 @@ class Phases:
 
     @contextmanager
     def of(self, name: str, stream: DeviceStream) -> Iterator[None]:
-        """Count what is queued on `stream` within to phase `name`."""
+        """Count what the block queues on `stream` to phase `name`."""
         begin = stream.mark()
         yield
         self.spans.setdefault(name, []).append((begin, stream.mark()))
@@ -50,23 +51,15 @@ class Phases:
         """Return seconds by phase; the device must be done."""
         return {name: elapsed(spans) for name, spans in self.spans.items()}
 
-    def counted(self, items: Named, name: str, stream: DeviceStream) -> Named:
-        """Yield the items; count what making them queues on `stream` to phase `name`."""
-        while True:
-            with self.of(name, stream):
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
 
-
-@dataclass(frozen=True)
+@dataclass
 class Wire:
-    """One end's means: the group (None on trainer ranks that only take part in gathering), chunk size, device."""
+    """Means of one end."""
 
-    group: BroadcastGroup | None
-    buffer_bytes: int
+    group: BroadcastGroup | None  # None on trainer ranks that only take part in gathering
+    buffer_bytes: int  # of a chunk
     device: torch.device
+    scratch: Tensor | None = None  # what `raw` sends and receives
 
     def broadcast(self, tensor: Tensor) -> None:
         """Send one tensor's bytes from trainer rank 0."""
@@ -74,81 +67,42 @@ class Wire:
             self.group.broadcast([tensor.view(-1).view(torch.uint8)], "a bench tensor")
 
 
-def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int, scratch: Tensor | None) -> Phases:
-    """Do a trainer rank's part of one round, until its device is done. scratch: of the raw scheme."""
-    phases = Phases()
+def send(scheme: Scheme, wire: Wire, tensors: Named, payload: int) -> dict[str, float]:
+    """Do a trainer rank's part of one round, until its device is done; return seconds by phase."""
     if scheme == "raw":
-        _raw(wire, payload, scratch, phases)
-    elif scheme == "each":
-        with DeviceStream(wire.device) as stream:
-            for _, tensor in phases.counted(tensors, "gather", stream):
-                with phases.of("wire", stream):
-                    wire.broadcast(tensor)
-        stream.wait()
-    else:
-        _send_packed(wire, tensors, phases, buffers=int(scheme[-1]))
-    return phases
-
-
-def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load, scratch: Tensor | None) -> Phases:
-    """Do an engine worker's part of one round, until everything is loaded and its device is done."""
-    phases = Phases()
-    if scheme == "raw":
-        _raw(wire, sum(_nbytes(shape, dtype) for _, shape, dtype in layout), scratch, phases)
-    elif scheme == "each":
-        with DeviceStream(wire.device) as stream:
-            for name, shape, dtype in layout:
-                tensor = torch.empty(shape, dtype=dtype, device=wire.device)
-                with phases.of("wire", stream):
-                    wire.broadcast(tensor)
-                with phases.of("load", stream):
-                    load([(name, tensor)])
-        stream.wait()
-    else:
-        _receive_packed(wire, layout, load, phases, buffers=int(scheme[-1]))
-    return phases
-
-
-def _raw(wire: Wire, payload: int, scratch: Tensor | None, phases: Phases) -> None:
-    assert scratch is not None
-    with DeviceStream(wire.device) as stream, phases.of("wire", stream):
-        for begin in range(0, payload, scratch.numel()):
-            wire.broadcast(scratch[: min(scratch.numel(), payload - begin)])
-    stream.wait()
-
-
-def _send_packed(wire: Wire, tensors: Named, phases: Phases, buffers: int) -> None:
-    streams = [DeviceStream(wire.device) for _ in range(buffers)]
-    ended, turn = False, 0
-    while not ended:
-        stream = streams[turn % buffers]
-        stream.wait()
+        return _raw(wire, payload)
+    phases, streams, limit = Phases(), _streams(scheme, wire), _limit(scheme, wire)
+    for stream in cycle(streams):
+        if limit:
+            stream.wait()
         with stream:
-            parts: list[Tensor] = []
-            size = 0
             with phases.of("gather", stream):
-                while size < wire.buffer_bytes:
-                    item = next(tensors, None)
-                    if item is None:
-                        ended = True
-                        break
-                    parts.append(item[1].reshape(-1).view(torch.uint8))
+                parts, size = [], 0
+                for _, tensor in tensors:
+                    parts.append(tensor.reshape(-1).view(torch.uint8))
                     size += parts[-1].numel()
-            if parts and wire.group:
-                with phases.of("pack", stream):
-                    packed = torch.cat(parts)
+                    if size >= limit:
+                        break
+            if not parts:
+                break
+            if wire.group:
+                packed = parts[0]
+                if limit:
+                    with phases.of("pack", stream):
+                        packed = torch.cat(parts)
                 with phases.of("wire", stream):
                     wire.broadcast(packed)
-        turn += 1
-    for stream in streams:
-        stream.wait()
+    return _finished(phases, streams)
 
 
-def _receive_packed(wire: Wire, layout: Layout, load: Load, phases: Phases, buffers: int) -> None:
-    streams = [DeviceStream(wire.device) for _ in range(buffers)]
-    for turn, rows in enumerate(_chunks(layout, wire.buffer_bytes)):
-        stream = streams[turn % buffers]
-        stream.wait()
+def receive(scheme: Scheme, wire: Wire, layout: Layout, load: Load) -> dict[str, float]:
+    """Do an engine worker's part of one round, until everything is loaded and its device is done."""
+    if scheme == "raw":
+        return _raw(wire, sum(_nbytes(shape, dtype) for _, shape, dtype in layout))
+    phases, streams, limit = Phases(), _streams(scheme, wire), _limit(scheme, wire)
+    for stream, rows in zip(cycle(streams), _chunks(layout, limit)):
+        if limit:
+            stream.wait()
         with stream:
             sizes = [_nbytes(shape, dtype) for _, shape, dtype in rows]
             packed = torch.empty(sum(sizes), dtype=torch.uint8, device=wire.device)
@@ -157,8 +111,34 @@ def _receive_packed(wire: Wire, layout: Layout, load: Load, phases: Phases, buff
             with phases.of("load", stream):
                 cut = zip(rows, torch.split(packed, sizes))
                 load([(name, part.view(dtype).view(shape)) for (name, shape, dtype), part in cut])
+    return _finished(phases, streams)
+
+
+def _raw(wire: Wire, payload: int) -> dict[str, float]:
+    if wire.group is None:
+        return {}
+    if wire.scratch is None:
+        wire.scratch = torch.zeros(min(payload, RAW_BYTES), dtype=torch.uint8, device=wire.device)
+    phases, stream = Phases(), DeviceStream(wire.device)
+    with stream, phases.of("wire", stream):
+        for begin in range(0, payload, RAW_BYTES):
+            wire.broadcast(wire.scratch[: payload - begin])
+    return _finished(phases, [stream])
+
+
+def _streams(scheme: Scheme, wire: Wire) -> list[DeviceStream]:
+    return [DeviceStream(wire.device) for _ in range(2 if scheme == "packed-2" else 1)]
+
+
+def _limit(scheme: Scheme, wire: Wire) -> int:
+    """Return the bytes that close a chunk; 0: every tensor is a chunk, and none waits for the one before it."""
+    return 0 if scheme == "each" else wire.buffer_bytes
+
+
+def _finished(phases: Phases, streams: list[DeviceStream]) -> dict[str, float]:
     for stream in streams:
         stream.wait()
+    return phases.seconds()
 
 
 def _chunks(layout: Layout, limit: int) -> Iterator[Layout]:

@@ -1,6 +1,6 @@
-"""`rlctl bench sft`: a training step by `rlctl train sft` itself, eager and compiled, by ordinary calls and by a graph.
+"""`rlctl bench sft`: training steps by `rlctl train sft`, eager and compiled, by ordinary calls and by a graph.
 
-Random weights of a real shape, samples of one length, so that every step is the same work.
+Weights are random in a real model's shape and all samples have one length, so every step is the same work.
 """
 
 import json
@@ -10,10 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say, plural
+from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
 from rlctl.bench.runs import prepare_runs, run_folder, run_training
 from rlctl.bench.workload import longest, make_samples, model_problems
 from rlctl.config.errors import Problem, did_you_mean
+from rlctl.dashboard.formats import count
 from rlctl.training.profile import Cost
 
 _COMPILE, _GRAPH = "trainer.compile=true", "ray_compiled_graph.enabled=require"
@@ -27,7 +28,7 @@ _MEGATRON = re.compile(r"megatron((?:-(?:tp|pp|cp|ep)\d+)*)(-compiled)?(-graph)?
 _MEGATRON_FORM = "megatron[-tpN][-ppN][-cpN][-epN][-compiled][-graph]"
 _SIZES = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
 _EPOCH = 64
-# Updates that are profiled, after the counted ones.
+# Profiled updates, after the counted ones.
 _PROFILED = 2
 _LEGEND = (
     "first: seconds of the first step; step: median of those after it; tok/s/dev: trained tokens over the seconds of "
@@ -38,7 +39,7 @@ _COSTS_SHOWN = 8
 
 
 def mode_settings(mode: str) -> tuple[str, ...] | None:
-    """Return what a mode sets, None for an unknown one. `megatron-tp2-pp2-compiled`: Megatron-core, shared out so."""
+    """Return the overrides of a mode such as eager or megatron-tp2-pp2-compiled; None for an unknown one."""
     if mode in MODES:
         return MODES[mode]
     found = _MEGATRON.fullmatch(mode)
@@ -51,24 +52,19 @@ def mode_settings(mode: str) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class SftBench(Bench):
-    """Training steps of the same work, a row for each mode.
-
-    gpus: of this machine. tokens: of a sample. batch: samples a step. micro_batch: tokens a rank packs into one pass.
-    steps: counted ones, after the first. extra: overrides for every run.
-    """
+    """Training steps of the same work, a row for each mode."""
 
     model: str
-    gpus: int
+    gpus: int  # of this machine
     ranks: int
-    tokens: int
-    batch: int
-    micro_batch: int
-    steps: int
+    tokens: int  # of a sample
+    batch: int  # samples a step
+    micro_batch: int  # tokens a rank packs into one pass
+    steps: int  # counted ones, after the first
     modes: list[str]
-    extra: list[str]
+    extra: list[str]  # overrides for every run
 
     def check(self) -> list[Problem]:
-        """Return what does not fit this machine or the model, and modes that there are not."""
         problems = []
         if self.ranks > self.gpus > 0:
             problems.append(Problem("--ranks", "", f"{self.ranks}: this machine has {self.gpus} GPUs"))
@@ -86,43 +82,35 @@ class SftBench(Bench):
         return problems
 
     def measure(self, folder: Path, say: Say) -> "SftResults":
-        """Run every mode, one after the other."""
         make_samples(folder, max(_EPOCH, self.batch), self.tokens)
-        settings = {mode: self._settings(mode) for mode in self.modes}
+        counted = 1 + self.steps
+        common = [
+            *(f"sft.num_steps={counted + _PROFILED}", f"sft.batch_size={self.batch}"),
+            *(f"trainer.num_ranks={self.ranks}", f"trainer.micro_batch_tokens={self.micro_batch}"),
+            f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
+        ]
+        settings = {mode: [*common, *(mode_settings(mode) or ()), *self.extra] for mode in self.modes}
         prepare_runs("sft", self.model, settings, folder, say)
         rows = []
         for mode, own in settings.items():
-            say(f"{mode}: {self.steps + 1} steps, all but the first counted")
-            steps = run_training("sft", mode, own, folder)[: 1 + self.steps]
+            say(f"{mode}: {counted} steps, all but the first counted")
+            steps = run_training("sft", mode, own, folder)[:counted]
             profile = json.loads((run_folder(folder, mode) / "profile" / "trainer-0.json").read_text())
             rows.append(_row(mode, steps, profile))
         return SftResults(self.model, self.ranks, self.tokens, self.batch, rows)
 
-    def _settings(self, mode: str) -> list[str]:
-        counted = 1 + self.steps
-        return [
-            *(f"sft.num_steps={counted + _PROFILED}", f"sft.batch_size={self.batch}"),
-            *(f"trainer.num_ranks={self.ranks}", f"trainer.micro_batch_tokens={self.micro_batch}"),
-            f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
-            *(*(mode_settings(mode) or ()), *self.extra),
-        ]
-
 
 @dataclass(frozen=True)
 class SftRow:
-    """One mode. first: seconds of the first step. step: median of the counted ones after it.
-
-    rate: tokens/s/device of the counted steps. mfu: None where the device's peak is not known. busy: share of the time
-    in which the device worked, in the profiled updates; costs: their dearest operations on rank 0.
-    """
+    """One mode. Times in seconds, rates in tokens/s/device, shares 0 to 1."""
 
     mode: str
-    first: float
-    step: float
+    first: float  # time of the first step
+    step: float  # median time of the counted steps after it
     rate: float
-    mfu: float | None
-    busy: float
-    costs: list[Cost]
+    mfu: float | None  # None where the device's peak is not known
+    busy: float  # share of the profiled updates in which the device worked
+    costs: list[Cost]  # the most expensive operations of those updates on rank 0
 
 
 def _row(mode: str, steps: list[dict[str, Any]], profile: dict[str, Any]) -> SftRow:
@@ -150,19 +138,30 @@ class SftResults(Results):
     rows: list[SftRow]
 
     def speedup(self, row: SftRow) -> float:
-        """Return the row's rate against the first row's."""
+        """Return the row's rate over the first row's."""
         return row.rate / self.rows[0].rate
 
     def derived(self, row: SftRow) -> dict[str, Any]:
         return {"speedup": self.speedup(row)}
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        """Return the table, and below it where the time of the last row's update went."""
         work = f"{self.batch} samples of {self.tokens:,} tokens a step"
         last = self.rows[-1]
+
+        def cells(row: SftRow) -> Cells:
+            return [
+                ("run", row.mode),
+                ("first", f"{row.first:.3f}"),
+                ("step", f"{row.step:.3f}"),
+                ("tok/s/dev", f"{row.rate:,.0f}"),
+                ("MFU", "" if row.mfu is None else f"{row.mfu:.1%}"),
+                ("x first", f"{self.speedup(row):.2f}"),
+                ("busy", f"{row.busy:.0%}"),
+            ]
+
         return [
-            Line(f"{self.model} on {plural(self.ranks, 'rank')}: {work}"),
-            ResultTable([self._cells(row) for row in self.rows]),
+            Line(f"{self.model} on {count(self.ranks, 'rank')}: {work}"),
+            ResultTable([cells(row) for row in self.rows]),
             Line(f"where {last.mode} spends it (operations by their own time on the device):"),
             *(Line(f"  {cost.share:5.1%}  {cost.name}", cut=True) for cost in last.costs[:_COSTS_SHOWN]),
             Line(_LEGEND, "dim"),
@@ -171,16 +170,5 @@ class SftResults(Results):
     def chart(self) -> Chart:
         mfu = {row.mode: "" if row.mfu is None else f", {row.mfu:.0%} MFU" for row in self.rows}
         bars = [Bar(row.mode, row.rate, f"{row.rate:,.0f}{mfu[row.mode]}", "compiled" in row.mode) for row in self.rows]
-        title = f"SFT, {self.model}, {plural(self.ranks, 'rank')}, samples of {self.tokens} tokens"
+        title = f"SFT, {self.model}, {count(self.ranks, 'rank')}, samples of {self.tokens} tokens"
         return Chart(title, "tokens/s/device trained", bars)
-
-    def _cells(self, row: SftRow) -> Cells:
-        return [
-            ("run", row.mode),
-            ("first", f"{row.first:.3f}"),
-            ("step", f"{row.step:.3f}"),
-            ("tok/s/dev", f"{row.rate:,.0f}"),
-            ("MFU", "" if row.mfu is None else f"{row.mfu:.1%}"),
-            ("x first", f"{self.speedup(row):.2f}"),
-            ("busy", f"{row.busy:.0%}"),
-        ]

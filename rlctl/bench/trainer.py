@@ -1,4 +1,4 @@
-"""A trainer rank for the bench: random weights, the run's own refit end, and the reference schemes'."""
+"""A trainer rank of `rlctl bench refit`: random weights, a run's own refit end, and that of the reference schemes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
-from rlctl.bench.schemes import RAW_BYTES, Scheme, send
+from rlctl.bench.schemes import Scheme, send
 from rlctl.bench.weights import RandomShards
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
@@ -17,21 +17,21 @@ from rlctl.utils.ports import free_port
 
 @dataclass(frozen=True)
 class BenchTrainerSpec:
-    """Recipe of a `BenchTrainer`. master: dtype of its weights. init_method: where ranks meet for gathering."""
+    """Picklable recipe of a `BenchTrainer`."""
 
     folder: str
     rank: int
     world: int
     device: str
-    master: str
-    init_method: str
+    master: str  # dtype of its weights
+    init_method: str  # where ranks meet for gathering
 
     def __call__(self) -> "BenchTrainer":
         return BenchTrainer(self)
 
 
 class BenchTrainer(SendsWeights):
-    """A trainer rank, hosted by `workers.actor.WorkerActor`."""
+    """Trainer rank, hosted by `workers.actor.WorkerActor`."""
 
     def __init__(self, spec: BenchTrainerSpec) -> None:
         self._spec, self._device = spec, torch.device(spec.device)
@@ -50,17 +50,17 @@ class BenchTrainer(SendsWeights):
         return self._weights.layout(dtype)
 
     def rendezvous(self, port: int, parties: int, alone: int) -> None:
-        """Join the other processes of the bench; at the port `alone` the other trainer ranks, without engines."""
+        """Join the other processes of the bench at `port`, and the other trainer ranks alone at port `alone`."""
         server = self._spec.rank == 0
         self._end = BenchEnd(self._device, Meeting(port, parties, server))
         self._alone = Meeting(alone, self._spec.world, server)
 
     def fill(self, version: int) -> None:
-        """Make the weights those of a version."""
+        """Set the weights to those of a version."""
         self._weights.fill(version)
 
     def copy_speed(self, payload: int, rounds: int) -> Measured:
-        """Copy as many bytes as a refit has, within this device's memory (on CPU: memcpy)."""
+        """Copy `payload` bytes within this device's memory (on CPU: memcpy)."""
         source, target = (torch.zeros(payload, dtype=torch.uint8, device=self._device) for _ in range(2))
 
         def work(number: int) -> Timing:
@@ -76,7 +76,7 @@ class BenchTrainer(SendsWeights):
         self._end.clear()
 
     def refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
-        """Send one version several times. in_turn: receivers begin when this is done."""
+        """Send `rounds` versions, the first one `version`. in_turn: receivers begin when a send is done."""
 
         def work(number: int) -> Timing:
             report = self._sending.send(Header(version + number, plan.digest, checks))
@@ -86,27 +86,19 @@ class BenchTrainer(SendsWeights):
 
         return self._end.measure(rounds, work)
 
-    def open_scheme(self, spec: TransportSpec, buffer_bytes: int) -> None:
-        """Join the group of the reference schemes."""
-        self._end.open_wire(spec, buffer_bytes, 0 if self._spec.rank == 0 else None)
-
-    def scheme_rounds(self, scheme: Scheme, dtype: str, payload: int, rounds: int) -> Measured:
-        """Send by a reference scheme."""
-        wire = self._end.wire
-        assert wire, "open_scheme comes first"
-        raw = scheme == "raw" and wire.group
-        scratch = torch.zeros(min(payload, RAW_BYTES), dtype=torch.uint8, device=self._device) if raw else None
+    def scheme_rounds(
+        self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, dtype: str, payload: int, rounds: int
+    ) -> Measured:
+        """Join the group of the reference schemes, and send by one of them."""
+        wire = self._end.open_wire(spec, buffer_bytes, 0 if self._spec.rank == 0 else None)
 
         def work(number: int) -> Timing:
-            if scheme == "raw" and not wire.group:
-                return {}, 0.0
-            tensors = self._weights.gathered(getattr(torch, dtype))
-            return send(scheme, wire, tensors, payload, scratch).seconds(), 0.0
+            return send(scheme, wire, self._weights.gathered(getattr(torch, dtype)), payload), 0.0
 
         return self._end.measure(rounds, work)
 
     def gather_rounds(self, dtype: str, rounds: int) -> Measured:
-        """Gather and convert every tensor of the model, and send nothing."""
+        """Gather and convert every tensor of the model without sending any."""
 
         def work(number: int) -> Timing:
             for _ in self._weights.gathered(getattr(torch, dtype)):

@@ -35,10 +35,10 @@ def make_tensor(name: str, shape: tuple[int, ...], version: int, dtype: torch.dt
 
 
 class RandomShards:
-    """One rank's rows of every tensor. Implements `Sharded`."""
+    """One rank's rows of every tensor; implements `Sharded`."""
 
     def __init__(self, folder: Path, rank: int, world: int, master: str, device: torch.device) -> None:
-        """master: dtype in which the trainer keeps its weights."""
+        """Allocate zeros. master: dtype in which the trainer keeps its weights."""
         self._rank, self._world, self._device = rank, world, device
         self._dtype: torch.dtype = getattr(torch, master)
         self._rows = parameters_of(folder)
@@ -47,18 +47,16 @@ class RandomShards:
         }
 
     def fill(self, version: int) -> None:
-        """Become the weights of a version, in place."""
+        """Overwrite the weights with those of a version."""
         for name, shape in self._rows:
             mine = self._own(name, shape)
             first = self._rank * self._padded(shape)[0]
             mine.copy_(make_tensor(name, shape, version, self._dtype, self._device)[first : first + mine.shape[0]])
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
-        """Implement `Sharded`."""
         return [(name, shape, dtype or str(self._dtype).removeprefix("torch.")) for name, shape in self._rows]
 
     def shards(self) -> list[Shard]:
-        """Implement `Sharded`."""
         found = []
         for name, shape in self._rows:
             mine = self._own(name, shape)
@@ -68,7 +66,7 @@ class RandomShards:
         return found
 
     def gathered(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors on every rank, one at a time, as FSDP2's `full_tensor` makes them; all ranks together."""
+        """Yield whole tensors on every rank, one at a time, as FSDP2's `full_tensor` does. A collective."""
         for name, shape in self._rows:
             held = self._held[name]
             if self._world > 1:

@@ -1,6 +1,6 @@
-"""Work to measure with: a model's shape, by name or from a Hugging Face folder, random weights in it, and made-up data.
+"""Work to measure with: a model's shape by name or from a Hugging Face folder, random weights, and made-up data.
 
-A word is a token of the data's tokenizer, so that lengths are exact.
+The data's tokenizer has one word a token, so lengths are exact.
 """
 
 import json
@@ -21,7 +21,7 @@ def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool) 
     return _QWEN3 | sizes | {"num_attention_heads": heads, "num_key_value_heads": 8, "tie_word_embeddings": tied}
 
 
-# From the config.json of the published models; `tiny` is rlctl's own, large enough to leave a CPU's caches.
+# From config.json of the published models; `tiny` is rlctl's own, too large for a CPU's caches.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen3(512, 1536, 4, 8, True) | {"vocab_size": 32000, "head_dim": 64},
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, True),
@@ -51,7 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-# No token ends an answer: requests run until their length is reached.
+# No end token: requests run until their length is reached.
 _COMMON = {"hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "bos_token_id": None}
 
 
@@ -66,7 +66,7 @@ _PROMPT_WORDS = 64
 
 
 def model_problems(model: str) -> list[Problem]:
-    """Return what is wrong with `--model`, if it is neither a shape's name nor a folder with a config.json."""
+    """Return a problem if `--model` is neither a shape's name nor a folder with a config.json."""
     if model in SHAPES or (Path(model) / "config.json").is_file():
         return []
     allowed = f"{', '.join(SHAPES)}, or a folder with a config.json"
@@ -74,21 +74,19 @@ def model_problems(model: str) -> list[Problem]:
 
 
 def longest(model: str) -> int:
-    """Return the tokens of the model's longest sequence."""
+    """Return the length of the model's longest sequence in tokens."""
     return int(json.loads(_config(model))["max_position_embeddings"])
 
 
 def model_folder(model: str, parent: Path) -> Path:
-    """Return a folder with the model's config.json: `model` itself if it is one, else written under `parent`."""
-    if (Path(model) / "config.json").is_file():
-        return Path(model).absolute()
-    return _folder(parent / model, model)
+    """Return a folder with the model's config.json: `model` itself if it is one, else a new one under `parent`."""
+    return Path(model).absolute() if (Path(model) / "config.json").is_file() else _folder(parent / model, model)
 
 
 def shape_folder(model: str, parent: Path) -> Path:
     """Write a folder under `parent` with the model's config.json and a tokenizer of one word a token.
 
-    A user's folder is only read; its tokenizer stays behind, since sizes of made-up data are counted in words.
+    A user's folder is only read. Its tokenizer is not copied, since the sizes of made-up data are counted in words.
     """
     folder = _folder(parent / "shape", model)
     word_tokenizer(int(json.loads(_config(model))["vocab_size"])).save_pretrained(folder)
@@ -112,7 +110,7 @@ def _config(model: str) -> str:
 
 
 def make_random_model(shape: Path, folder: Path) -> None:
-    """Write model/ into `folder`: random weights. shape: a folder of `shape_folder`. Raises RuntimeError."""
+    """Write a model with random weights to `folder`/model. shape: from `shape_folder`. Raises RuntimeError."""
     command = [sys.executable, "-m", "rlctl.models.meta_model", str(shape), str(folder / "model"), "0", "quick"]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
@@ -127,9 +125,9 @@ def make_prompts(folder: Path, count: int) -> None:
 
 
 def make_samples(folder: Path, count: int, tokens: int) -> None:
-    """Write train.jsonl: every sample as long as `tokens`, of which all but the first are trained on."""
+    """Write train.jsonl: every sample has `tokens` tokens; all but the first are trained on."""
     rng = random.Random(0)
-    # The end token comes by itself.
+    # The end token is added when samples are read.
     _write(folder, [{"prompt": _words(rng, 1) + " ", "answer": _words(rng, tokens - 2)} for _ in range(count)])
 
 
@@ -142,7 +140,7 @@ def _words(rng: random.Random, count: int) -> str:
 
 
 def word_tokenizer(size: int) -> Any:
-    """Return a tokenizer of `size` words, a word a token."""
+    """Return a tokenizer with a vocabulary of `size` words, one word a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
