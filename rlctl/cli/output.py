@@ -26,7 +26,7 @@ def examples(*lines: str) -> str:
 
 def console(*, stderr: bool = False) -> "Console":
     """A console that breaks lines between words on a terminal and not at all in a pipe; rich honours NO_COLOR."""
-    from rlctl.dashboard.safe_console import SafeConsole
+    from rlctl.dashboard.console import SafeConsole
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
     return SafeConsole(stderr=stderr, soft_wrap=not terminal, highlight=False, emoji=False)

@@ -31,7 +31,7 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
         _bring_up_to_date(folder.parent)
     entries = catalogue(_root(root))
     if as_json:
-        typer.echo(json.dumps([entry.as_dict() for entry in entries]))
+        typer.echo(json.dumps([vars(entry) for entry in entries]))
     elif not entries:
         say(f"no runs in {_root(root)}; start one with: rlctl train grpo")
     else:
@@ -67,10 +67,10 @@ def dash(
     height: Annotated[int | None, typer.Option(help="Rows; the terminal's if left out.", min=4)] = None,
 ) -> None:
     """Live view of a running run until it ends or Ctrl-C (the run goes on); one screen of a finished one."""
-    from rlctl.dashboard.dashboard import LiveDashboard, render
-    from rlctl.dashboard.safe_console import SafeConsole
+    from rlctl.dashboard.console import SafeConsole, write_svg
+    from rlctl.dashboard.dashboard import render
     from rlctl.dashboard.state import read_state
-    from rlctl.dashboard.svg import write_svg
+    from rlctl.dashboard.view import LiveDashboard
     from rlctl.run.run_dir import RunDir
 
     folder = _find(run, root)
@@ -78,7 +78,7 @@ def dash(
     state = read_state(folder)
     console = SafeConsole(width=width, height=height)
     if svg is not None:
-        write_svg(state, svg, *console.size)
+        write_svg(render(state, *console.size), f"rlctl train {state.algorithm}", svg, *console.size)
     elif state.status in ("new", "running") and console.is_terminal:
         from rlctl.cluster.jobs.watch import follow_run
 
@@ -159,7 +159,7 @@ def _bring_up_to_date(folder: Path) -> None:
 
 
 def _print(table: "RenderableType") -> "Console":
-    from rlctl.dashboard.safe_console import SafeConsole
+    from rlctl.dashboard.console import SafeConsole
 
     console = SafeConsole()
     console.print(table)

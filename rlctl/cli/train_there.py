@@ -89,10 +89,9 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     """Shows a run that a job drives until it ends or Ctrl-C, which leaves it running; returns its exit code."""
 
     from rlctl.cluster.jobs.watch import follow_run, refresh_run
-    from rlctl.dashboard.dashboard import LiveDashboard
-    from rlctl.dashboard.plain_log import LineView
-    from rlctl.dashboard.safe_console import SafeConsole
+    from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.state import read_state
+    from rlctl.dashboard.view import LineView, LiveDashboard
     from rlctl.run.run_dir import RunDir
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())

@@ -1,4 +1,4 @@
-"""One line of advice on how an asynchronous run's devices are divided. Pure."""
+"""Advice in one line on how an asynchronous run divides its devices. Pure."""
 
 from rlctl.dashboard.state import RunState
 from rlctl.telemetry.throughput import split
@@ -6,12 +6,12 @@ from rlctl.telemetry.throughput import split
 RECENT = 20
 # A division that saves less of a step than this is not worth a restart.
 WORTH = 0.08
-# Waiting longer than this share of a step for the oldest group is the bound's doing, not the division's.
+# Waiting for the oldest group for more than this share of a step is due to the bound, not to the division.
 WAITING = 0.15
 
 
 def hint(state: RunState) -> str:
-    """What to change, with the figures behind it; empty where nothing would help, or too little is known."""
+    """Return what to change, with the figures behind it; empty where nothing would help, or too little is known."""
     idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
     if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
         return ""
@@ -29,10 +29,10 @@ def hint(state: RunState) -> str:
 
 
 def better_division(now: tuple[int, int], trainer: float, generator: float) -> tuple[tuple[int, int], float]:
-    """((devices that train, that generate), share of a step saved) of the best division of the same devices.
+    """Return ((devices that train, that generate), share of a step saved) of the best division of the same devices.
 
-    now: the present division. trainer, generator: shares of the step in which each side is busy. Assumes that each
-    side's work is shared evenly by its devices, and that the slower side sets the pace.
+    now: the present division. trainer, generator: shares of the step in which each side is busy. Assumes that the
+    devices of a side share its work evenly, and that the slower side sets the pace.
     """
     work = (now[0] * trainer, now[1] * generator)
     whole = sum(now)

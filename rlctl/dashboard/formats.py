@@ -1,10 +1,10 @@
-"""Numbers as people read them: four digits, units that fit, and a dash for what is not known."""
+"""Numbers as people read them: about four digits, units that fit, a dash for what is not known."""
 
 NONE = "–"
 
 
 def number(value: float | None) -> str:
-    """About four significant digits, counts as they are: 12,345  200  123.4  1.234  0.012  1.2e-05."""
+    """Return about four significant digits, counts as they are: 12,345  200  123.4  1.234  0.012  1.2e-05."""
     if value is None:
         return NONE
     size = abs(value)
@@ -20,19 +20,19 @@ def number(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share (0 to 1) as 0.0% to 100%."""
+    """Return a share (0 to 1) as 0.0% to 100%."""
     if value is None:
         return NONE
     return f"{value:.0%}" if value >= 0.9995 or value == 0 else f"{value:.1%}"
 
 
 def error_factor(value: float | None) -> str:
-    """token_mult_prob_error: what matters stands behind the 1, so five digits."""
+    """Return token_mult_prob_error with five digits behind its 1."""
     return NONE if value is None else f"{value:.5f}"
 
 
 def duration(seconds: float | None) -> str:
-    """12ms  0.12s  12.3s  2m05s  3h07m  2d04h."""
+    """Return seconds like 12ms  0.12s  12.3s  2m05s  3h07m  2d04h."""
     if seconds is None:
         return NONE
     if seconds < 0.0995:
@@ -45,7 +45,7 @@ def duration(seconds: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """The same in whole seconds, for what counts on the screen: 12s  2m05s  3h07m  2d04h."""
+    """Return whole seconds, for times that run on the screen: 12s  2m05s  3h07m  2d04h."""
     if seconds is None:
         return NONE
     whole = int(seconds)
@@ -59,12 +59,12 @@ def span(seconds: float | None) -> str:
 
 
 def ticking(seconds: float) -> str:
-    """A time that runs on the screen: tenths at first, then whole seconds."""
+    """Return a time that runs on the screen: tenths at first, then whole seconds."""
     return f"{max(0.0, seconds):.1f}s" if seconds < 10 else span(seconds)
 
 
 def count(number: int, what: str) -> str:
-    """`1 engine`, `2 engines`."""
+    """Return `1 engine`, `2 engines`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 

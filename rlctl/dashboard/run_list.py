@@ -1,7 +1,7 @@
-"""All runs under a folder, as a table or as plain values for scripts."""
+"""Runs under a folder, as a table or as plain values for scripts."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_bl
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run. accuracy: held-out, else of the last step; None where not measured. age_s: since it started."""
+    """One run in the list."""
 
     name: str
     path: str
@@ -26,26 +26,25 @@ class RunEntry:
     status: str
     step: int
     num_steps: int
-    accuracy: float | None
-    throughput: float | None
-    age_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    accuracy: float | None  # of the last validation, else of the last step; None where not measured
+    throughput: float | None  # effective where there is a generator, else of training
+    age_s: float  # seconds since it started
 
 
 def catalogue(root: Path) -> list[RunEntry]:
-    """Newest first; folders that hold no events are no runs."""
+    """Return all runs, newest first; a folder without events.jsonl is no run."""
     folders = [path.parent for path in root.glob("*/events.jsonl")]
     return sorted((entry(folder, read_state(folder)) for folder in folders), key=lambda entry: entry.age_s)
 
 
 def newest(root: Path) -> Path | None:
+    """Return the directory of the run that started last; None if there is no run."""
     entries = catalogue(root)
     return Path(entries[0].path) if entries else None
 
 
 def table(entries: list[RunEntry]) -> Table:
+    """Return a row for each run."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     grid.add_column("name", overflow="fold")
     for title in ("kind", "status"):
@@ -66,7 +65,7 @@ def table(entries: list[RunEntry]) -> Table:
 
 
 def as_dict(state: RunState) -> dict[str, Any]:
-    """A run for scripts: what it is, how far, its newest records, its best checkpoint."""
+    """Return a run for scripts: what it is, how far it is, its newest records, its best checkpoint."""
     best = best_checkpoint(state)
     return {
         "name": state.name,
@@ -84,9 +83,8 @@ def as_dict(state: RunState) -> dict[str, Any]:
 
 
 def metrics_table(state: RunState) -> Table:
-    """Every metric of the last step and validation, with what it means."""
-    newest_validation = state.validations.last
-    values = {name: value for name, value in {**state.last, **newest_validation}.items() if "/" in name}
+    """Return every metric of the last step and validation with its meaning."""
+    values = {name: value for name, value in {**state.last, **state.validations.last}.items() if "/" in name}
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     grid.add_column("metric of the last step", no_wrap=True)
     grid.add_column("value", justify="right", no_wrap=True)
@@ -97,7 +95,7 @@ def metrics_table(state: RunState) -> Table:
 
 
 def entry(folder: Path, state: RunState) -> RunEntry:
-    """A run in this folder, as its `read_state` has it."""
+    """Return the entry of the run in `folder` from its state."""
     accuracy = state.latest("validation/accuracy")
     rate = state.mean("throughput/effective")
     started = float(state.start.get("time", folder.stat().st_mtime))

@@ -1,6 +1,6 @@
-"""What a run looks like at an instant, folded from its files; everything that shows a run reads this.
+"""State of a run at an instant, folded from its files; everything that shows a run reads it.
 
-`apply_*` are pure folds over records and may see one twice (a file read anew); `RunReader` does the reading.
+`apply_*` are pure folds over records and may see one twice (in a file that is reread); `RunReader` does the reading.
 """
 
 import time
@@ -10,54 +10,115 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.dashboard.history import History
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.utils.escapes import neutral
 from rlctl.utils.process import lives
 
 Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]
-# Events that tell where the run is rather than what happened.
+# Events that say where the run is, not what happened.
 SILENT = {"phase", "startup", "prompts"}
 ETA_STEPS = 20
 
 
+class History:
+    """Records of a run's steps (or validations) in order, with each metric's series at hand.
+
+    Adding the newest is cheap; adding an older one, as after a reread, costs a rebuild.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[int, Record] = {}
+        self._series: dict[str, tuple[list[int], list[float]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def steps(self) -> list[int]:
+        return list(self._records)
+
+    @property
+    def last(self) -> Record:
+        """Newest record; empty before the first."""
+        return next(reversed(self._records.values()), {})
+
+    def add(self, record: Record) -> None:
+        """Add the record of `record["step"]`, in place of an earlier one of that step."""
+        step = int(record["step"])
+        if not self._records or step > next(reversed(self._records)):
+            self._take(step, record)
+        elif self._records.get(step) != record:
+            self._rebuild({**self._records, step: record})
+
+    def drop_after(self, step: int) -> None:
+        """Remove the records of later steps."""
+        self._rebuild({each: record for each, record in self._records.items() if each <= step})
+
+    def recent(self, count: int) -> list[Record]:
+        """Return the last `count` records, oldest first."""
+        newest = reversed(self._records.values())
+        return [record for _, record in zip(range(count), newest)][::-1]
+
+    def series(self, name: str) -> Sequence[tuple[int, float]]:
+        """Return (step, value) wherever the metric was recorded, in order."""
+        steps, values = self._series.get(name, ((), ()))
+        return list(zip(steps, values))
+
+    def values(self, name: str) -> Sequence[float]:
+        """Return the values of `series`, without a copy."""
+        return self._series.get(name, ((), ()))[1]
+
+    def _rebuild(self, records: dict[int, Record]) -> None:
+        self._records, self._series = {}, {}
+        for step in sorted(records):
+            self._take(step, records[step])
+
+    def _take(self, step: int, record: Record) -> None:
+        self._records[step] = record
+        for name, value in record.items():
+            if isinstance(value, (int, float)):
+                steps, values = self._series.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+
+
 @dataclass
 class RunState:
-    """now: unix seconds of the view. phase: (name, step, since). startup: what -> (since, seconds or None)."""
+    """A run as its files describe it."""
 
     name: str
-    now: float = 0.0
-    start: Record = field(default_factory=dict)
-    end: Record = field(default_factory=dict)
-    startup: dict[str, tuple[float, float | None]] = field(default_factory=dict)
-    phase: tuple[str, int, float] | None = None
+    now: float = 0.0  # unix seconds of the view
+    start: Record = field(default_factory=dict)  # run_started of this attempt
+    end: Record = field(default_factory=dict)  # its run_ended
+    startup: dict[str, tuple[float, float | None]] = field(default_factory=dict)  # what -> (since, seconds or None)
+    phase: tuple[str, int, float] | None = None  # (name, step, since)
     steps: History = field(default_factory=History)
     validations: History = field(default_factory=History)
     checkpoints: dict[int, Record] = field(default_factory=dict)
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
-    # Warnings of the run's health: check -> step -> event.
-    health: dict[str, dict[int, Record]] = field(default_factory=dict)
+    health: dict[str, dict[int, Record]] = field(default_factory=dict)  # warnings: check -> step -> event
     status: Status = "new"
     checkpoint_metric: str = ""
-    # health.max_token_mult_prob_error of the config.
-    mismatch_bound: float = float("inf")
+    mismatch_bound: float = float("inf")  # health.max_token_mult_prob_error
 
     @property
     def algorithm(self) -> str:
+        """grpo or sft."""
         return str(self.start.get("algorithm", "grpo"))
 
     @property
     def num_steps(self) -> int:
+        """Steps of the whole run."""
         return int(self.start.get("num_steps", 0))
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps done."""
         return int(self.last["step"] if self.steps else self.start.get("start_step", 0))
 
     @property
     def last(self) -> Record:
-        """The newest step's record; empty before the first."""
+        """Record of the newest step; empty before the first."""
         return self.steps.last
 
     @property
@@ -67,54 +128,75 @@ class RunState:
 
     @property
     def eta(self) -> float | None:
-        """Seconds left, from the mean of the last steps' wall times; None before the first step."""
+        """Seconds left, by the mean wall time of the last steps; None before the first step."""
         mean = self.mean("time/step", ETA_STEPS)
         if mean is None or self.status != "running":
             return None
         return max(0.0, mean * (self.num_steps - self.step) - (self.now - float(self.last["time"])))
 
+    def _history(self, name: str) -> History:
+        return self.validations if name.startswith("validation/") else self.steps
+
     def series(self, name: str) -> Sequence[tuple[int, float]]:
-        """(step, value) wherever a step, or for validation/* a validation, recorded the metric."""
-        return (self.validations if name.startswith("validation/") else self.steps).course(name)
+        """Return (step, value) wherever a step, or for validation/* a validation, recorded the metric."""
+        return self._history(name).series(name)
 
     def values(self, name: str) -> Sequence[float]:
-        """The values of `series`."""
-        return (self.validations if name.startswith("validation/") else self.steps).values(name)
+        """Return the values of `series`."""
+        return self._history(name).values(name)
 
     def latest(self, name: str) -> float | None:
+        """Return the newest value of a metric; None before the first."""
         values = self.values(name)
         return values[-1] if values else None
 
     def generated(self, name: str) -> float | None:
-        """The newest value of a generator's metric. The last steps of an asynchronous run, for which nothing is left to
-        sample, say nothing of it: once all steps are done the value is of the last one that sampled."""
+        """Return the newest value of a generator's metric, once all steps are done that of the last step that sampled.
+
+        In the last steps of an asynchronous run nothing is left to sample, so they say nothing of the generator.
+        """
         if self.status in ("new", "running") and self.step < self.num_steps:
             return self.latest(name)
         sampled = (record for record in reversed(self.steps.recent(len(self.steps))) if record.get("tokens/sampled"))
         return next((float(record[name]) for record in sampled if name in record), self.latest(name))
 
     def mean(self, name: str, count: int | None = None) -> float | None:
-        """Mean over the last `count` records of the metric, or all."""
+        """Return the mean over the metric's last `count` values, or all."""
         values = self.values(name)[-count:] if count else self.values(name)
         return sum(values) / len(values) if values else None
 
     def end_with(self, event: Record) -> None:
-        """Take note of an end that the run's own process knows of, should its file have had no room for it."""
+        """Apply a run_ended event that the run's process knows of, in case its file had no room for it."""
         if not self.end:
             self.apply_event(event)
             self.status, self.now = event["status"], float(event["time"])
 
     def of_this_attempt(self) -> list[Record]:
-        """The newest events that came since the attempt began."""
+        """Return the newest events since the attempt began."""
         begun = float(self.start.get("time", 0.0))
         return [event for event in self.events if float(event["time"]) >= begun]
 
     def apply_event(self, event: Record) -> None:
+        """Fold one event into the state."""
         kind = event.get("kind")
         if kind == "run_started":
-            self._begin(event)
+            done = int(event.get("start_step", 0))
+            self.start, self.end, self.phase, self.startup = event, {}, None, {}
+            self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
+            self.steps.drop_after(done)
+            self.validations.drop_after(done)
+            health = {
+                check: {step: each for step, each in said.items() if step <= done}
+                for check, said in self.health.items()
+            }
+            self.health = {check: kept for check, kept in health.items() if kept}
         elif kind == "startup":
-            self._starting(str(event.get("what")), float(event["time"]), event.get("seconds"))
+            what, at, seconds = str(event.get("what")), float(event["time"]), event.get("seconds")
+            if seconds is None:
+                self.startup[what] = (at, None)
+            else:
+                since, _ = self.startup.get(what, (at - seconds, None))
+                self.startup[what] = (since, float(seconds))
         elif kind == "phase":
             self.phase = (str(event.get("name")), int(event.get("step", 0)), float(event["time"]))
         elif kind == "validation_started":
@@ -124,7 +206,7 @@ class RunState:
         elif kind == "warning" and "check" in event:
             self.health.setdefault(str(event["check"]), {})[int(event.get("step", 0))] = event
         elif kind == "submitted":
-            # Its driver is yet to say that it has begun; an earlier one's end is no end of it.
+            # The job's driver has not started yet; the end of an earlier attempt is not its end.
             self.start, self.end, self.phase, self.startup, self.status = {}, {}, None, {}, "new"
         elif kind == "run_ended":
             self.end, self.phase = event, None
@@ -132,80 +214,63 @@ class RunState:
             self.events.append(event)
 
     def apply_metrics(self, record: Record) -> None:
+        """Fold the record of one step or validation into the state."""
         if record["step"] > self.start.get("start_step", 0) and record["time"] < self.start.get("time", 0.0):
-            # A resume cuts it off once its checkpoint is loaded.
+            # The resume will cut it off the file once its checkpoint is loaded.
             return
         (self.validations if record.get("kind") == "validation" else self.steps).add(record)
 
-    def _begin(self, event: Record) -> None:
-        done = int(event.get("start_step", 0))
-        self.start, self.end, self.phase, self.startup = event, {}, None, {}
-        self.checkpoints = {step: saved for step, saved in self.checkpoints.items() if step <= done}
-        self.steps.drop_after(done)
-        self.validations.drop_after(done)
-        self.health = {
-            check: kept
-            for check, said in self.health.items()
-            if (kept := {step: each for step, each in said.items() if step <= done})
-        }
-
-    def _starting(self, what: str, at: float, seconds: float | None) -> None:
-        if seconds is None:
-            self.startup[what] = (at, None)
-        else:
-            since, _ = self.startup.get(what, (at - seconds, None))
-            self.startup[what] = (since, float(seconds))
-
 
 class RunReader:
-    """Follows a run directory. `poll` brings `state` up to date and says whether anything was new."""
+    """Follows a run directory and keeps `state` up to date."""
 
     def __init__(self, path: Path) -> None:
         self._events = Tail(path / "events.jsonl")
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
         self._checked = 0.0
-        self._newest = 0.0
+        self._newest = self._newest_metrics = 0.0
         self.state = RunState(neutral(path.resolve().name))
 
-    def poll(self) -> bool:
-        # Events first: run_started of a resumed run clears what its metrics are about to record anew.
-        events, metrics = self._events.read(), self._metrics.read()
-        for event in _sound(events):
-            self.state.apply_event(event)
-        for record in _sound(metrics, "step"):
-            self.state.apply_metrics(_numbers(record))
-        for record in [*events[-1:], *metrics[-1:]]:
-            self._newest = max(self._newest, float(record.get("time", 0.0)))
-        if not self.state.checkpoint_metric:
-            self.state.checkpoint_metric, self.state.mismatch_bound = _of_config(self._config)
-        self._judge()
-        return bool(events or metrics)
+    def poll(self) -> list[Record]:
+        """Bring `state` up to date; return the new events and metrics by time.
 
-    def _judge(self) -> None:
+        A restart replaces metrics.jsonl, without the steps that will be done again; what is reread is not new.
+        """
         state = self.state
+        events, metrics = list(_sound(self._events.read())), [*map(_numbers, _sound(self._metrics.read(), "step"))]
+        # Events first: run_started of a resumed run clears what its metrics are about to record again.
+        for event in events:
+            state.apply_event(event)
+        for record in metrics:
+            state.apply_metrics(record)
+        unseen = [record for record in metrics if record["time"] > self._newest_metrics]
+        self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
+        self._newest = max([self._newest, *(record["time"] for record in [*events[-1:], *metrics[-1:]])])
+        if not state.checkpoint_metric:
+            state.checkpoint_metric, state.mismatch_bound = _from_config(self._config)
         if state.end:
             state.status, state.now = state.end.get("status", "failed"), float(state.end["time"])
-            return
-        if "pid" in state.start and time.time() - self._checked > 2.0:
-            self._checked = time.time()
-            start = state.start
-            alive = lives(start["pid"], start.get("create_time", 0.0), start.get("host"))
-            state.status = "running" if alive else "died"
-        elif state.start and "pid" not in state.start:
-            state.status = "running"
-        state.now = self._newest if state.status == "died" else time.time()
+        else:
+            if state.start and "pid" not in state.start:
+                state.status = "running"
+            elif state.start and time.time() - self._checked > 2.0:
+                self._checked, start = time.time(), state.start
+                alive = lives(start["pid"], start.get("create_time", 0.0), start.get("host"))
+                state.status = "running" if alive else "died"
+            state.now = self._newest if state.status == "died" else time.time()
+        return sorted([*events, *unseen], key=lambda record: float(record["time"]))
 
 
 def read_state(path: Path) -> RunState:
-    """The state of a run as its files stand now."""
+    """Return the state of a run by its files."""
     reader = RunReader(path)
     reader.poll()
     return reader.state
 
 
 def best_checkpoint(state: RunState) -> tuple[int, float] | None:
-    """(step, value) of the best checkpoint under `checkpoint.metric` (a leading - means smaller is better)."""
+    """Return (step, value) of the best checkpoint by `checkpoint.metric` (a leading - means smaller is better)."""
     name = state.checkpoint_metric.removeprefix("-")
     sign = -1.0 if state.checkpoint_metric.startswith("-") else 1.0
     values = dict(state.series(name))
@@ -221,8 +286,8 @@ def _numbers(record: Record) -> Record:
     return {name: value for name, value in record.items() if name == "kind" or isinstance(value, (int, float))}
 
 
-def _of_config(config: Path) -> tuple[str, float]:
-    """Return what best means, and the bound on the mismatch where there is one."""
+def _from_config(config: Path) -> tuple[str, float]:
+    """Return (checkpoint.metric, bound on the mismatch); the bound is infinite where there is none."""
     import yaml
 
     try:

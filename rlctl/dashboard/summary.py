@@ -1,7 +1,7 @@
-"""The end of a run: what it reached, what it cost, and the commands to type next."""
+"""Summary of a run: results, cost, and the commands to type next."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from rich.console import Console, Group
@@ -16,14 +16,16 @@ from rlctl.telemetry.throughput import split
 
 
 def print_summary(state: RunState, console: Console) -> None:
-    """The summary table and the Next steps block; commands are printed whole, however long."""
+    """Print the summary table and the next steps; commands are printed whole, however long."""
     console.print(summary_table(state))
     print_next_steps(state, console)
 
 
 def say_goodbye(state: RunState, console: Console, failure: Exception | None = None) -> None:
-    """`print_summary` for the end of a view, whose own failure comes first. Never raises: no run fails because
-    its last words found no reader."""
+    """Print the failure of a view, if any, and the summary.
+
+    Never raises: no run fails because nobody reads its summary.
+    """
     try:
         if failure is not None:
             console.print(Text(f"the view stopped early: {failure!r}", style="yellow"))
@@ -34,7 +36,7 @@ def say_goodbye(state: RunState, console: Console, failure: Exception | None = N
 
 
 def summary_table(state: RunState) -> Group:
-    """How it ended, in a line of its own, then the table."""
+    """Return one line on how the run ended, then the table."""
     style = ENDS.get(state.status, "bold red" if state.status == "died" else "cyan")
     reason = one_line(state.end.get("reason") or "")
     title = Text.assemble((f"{state.name} ", "bold"), (state.status, style), f": {reason}" if reason else "")
@@ -47,6 +49,7 @@ def summary_table(state: RunState) -> Group:
 
 
 def print_next_steps(state: RunState, console: Console) -> None:
+    """Print the commands that the run proposes, each on one line."""
     commands = state.end.get("next") or []
     if commands:
         console.print("\n[bold]Next steps[/]")
@@ -57,11 +60,11 @@ def print_next_steps(state: RunState, console: Console) -> None:
 def _lines(state: RunState) -> Iterator[tuple[str, str]]:
     yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed)}"
     for line in state.start.get("damaged") or []:
-        yield "damaged", f"{one_line(line)}; gone on after step {state.start.get('start_step', 0)} instead"
+        yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"
     for label, name, show in (
-        ("held-out accuracy", "validation/accuracy", percent),
-        ("held-out pass@k", "validation/pass_at_k", percent),
-        ("held-out loss", "validation/loss", number),
+        ("validation accuracy", "validation/accuracy", percent),
+        ("validation pass@k", "validation/pass_at_k", percent),
+        ("validation loss", "validation/loss", number),
         ("train accuracy", "reward/accuracy", percent),
         ("reward", "reward/mean", number),
         ("loss", "loss/nll", number),
@@ -70,26 +73,33 @@ def _lines(state: RunState) -> Iterator[tuple[str, str]]:
             yield label, f"{show(series[0][1])} → {show(series[-1][1])}  (step {series[0][0]} → {series[-1][0]})"
     if failed := _failed_rewards(state):
         yield "failed rewards", failed
-    yield from _checkpoints(state)
+    if best := best_checkpoint(state):
+        step, value = best
+        metric = state.checkpoint_metric.removeprefix("-")
+        yield "best checkpoint", f"{state.checkpoints[step].get('path', f'step {step}')}  ({metric} {number(value)})"
+    elif state.checkpoints:
+        newest = state.checkpoints[max(state.checkpoints)]
+        yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
     yield from _speed(state)
-    # Where older weights sample, the largest says how far training came in between, not that anything is wrong.
+    # Where older weights sample, the largest value tells how far training went in between, and no error.
     if (mismatch := state.values("mismatch/token_mult_prob_error")) and not any(state.values("age/max")):
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
     if parity := state.values("mismatch/parity"):
         yield "parity", f"{error_factor(max(parity))} at most (1 is exact), under equal weights"
     if state.health:
-        yield "warnings", " · ".join(_warned(check, list(said)) for check, said in state.health.items())
-    peaks = [
-        f"{side} {gib(max(values))}"
-        for side in ("trainer", "engine", "driver")
-        if (values := state.values(f"memory/{side}_gib"))
-    ]
-    if peaks:
+        warnings = []
+        for check, said in state.health.items():
+            times = f" {len(said)} times" if len(said) > 1 else ""
+            steps = ", ".join([*map(str, list(said)[:3]), *["..."] * (len(said) > 3)])
+            warnings.append(f"{check.replace('_', ' ')}{times} (step {steps})")
+        yield "warnings", " · ".join(warnings)
+    held = {side: state.values(f"memory/{side}_gib") for side in ("trainer", "engine", "driver")}
+    if peaks := [f"{side} {gib(max(values))}" for side, values in held.items() if values]:
         yield "peak memory", " · ".join(peaks)
 
 
 def _failed_rewards(state: RunState) -> str:
-    """Rollouts whose rewards failed, in training and held-out; empty where there are none."""
+    """Return how many rollouts had failed rewards, in training and validation; empty if none had."""
     failed = [count for count in state.values("reward/failed") if count]
     held_out = sum(state.values("validation/failed_rewards"))
     parts = []
@@ -98,50 +108,29 @@ def _failed_rewards(state: RunState) -> str:
         steps = f"{len(failed)} of {len(state.steps)} steps"
         parts.append(f"{sum(failed):,.0f} rollouts in {steps}, at most {percent(most)} of a step's")
     if held_out:
-        parts.append(f"{held_out:,.0f} held-out answers")
+        parts.append(f"{held_out:,.0f} validation answers")
     return " · ".join(parts)
 
 
-def _warned(check: str, steps: list[int]) -> str:
-    shown = f"{', '.join(map(str, steps[:3]))}{', ...' if len(steps) > 3 else ''}"
-    times = f" {len(steps)} times" if len(steps) > 1 else ""
-    return f"{check.replace('_', ' ')}{times} (step {shown})"
-
-
-def _checkpoints(state: RunState) -> Iterator[tuple[str, str]]:
-    best = best_checkpoint(state)
-    if best is not None:
-        step, value = best
-        metric = state.checkpoint_metric.removeprefix("-")
-        yield "best checkpoint", f"{state.checkpoints[step].get('path', f'step {step}')}  ({metric} {number(value)})"
-    elif state.checkpoints:
-        newest = state.checkpoints[max(state.checkpoints)]
-        yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
-
-
 def _speed(state: RunState) -> Iterator[tuple[str, str]]:
-    rates = [
-        f"{name} {number(mean)}"
-        for name in ("effective", "training", "generation")
-        if (mean := state.mean(f"throughput/{name}")) is not None
-    ]
-    if rates:
-        yield "throughput", " · ".join(rates) + " tokens/s/device"
+    if rates := _means(state, number, "throughput", ("effective", "training", "generation")):
+        yield "throughput", f"{rates} tokens/s/device"
     if (mfu := state.mean("throughput/mfu")) is not None:
         yield "MFU", percent(mfu)
     if (step := state.mean("time/step")) is not None:
         shares = split(state.steps.recent(len(state.steps)))
         top = " · ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares[:6] if share >= 0.005)
         yield "step time", f"{duration(step)}: {top}"
-    idle = [
-        f"{side} {percent(mean)}"
-        for side in ("trainer", "generator")
-        if (mean := state.mean(f"idle/{side}")) is not None
-    ]
-    if idle:
-        yield "idle", " · ".join(idle)
+    if idle := _means(state, percent, "idle", ("trainer", "generator")):
+        yield "idle", idle
     if (age := state.mean("age/mean")) is not None:
         oldest, mixed = max(state.values("age/max")), state.mean("age/mixed")
         yield "age of groups", f"mean {number(age)} · at most {oldest:.0f} steps · mixed versions {percent(mixed)}"
     if advice := hint(state):
         yield "advice", advice
+
+
+def _means(state: RunState, show: Callable[[float], str], group: str, names: tuple[str, ...]) -> str:
+    """Return the means of those metrics of a group that were recorded."""
+    means = {name: state.mean(f"{group}/{name}") for name in names}
+    return " · ".join(f"{name} {show(mean)}" for name, mean in means.items() if mean is not None)

@@ -1,43 +1,157 @@
-"""Which view a run gets: the dashboard on a terminal, a line a step elsewhere, never both."""
+"""Live views of a run: a thread follows its files and shows a screen (`LiveDashboard`) or lines (`LineView`).
+
+They read the run directory and nothing else, so a live, a finished and a copied run look alike.
+"""
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import TracebackType
 from typing import Literal, TextIO
 
-from rlctl.dashboard.dashboard import LiveDashboard
-from rlctl.dashboard.plain_log import LineView
-from rlctl.dashboard.safe_console import SafeConsole
+from rich.console import Console
+from rich.live import Live
+
+from rlctl.dashboard.console import SafeConsole
+from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.plain_log import LineFormat
+from rlctl.dashboard.state import RunReader
+from rlctl.dashboard.summary import say_goodbye
 from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.jsonl import Record
+from rlctl.utils.escapes import neutral
 from rlctl.utils.process import identity
 
+POLL_S = 0.25
+# Without news the screen is still redrawn this often, for its clocks.
+IDLE_REDRAW_S = 0.5
 # The start time of a process is known to a second.
 CLOCK_SLACK_S = 2.0
 
 
-@contextmanager
-def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -> "Iterator[LiveDashboard | LineView]":
-    """Shows `run` while the block runs, and its summary after it.
+class RunView(ABC):
+    """Shows a run from its files while the `with` block runs, then prints the summary.
 
-    dashboard, every: telemetry.dashboard and run.log_every. Emit run_ended before leaving the block, and tell the view.
-    Under the dashboard, other output of this process goes to logs/latest/driver.log: start the attempt first.
+    A failure in here ends the view, never the run; its reason is printed at the end.
+    """
+
+    def __init__(self, run: RunDir, console: Console) -> None:
+        self.reader = RunReader(run.path)
+        # The run_ended event, set by the run's own process in case its file had no room for it.
+        self.end: Record | None = None
+        self.console = console
+        self._failure: Exception | None = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="run view", daemon=True)
+
+    @abstractmethod
+    def update(self) -> None:
+        """Read what is new and show it."""
+
+    def screen(self) -> AbstractContextManager[object]:
+        """Return the context in which `update` is called."""
+        return nullcontext()
+
+    def __enter__(self) -> "RunView":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5)
+        self.reader.poll()
+        if self.end:
+            self.reader.state.end_with(self.end)
+        say_goodbye(self.reader.state, self.console, self._failure)
+
+    def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
+        """Block until the run has ended or died, or is given up: for a viewer that is not the run itself."""
+        while self.reader.state.status in ("new", "running") and self._thread.is_alive() and not given_up():
+            time.sleep(POLL_S)
+
+    def _follow(self) -> None:
+        try:
+            with self.screen():
+                while not self._stop.wait(POLL_S):
+                    self.update()
+                self.update()
+        except Exception as failure:
+            self._failure = failure
+
+
+class LiveDashboard(RunView):
+    """The dashboard on a terminal's alternate screen."""
+
+    def __init__(self, run: RunDir, console: Console | None = None) -> None:
+        super().__init__(run, console or SafeConsole())
+        self._drawn, self._size = 0.0, self.console.size
+        self._live = Live(
+            console=self.console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
+        )
+
+    def screen(self) -> AbstractContextManager[object]:
+        return self._live
+
+    def update(self) -> None:
+        fresh = bool(self.reader.poll())
+        if self.console.size != self._size:
+            self.console.clear()
+            fresh = True
+        if fresh or time.monotonic() - self._drawn >= IDLE_REDRAW_S:
+            self._drawn, self._size = time.monotonic(), self.console.size
+            self._live.update(render(self.reader.state, *self._size), refresh=True)
+
+
+class LineView(RunView):
+    """One line a step for pipes and log files."""
+
+    def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
+        """every: only each so-many-th step. since: unix seconds; what earlier attempts wrote is not shown."""
+        self._out = out or sys.stdout
+        super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else 200))
+        self._format, self._since = LineFormat(every), since
+
+    def update(self) -> None:
+        for record in self.reader.poll():
+            if float(record["time"]) >= self._since:
+                for line in self._format.lines(record):
+                    print(neutral(line).encode("ascii", "replace").decode(), file=self._out, flush=True)
+
+
+@contextmanager
+def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -> Iterator[RunView]:
+    """Show `run` while the block runs, and its summary after it.
+
+    The dashboard is for a terminal, lines are for everything else, never both. dashboard, every: telemetry.dashboard
+    and run.log_every. Emit run_ended before leaving the block, and tell the view. Under the dashboard, other output of
+    this process goes to logs/latest/driver.log: start the attempt first.
     """
     if dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty()):
         with (
             terminal_alone(run.logs / "driver.log") as terminal,
-            LiveDashboard(run, SafeConsole(file=terminal)) as view,
+            LiveDashboard(run, SafeConsole(file=terminal)) as screen,
         ):
-            yield view
+            yield screen
     else:
-        with LineView(run, every, identity()["create_time"] - CLOCK_SLACK_S) as view:
-            yield view
+        with LineView(run, every, identity()["create_time"] - CLOCK_SLACK_S) as lines:
+            yield lines
 
 
 @contextmanager
 def terminal_alone(log: Path) -> Iterator[TextIO]:
-    """Yields a stream to the terminal; file descriptors 1 and 2, native code's too, append to `log`.
+    """Yield a stream to the terminal; file descriptors 1 and 2, native code's too, append to `log`.
 
     Child processes started inside inherit the log. Everything is put back at the end, also after an error,
     so that a traceback is seen.

@@ -142,7 +142,7 @@ def _known(run: Path) -> dict[str, Any]:
     from rlctl.dashboard.state import read_state
 
     state = read_state(run)
-    return {**entry(run, state).as_dict(), "devices": state.start.get("devices", {})}
+    return {**vars(entry(run, state)), "devices": state.start.get("devices", {})}
 
 
 def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:

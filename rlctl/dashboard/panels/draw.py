@@ -1,4 +1,4 @@
-"""Pictures made of characters: sparklines, bars in eighths of a cell, line charts in braille. Pure functions."""
+"""Pictures of characters: sparklines, bars in eighths of a cell, line charts in braille. Pure functions."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,8 +13,10 @@ Points = Sequence[tuple[float, float]]
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """The last values as at most `width` blocks, lowest to highest; more than fit are averaged per block. A constant
-    series lies flat at the bottom."""
+    """Draw values as at most `width` blocks, lowest to highest; more than fit are averaged per block.
+
+    A constant series is flat at the bottom.
+    """
     cells = resample(values, width)
     if not cells:
         return ""
@@ -25,7 +27,7 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """At most `count` values: means of equal runs of the input."""
+    """Return at most `count` values: means of equal runs of the input."""
     if count < 1:
         return []
     if len(values) <= count:
@@ -35,7 +37,7 @@ def resample(values: Sequence[float], count: int) -> list[float]:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of `share` (0 to 1) of `width` cells, to an eighth of a cell; something shows from 0.1% on."""
+    """Draw `share` (0 to 1) of `width` cells, to an eighth of a cell; from 0.1% on something is visible."""
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
     if share >= 0.001:
         eighths = max(1, eighths)
@@ -45,10 +47,10 @@ def bar(share: float, width: int) -> str:
 def chart(
     series: Sequence[Points], width: int, height: int, bounds: tuple[float, float]
 ) -> list[list[tuple[str, int]]]:
-    """Line charts over one another: `height` rows of `width` (character, index of the series, or -1) cells.
+    """Draw line charts over one another: `height` rows of `width` cells (character, index of its series or -1).
 
-    bounds: the values at the lowest and highest dot. All series share the x axis from the least to the
-    greatest x of any. Where two meet in a cell, the later one's colour shows.
+    bounds: the values at the lowest and highest dot. All series share the x axis, from the least x of any to the
+    greatest. Where two meet in a cell, the later one's colour is shown.
     """
     xs = [x for points in series for x, _ in points]
     cells = [[(0, -1) for _ in range(width)] for _ in range(height)]
@@ -72,7 +74,7 @@ def chart(
 
 
 def _joined(dots: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Dots and the straight lines between neighbours."""
+    """Return the dots and the straight lines between neighbours."""
     joined = set(dots)
     for (x0, y0), (x1, y1) in pairwise(dots):
         count = max(abs(x1 - x0), abs(y1 - y0), 1)

@@ -10,9 +10,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from rlctl.dashboard.dashboard import LiveDashboard, render
+from rlctl.dashboard.console import write_svg
+from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
-from rlctl.dashboard.svg import write_svg
+from rlctl.dashboard.view import LiveDashboard
 from rlctl.telemetry.events import EventLog
 from tests.unit.dashboard.synthetic import START, async_metrics, step_metrics, write_run
 
@@ -43,12 +44,12 @@ def test_the_usual_terminals_are_filled(
     assert len(screen(write_run(tmp_path, metrics=metrics).path, *size)) == size[1]
 
 
-def test_an_asynchronous_run_shows_two_lanes_the_ages_of_its_groups_and_what_to_change(tmp_path: Path) -> None:
+def test_an_asynchronous_run_shows_a_timeline_the_ages_of_its_groups_and_what_to_change(tmp_path: Path) -> None:
     path = write_run(tmp_path, metrics=async_metrics).path
     for size in ((80, 24), (80, 40), (140, 40)):
         text = "\n".join(screen(path, *size))
         for needed in (
-            "Lanes ──",
+            "Timeline ──",
             "busy · refit 0.25s · stall 4ms",
             "trainer    40.0%",
             "generator  60.0%",
@@ -70,13 +71,13 @@ def test_a_mismatch_of_older_weights_is_no_alarm(tmp_path: Path) -> None:
         tmp_path, metrics=lambda step: {**async_metrics(step), "mismatch/token_mult_prob_error": 1.021}
     ).path
     text = "\n".join(screen(path, 140, 40))
-    assert "off-policy  1.02100" in text and "▲" not in text and "mismatch  " not in text.partition("age trained")[0]
+    assert "mismatch    1.02100  " in text and "▲" not in text
 
 
 def test_a_mismatch_under_equal_weights_is_an_alarm_of_an_asynchronous_run_too(tmp_path: Path) -> None:
     path = write_run(tmp_path, metrics=lambda step: {**async_metrics(step), "mismatch/parity": 1.021}).path
     text = "\n".join(screen(path, 140, 40))
-    assert "parity      1.02100 ▲" in text and "off-policy  1.00030  " in text
+    assert "parity      1.02100 ▲" in text and "mismatch    1.00030  " in text
 
 
 def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:
@@ -90,7 +91,7 @@ def test_80_columns_show_everything_a_person_needs(tmp_path: Path) -> None:
         "weights v12",
         "reward        0.816",
         "accuracy      81.6%",
-        "held-out      60.0%",
+        "validation    60.0%",
         "mismatch    1.00030",
         "truncated      2.1%",
         "Step time  last 2.50s · mean 2.50s",
@@ -120,7 +121,7 @@ def test_rewards_that_fail_have_a_row_while_it_goes_on(size: tuple[int, int], tm
 def test_140_columns_add_the_curve_and_the_memory(tmp_path: Path) -> None:
     text = "\n".join(screen(write_run(tmp_path).path, 140, 40))
     assert "Accuracy ──" in text and "step 1 to 20" in text
-    assert "1.00 ┤" in text and "━ held-out" in text
+    assert "1.00 ┤" in text and "━ validation" in text
     assert "trainer rank  0.40 GiB" in text
     assert "validation of step 20: accuracy 0.800" in text
     assert "✔ done" in text
@@ -289,7 +290,7 @@ def test_a_view_that_fails_says_so_at_the_end_and_harms_nothing(
 
 
 def test_the_svg_stands_alone(tmp_path: Path) -> None:
-    write_svg(read_state(write_run(tmp_path).path), tmp_path / "a.svg", 140, 40)
+    write_svg(render(read_state(write_run(tmp_path).path), 140, 40), "rlctl", tmp_path / "a.svg", 140, 40)
     text = (tmp_path / "a.svg").read_text()
     assert text.startswith("<svg") and "Throughput" in text
     assert "url(http" not in text and os.path.getsize(tmp_path / "a.svg") < 200_000

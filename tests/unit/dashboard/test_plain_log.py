@@ -3,7 +3,8 @@
 import io
 from pathlib import Path
 
-from rlctl.dashboard.plain_log import LineFormat, LineView
+from rlctl.dashboard.plain_log import LineFormat
+from rlctl.dashboard.view import LineView
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from tests.unit.dashboard.synthetic import async_metrics, step_metrics
@@ -14,52 +15,52 @@ def record(step: int) -> dict[str, object]:
 
 
 def test_the_columns_are_aligned_and_fit_80() -> None:
-    head, line = LineFormat(1).metrics(record(12))
+    head, line = LineFormat(1).lines(record(12))
     assert head == " step    time  reward    acc     loss      kl   grad    len mismatch tok/s/dev"
     assert line == "   12   2.50s   0.816  0.816  -0.0054   0.012  0.446 11.463  1.00030     1,195"
     assert len(head) == len(line) <= 80
 
 
 def test_a_step_says_how_many_rewards_failed() -> None:
-    _, line = LineFormat(1).metrics({**record(12), "reward/failed": 12.0})
+    _, line = LineFormat(1).lines({**record(12), "reward/failed": 12.0})
     assert line.endswith("     1,195  12 rewards failed")
 
 
 def test_a_metric_that_is_missing_is_a_dash() -> None:
-    _, line = LineFormat(1).metrics({"kind": "step", "step": 1, "time": 0.0})
+    _, line = LineFormat(1).lines({"kind": "step", "step": 1, "time": 0.0})
     assert line.split() == ["1", *["-"] * 9]
 
 
 def test_the_header_comes_back_every_thirty_lines() -> None:
     lines = LineFormat(1)
-    heads = [step for step in range(1, 92) if len(list(lines.metrics(record(step)))) == 2]
+    heads = [step for step in range(1, 92) if len(list(lines.lines(record(step)))) == 2]
     assert heads == [1, 31, 61, 91]
 
 
 def test_only_every_so_many_th_step_is_printed() -> None:
     lines = LineFormat(5)
-    assert [step for step in range(1, 16) if list(lines.metrics(record(step)))] == [5, 10, 15]
+    assert [step for step in range(1, 16) if list(lines.lines(record(step)))] == [5, 10, 15]
 
 
 def test_validation_is_a_line_of_its_own() -> None:
-    (line,) = LineFormat(1).metrics({"kind": "validation", "step": 10, "time": 1.0, "validation/accuracy": 0.75})
+    (line,) = LineFormat(1).lines({"kind": "validation", "step": 10, "time": 1.0, "validation/accuracy": 0.75})
     assert line == "validation  step 10  accuracy 0.750"
 
 
 def test_events_say_what_they_are_in_the_first_column() -> None:
     lines = LineFormat(1)
-    assert list(lines.event({"kind": "warning", "what": "disk is\nfull"})) == ["warning     disk is full"]
-    assert list(lines.event({"kind": "checkpoint", "step": 3, "path": "a/b", "seconds": 0.5})) == [
+    assert list(lines.lines({"kind": "warning", "what": "disk is\nfull"})) == ["warning     disk is full"]
+    assert list(lines.lines({"kind": "checkpoint", "step": 3, "path": "a/b", "seconds": 0.5})) == [
         "checkpoint  of step 3 (0.50s) a/b"
     ]
-    assert list(lines.event({"kind": "startup", "what": "ray", "seconds": 2.0})) == ["startup     ray 2.00s"]
-    assert list(lines.event({"kind": "engine_lost", "engine": 1})) == ["engine      1 lost"]
+    assert list(lines.lines({"kind": "startup", "what": "ray", "seconds": 2.0})) == ["startup     ray 2.00s"]
+    assert list(lines.lines({"kind": "engine_lost", "engine": 1})) == ["engine      1 lost"]
 
 
 def test_what_is_no_news_is_not_printed() -> None:
     lines = LineFormat(1)
     for event in ({"kind": "phase", "name": "train"}, {"kind": "startup", "what": "ray"}, {"kind": "prompts"}):
-        assert not list(lines.event(event))
+        assert not list(lines.lines(event))
 
 
 def test_the_view_prints_what_is_written_while_it_runs_and_then_the_summary(tmp_path: Path) -> None:
@@ -88,14 +89,14 @@ def test_a_restart_prints_the_steps_that_are_done_again_and_no_other(tmp_path: P
     view = LineView(run, 1, 100.0, out)
     for step in (1, 2, 3):
         metrics.write("step", step, step_metrics(step))
-    view._print_new()
+    view.update()
     run.truncate_metrics(1)
-    view._print_new()
+    view.update()
     metrics.write("step", 2, step_metrics(2))
-    view._print_new()
+    view.update()
     metrics.write("validation", 2, {"validation/accuracy": 0.5})
     metrics.write("step", 3, step_metrics(3))
-    view._print_new()
+    view.update()
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "1", "2", "3", "2", "validation", "3"]
 
 
@@ -110,16 +111,16 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
 
 
 def test_steps_of_an_asynchronous_run_have_columns_of_their_own() -> None:
-    head, line = LineFormat(1).metrics({"kind": "step", "step": 7, **async_metrics(7)})
+    head, line = LineFormat(1).lines({"kind": "step", "step": 7, **async_metrics(7)})
     assert " ".join(head.split()).endswith("grad age idle t idle g mismatch tok/s/d")
     assert line.split()[6:9] == ["0.750", "60%", "40%"]
     assert len(head) == len(line) <= 80
 
 
 def test_what_happens_in_an_asynchronous_or_compiled_run_is_told_in_words() -> None:
-    told = LineFormat(1).event
+    told = LineFormat(1).lines
     assert list(told({"kind": "redrawn", "time": 1.0, "prompt": "e0-r3", "version": 2})) == [
-        "redrawn     prompt e0-r3 drawn anew: it stood at the bound on age"
+        "redrawn     prompt e0-r3 resampled: its group reached the bound on age"
     ]
     assert list(told({"kind": "dispatch", "time": 1.0, "what": "compiled 0.4 ms a call"})) == [
         "dispatch    compiled 0.4 ms a call"

@@ -23,7 +23,7 @@ def test_it_tells_what_was_reached_and_what_it_cost(tmp_path: Path) -> None:
     for needed in (
         "grpo--tiny--1 done",
         "20 of 20 in 50s",
-        "held-out accuracy 50.0% → 80.0% (step 5 → 20)",
+        "validation accuracy 50.0% → 80.0% (step 5 → 20)",
         "best checkpoint runs/grpo--tiny--1/checkpoints/step_20 (validation/accuracy 0.800)",
         "effective 1,200 · training 6,000 · generation 2,500 tokens/s/device",
         "2.50s: generation 60% · train 32% · other 8%",
@@ -67,7 +67,7 @@ def test_failed_rewards_are_counted(tmp_path: Path) -> None:
     later = MetricsLog(run.metrics, EventLog(run.events), now=lambda: START + 100)
     later.write("validation", 21, {"validation/failed_rewards": 3})
     text = " ".join(summary(run.path, width=120).split())
-    assert "failed rewards 120 rollouts in 5 of 20 steps, at most 75.0% of a step's · 3 held-out answers" in text
+    assert "failed rewards 120 rollouts in 5 of 20 steps, at most 75.0% of a step's · 3 validation answers" in text
 
 
 def test_warnings_of_the_runs_health_are_counted(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rlctl.cli.main import app, main
-from rlctl.dashboard.plain_log import LineView
-from rlctl.dashboard.safe_console import SafeConsole
+from rlctl.dashboard.console import SafeConsole
+from rlctl.dashboard.view import LineView
 from rlctl.run.run_dir import RunDir
 from rlctl.utils.escapes import neutral
 

@@ -1,0 +1,68 @@
+"""The console that everything is shown on, and the export of a screen as a self-contained SVG."""
+
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.terminal_theme import TerminalTheme
+
+from rlctl.utils.escapes import neutral
+
+
+def _colours(hexadecimal: str) -> list[tuple[int, int, int]]:
+    return [(value >> 16, value >> 8 & 255, value & 255) for value in (int(one, 16) for one in hexadecimal.split())]
+
+
+THEME = TerminalTheme(
+    background=(16, 20, 28),
+    foreground=(205, 211, 222),
+    normal=_colours("262c38 f0616d 7ed385 ebc46a 61a4f0 cc8cf0 56c8ce bec5d2"),
+    bright=_colours("707a8c ff828c 96e69b fad782 82b9fa dca5fa 78dce2 f0f4fa"),
+)
+
+
+class SafeConsole(Console):
+    """A rich console that neutralises the escapes in the text it is given; only rich's own reach the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(neutral(segment.text), segment.style)
+
+
+def write_svg(screen: RenderableType, title: str, path: Path, width: int, height: int) -> None:
+    """Write a screen of width x height characters. The SVG uses the reader's monospace fonts and loads nothing."""
+    console = SafeConsole(
+        record=True, width=width, height=height, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    console.print(screen)
+    path.write_text(console.export_svg(title=title, theme=THEME, code_format=_FORMAT))
+
+
+# rich's own template, with a window drawn plainly and without web fonts.
+_FORMAT = """\
+<svg xmlns="http://www.w3.org/2000/svg" class="rich-terminal" viewBox="0 0 {width} {height}">
+<style>
+.{unique_id}-matrix {{
+  font-family: "Fira Code", "JetBrains Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width;
+}}
+.{unique_id}-title {{ font-size: 18px; font-weight: bold; font-family: sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""

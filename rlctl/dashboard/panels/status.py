@@ -1,0 +1,123 @@
+"""What the run is and does: the head, the list of what starts before the first step, and the last events."""
+
+import textwrap
+import time
+
+from rlctl.dashboard.event_text import describe, one_line
+from rlctl.dashboard.formats import count, duration, span, ticking
+from rlctl.dashboard.panels.canvas import Row, box, row, spread
+from rlctl.dashboard.panels.draw import bar
+from rlctl.dashboard.state import RunState
+from rlctl.run.run_dir import model_name
+from rlctl.telemetry.jsonl import Record
+
+HEIGHT = 4
+SIGNS = {
+    "new": ("○", "bright_black"),
+    "running": ("●", "green"),
+    "done": ("✔", "bold green"),
+    "failed": ("✘", "bold red"),
+    "interrupted": ("■", "bold yellow"),
+    "stopped": ("■", "bold yellow"),
+    "died": ("✘", "bold red"),
+}
+# Cells of an event's clock.
+CLOCK = 10
+
+
+def header(state: RunState, width: int) -> list[Row]:
+    """Draw which run it is, how far it is, and what it does at this moment."""
+    attempt = int(state.start.get("attempt", 1))
+    parts = (model_name(str(state.start.get("model", ""))), f"attempt {attempt}" if attempt > 1 else "")
+    version = state.latest("version")
+    weights = "" if version is None else f"weights v{version:.0f}"
+    where = " · ".join(part for part in (weights, _processes(state.start)) if part)
+    content = [_progress(state, width - 4), spread(_activity(state), row((where, "bright_black")), width - 4)]
+    return box(f"rlctl {state.algorithm} · {state.name}", content, width, HEIGHT, " · ".join(filter(None, parts)))
+
+
+def _progress(state: RunState, width: int) -> Row:
+    total, done = state.num_steps, state.step
+    share = done / total if total else 0.0
+    left = f"step {done}/{total or '?'}"
+    eta = f"  eta {span(state.eta)}" if state.eta is not None else ""
+    right = f"{share:4.0%}  {span(state.elapsed)}{eta}"
+    room = width - len(left) - len(right) - 4
+    halves = round(min(1.0, share) * room * 2)
+    filled = "━" * (halves // 2) + "╸" * (halves % 2)
+    colour = SIGNS[state.status][1] if state.status != "running" else "cyan"
+    rest = "┈" * max(0, room - len(filled))
+    return row((left, "bold"), "  ", (filled, colour), (rest, "bright_black"), "  ", right)
+
+
+def _activity(state: RunState) -> Row:
+    sign, style = SIGNS[state.status]
+    if state.status != "running":
+        reason = one_line(state.end.get("reason") or ("its process is gone" if state.status == "died" else ""))
+        return row((f"{sign} {state.status}", style), f": {reason}" if reason else "")
+    if state.phase is None:
+        return row((f"{sign} ", style), "starting")
+    name, step, since = state.phase
+    at = f" of step {step}" if step else ""
+    return row((f"{sign} ", style), (name.replace("_", " "), "bold"), f"{at} {ticking(state.now - since)}")
+
+
+def _processes(start: Record) -> str:
+    """Return how many trainer ranks and engines there are, and on GPUs which of those they have."""
+    ranks, engines, devices = int(start.get("ranks", 0)), int(start.get("engines", 0)), start.get("devices") or {}
+    if not ranks:
+        return ""
+    trainers = count(ranks, "rank")
+    if not engines:
+        return trainers
+    if start.get("device") == "cuda" and start.get("shared"):
+        gpus = max(int(devices.get(side, 1)) for side in ("trainer", "generator"))
+        return f"{trainers} and {count(engines, 'engine')} on {'the same ' * (gpus > 1)}{count(gpus, 'GPU')}"
+    each = int(devices.get("generator", 1)) // engines if start.get("device") == "cuda" else 1
+    return f"{trainers} · {count(engines, 'engine')}" + f" x {each} GPUs" * (each > 1)
+
+
+def startup(state: RunState, width: int, height: int) -> list[Row]:
+    """Draw what is starting, since when, and what has started."""
+    items = [(what, since, seconds) for what, (since, seconds) in state.startup.items()]
+    scale = max((seconds or state.now - since for _, since, seconds in items), default=0.0)
+    if state.phase is not None and not state.steps:
+        name, step, since = state.phase
+        items.append((f"{name.replace('_', ' ')} of step {step}", since, None))
+    label = min(max((len(what) for what, _, _ in items), default=0), max(10, width // 2))
+    room = min(30, max(0, width - label - 18))
+    rows = []
+    for what, since, seconds in items:
+        done = seconds is not None
+        took = seconds if seconds is not None else max(0.0, state.now - since)
+        rows.append(
+            row(
+                ("✔ ", "green") if done else ("● ", "bold yellow"),
+                (f"{what:<{label}.{label}}", "" if done else "bold"),
+                f"{duration(took) if done else ticking(took):>9}  ",
+                (bar(min(1.0, took / scale) if scale > 0 else 0.0, room), "green" if done else "yellow"),
+            )
+        )
+    return box("Starting", rows[-(height - 2) :], width, height, f"for {span(state.elapsed)}")
+
+
+def log(state: RunState, width: int, height: int, legend: str = "") -> list[Row]:
+    """Draw the last events, newest below, each whole, on several rows if need be. legend: words on the lower edge."""
+    room = height - 2
+    told = [event for event in state.events if event["kind"] != "validation_started"]
+    recent = sorted([*told, *state.validations.recent(height)], key=lambda event: float(event["time"]))[-height:]
+    rows: list[Row] = []
+    for event in reversed(recent):
+        if event["kind"] == "checkpoint":
+            _, folder, step = str(event.get("path", "")).rpartition("checkpoints/")
+            event = {**event, "path": folder + step}
+        text, style = describe(event)
+        clock = time.strftime("%H:%M:%S", time.localtime(float(event["time"])))
+        first, *more = textwrap.wrap(text, max(20, width - 4 - CLOCK)) or [""]
+        lines = [row((f"{clock:<{CLOCK}}", "bright_black"), (first, style))]
+        lines += [row(" " * CLOCK, (line, style)) for line in more]
+        if rows and len(rows) + len(lines) > room:
+            break
+        # Of an event longer than the panel the beginning says most.
+        rows = [*lines[:room], *rows]
+    return box("Events", rows, width, height, below=legend)
