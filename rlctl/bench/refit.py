@@ -214,12 +214,11 @@ class _Stage:
         self._clear()
         self._fill()
         rounds, common = self._reference_rounds, (scheme, spec, self.refit.buffer_bytes)
+        first_ranks = range(1, 1 + self.workers, bench.tensor_parallel)
         sending = self.trainers.start(BenchTrainer.scheme_rounds, *common, bench.dtype, self.payload, rounds)
         receiving = [
-            engine.start(
-                Engine.rpc, "bench_scheme_rounds", *common, 1 + i * bench.tensor_parallel, self.refit.plan, rounds
-            )
-            for i, engine in enumerate(self.engines)
+            engine.start(Engine.rpc, "bench_scheme_rounds", *common, first, self.refit.plan, rounds)
+            for engine, first in zip(self.engines, first_ranks)
         ]
         received = _answers(receiving)
         sent = sending.wait(_DEADLINE_S)
@@ -299,6 +298,6 @@ class _Stage:
         return _answers([engine.start(Engine.rpc, method, *args) for engine in self.engines])
 
 
-def _answers(pending: Sequence[Pending]) -> list[Any]:
+def _answers(pending: Sequence[Pending[Any]]) -> list[Any]:
     """Return the answer of every worker of every engine."""
     return [answer for part in pending for answer in part.wait(_DEADLINE_S)[0]]
