@@ -255,9 +255,9 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     import torch
 
     from rlctl.sft.loss import NllLoss
-    from rlctl.training import distributed
     from rlctl.training.interface import Totals
-    from rlctl.training.worker import TrainerSpec, TrainerWorker
+    from rlctl.training.rank import TrainerSpec, process_memory
+    from rlctl.training.worker import TrainerWorker
 
     model, meeting = str(folder / "model"), f"file://{folder / place}"
     updated_there, count = place in (HOST, OVERLAPPED), 1 + bench.steps
@@ -272,7 +272,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
         offload_optimizer_for_logprob=place == MOVED,
         offload_optimizer_for_generation=False,
     )
-    before = distributed.memory(torch.device("cpu"))["host_rss"]
+    before = process_memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
     share, totals = _random_batch(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []

@@ -11,7 +11,7 @@ from rlctl.bench.weights import RandomShards
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sending import SendingEnd, SendsWeights
-from rlctl.training.distributed import met_at
+from rlctl.training.rank import met_at
 from rlctl.utils.ports import free_port
 
 

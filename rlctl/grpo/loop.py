@@ -7,7 +7,7 @@ What comes between the steps, and what a resume needs, is in run/loop.py.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -46,17 +46,17 @@ from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
 from rlctl.telemetry.clock import StepRecorder
 from rlctl.telemetry.throughput import length_of_a_token, mfu
-from rlctl.training.interface import Totals
+from rlctl.training.trainer_group import Update
 
 
 @dataclass
 class Ahead:
-    """What of a step came before its last groups. totals, parts: of what was trained on, in how many calls."""
+    """Groups of a step that are trained on before its last ones are there. update: begun with the first of them."""
 
+    stack: ExitStack
     groups: list[list[RolloutGroup]] = field(default_factory=list)
     batches: list[TrainingBatch] = field(default_factory=list)
-    totals: Totals | None = None
-    parts: int = 0
+    update: Update | None = None
 
     def with_last(self, groups: list[RolloutGroup], batch: TrainingBatch) -> tuple[list[RolloutGroup], TrainingBatch]:
         """The whole step's."""
@@ -98,7 +98,12 @@ class GrpoLoop(Loop):
         self._buffer.close()
 
     def step(self) -> None:
-        """One step: N groups, `updates_per_step` updates, the generator brought up to date."""
+        """Make one step: N groups, `updates_per_step` updates, the generator brought up to date."""
+        # An exception discards the parts of an update.
+        with ExitStack() as stack:
+            self._step(stack)
+
+    def _step(self, stack: ExitStack) -> None:
         number = self.done + 1
         record = StepRecorder(self._parts.recorder.events, number)
         # Not those of the last step's end: what a validation samples belongs to no step.
@@ -106,7 +111,7 @@ class GrpoLoop(Loop):
         span = partial(_waiting, record, self._async)
         with record.phase("data"):
             self._buffer.fill(self.done)
-        ahead = self._train_ahead(record, span)
+        ahead = self._train_ahead(record, span, stack)
         self._buffer.wait(self.done, span)
         groups = self._buffer.take(self.done, span)
         with record.phase("advantage"):
@@ -120,13 +125,16 @@ class GrpoLoop(Loop):
                 batch, measured = self._add_log_probs(batch, ahead)
         with record.phase("train"):
             updates = self._update(batch, ahead)
+        if not updates or not all(updates):
+            what = f"step {number}: no optimizer step, for it has no token to train on"
+            self._parts.recorder.events.emit("warning", what=what)
         groups, batch = ahead.with_last(groups, batch)
         moved = self._refit(number, record, span)
         self.done = number
         measured |= self._parity(record)
         metrics = rollout_metrics(groups, batch) | update_metrics(updates) | measured | refit_metrics(moved)
         if self._streams:
-            metrics["train/parts"] = float(ahead.parts + 1)
+            metrics["train/parts"] = float(ahead.update.parts if ahead.update else 1)
         if self._async:
             metrics |= age_metrics(groups, number - 1, self._buffer.occupancy(), self._max_age)
             metrics["buffer/target"] = float(self._buffer.target)
@@ -136,18 +144,18 @@ class GrpoLoop(Loop):
             metrics |= length_metrics(lengths)
         self._record(record, groups, batch, metrics)
 
-    def _train_ahead(self, record: StepRecorder, span: Span) -> "Ahead":
-        """The gradients of groups that are there while the step's last ones are being sampled, as soon as they are
+    def _train_ahead(self, record: StepRecorder, span: Span, stack: ExitStack) -> "Ahead":
+        """Compute gradients of groups that are there while the step's last ones are being sampled, as soon as they are
         worth a call."""
-        ahead = Ahead()
+        ahead = Ahead(stack)
         trainer = self._parts.trainer
         while self._streams and (groups := self._buffer.take_part(self.done, trainer.worthwhile, span)):
             with record.phase("advantage"):
                 batch = self._batch(groups, ahead)
             with record.phase("train"):
                 if batch.sequences:
-                    ahead.totals = trainer.accumulate(batch.sequences, self._loss, ahead.totals)
-                    ahead.parts += 1
+                    ahead.update = ahead.update or stack.enter_context(trainer.update(self._loss, in_parts=True))
+                    ahead.update.accumulate(batch.sequences)
             ahead.groups.append(groups)
             ahead.batches.append(batch)
         return ahead
@@ -172,14 +180,17 @@ class GrpoLoop(Loop):
 
     def _update(self, batch: TrainingBatch, ahead: "Ahead") -> list[dict[str, float]]:
         trainer = self._parts.trainer
-        if ahead.totals:
-            return [trainer.train(batch.sequences, self._loss, ahead.totals)]
+        if ahead.update:
+            ahead.update.accumulate(batch.sequences)
+            ahead.stack.close()
+            return [ahead.update.metrics]
         updates: list[dict[str, float]] = []
         for share in batch.shares(count := self._config.grpo.updates_per_step):
             try:
-                updates.append(trainer.train(share, self._loss))
+                with trainer.update(self._loss) as update:
+                    update.accumulate(share)
             except FloatingPointError as error:
-                if not updates:
+                if not any(updates):
                     raise
                 # The weights are between two steps: no checkpoint is made of them.
                 which, newest = (
@@ -187,6 +198,7 @@ class GrpoLoop(Loop):
                     self._parts.recorder.newest,
                 )
                 raise HealthStop(f"{which}: {error}, as the updates before made them; {newest}") from error
+            updates.append(update.metrics)
         return updates
 
     def _parity(self, record: StepRecorder) -> dict[str, float]:

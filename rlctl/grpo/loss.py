@@ -1,6 +1,6 @@
 """The policy loss of GRPO: clipped surrogate, KL to the reference, entropy bonus.
 
-Keeps the contract of `Loss`: picklable, its value independent of how sequences were packed into micro-batches.
+It keeps the contract of `Loss`: picklable, and a sum that does not depend on how sequences were packed.
 """
 
 from dataclasses import dataclass
@@ -44,8 +44,8 @@ class GrpoLoss:
       effect on the KL of later ones is left out, as in all of these.
     - entropy: of the policy at that token (arXiv 1602.01783).
 
-    `reduction` token: sum over masked tokens / totals.tokens (DAPO). sequence: each sequence's mean over its
-    masked tokens, summed, / totals.sequences (GRPO).
+    `reduction` token: sum over the update's masked tokens, over their number (DAPO). sequence: sum over its sequences
+    of each one's mean over its masked tokens, over the number of sequences (GRPO).
     """
 
     clip_low: float
@@ -82,76 +82,77 @@ class GrpoLoss:
             max_age=resolved.max_age,
         )
 
-    def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:
-        """Loss and metrics of one micro-batch. What stands at unmasked tokens is never read.
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        """Return loss and metrics of one micro-batch. Values at unmasked tokens are never read.
 
-        Sums, under `reduction`: loss/policy, loss/kl (when kl_coef > 0), loss/entropy. Sums, means over tokens:
+        Means, under `reduction`: loss/policy, loss/kl (when kl_coef > 0), loss/entropy. Means over tokens:
         ratio/mean; ratio/clipped_low and ratio/clipped_high, shares of tokens whose gradient the lower or upper
         bound cuts off (dual_clip is an upper one); for rollout and current mismatch/token_mult_prob_error and
-        mismatch/kl, as in mismatch.py; for recompute and current importance/mean, of q / mu before truncation (1 in
-        expectation), importance/truncated, the share above the cap, importance/masked, the share left out by either
-        mask; with max_age, for every age k, age/share_k and age/error_k, its share of the tokens and their sum of
-        exp|q - mu|. Maxima: ratio/max, 0 without a token.
-        KeyError: a field is missing. ValueError: totals that count nothing.
+        mismatch/kl, as in logprob_mismatch.py; for recompute and current importance/mean, of q / mu before truncation
+        (1 in expectation), importance/truncated, the share above the cap, importance/masked, the share left out by
+        either mask; with max_age, for every age k, age/share_k, its share of the tokens, and mismatch/age_k, the mean
+        of exp|q - mu| over them. Maxima: ratio/max, 0 without a token. Raises KeyError for a field that is missing.
         """
-        if totals.tokens < 1 or totals.sequences < 1:
-            raise ValueError("no token to train on: the masks of the whole update are empty")
-        terms, metrics = self._per_token(batch)
-        share = batch.mask.to(batch.log_probs.dtype) / totals.tokens
-        means = _sums(terms, share if self.reduction == "token" else _sequence_share(batch, totals))
-        loss = means["loss/policy"] - self.entropy_coef * means["loss/entropy"]
+        counted = batch.mask.to(batch.log_probs.dtype)
+        tokens = counted.sum()
+        share, weight = counted, tokens
+        if self.reduction == "sequence":
+            lengths = counted.new_zeros(batch.num_sequences).index_add(0, batch.sequence, counted)
+            share, weight = counted / lengths.clamp(min=1)[batch.sequence], tokens.new_full((), batch.num_sequences)
+        terms, metrics, errors = self._per_token(batch)
+        sums = _sums(terms, share)
+        loss = sums["loss/policy"] - self.entropy_coef * sums["loss/entropy"]
         if self.kl_coef:
-            loss = loss + self.kl_coef * means["loss/kl"]
+            loss = loss + self.kl_coef * sums["loss/kl"]
         with torch.no_grad():
-            sums = {name: mean.detach() for name, mean in means.items()} | _sums(metrics, share)
-            return LossOutput(loss, sums, {"ratio/max": metrics["ratio/mean"].where(batch.mask, 0).max()})
+            means = {name: (value.detach(), weight) for name, value in sums.items()}
+            totals = _sums(metrics | errors, counted)
+            means |= {name: (totals[name], tokens) for name in metrics}
+            means |= {f"mismatch/age_{name}": (totals[name], totals[f"age/share_{name}"]) for name in errors}
+            return LossOutput(loss, means, {"ratio/max": metrics["ratio/mean"].where(batch.mask, 0).max()})
 
-    def carry(self, name: str, before: Totals, now: Totals) -> float:
-        """See `LossInParts.carry`: what `reduction` divides by sequences, or by tokens as all else is."""
-        if self.reduction == "sequence" and name.startswith("loss"):
-            return before.sequences / now.sequences
-        return before.tokens / now.tokens
+    def normalizer(self, totals: Totals) -> float:
+        return totals.sequences if self.reduction == "sequence" and totals.tokens else totals.tokens
 
-    def _per_token(self, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Terms of the loss, with gradient, and metrics; each [T] and finite at unmasked tokens."""
+    def _per_token(self, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Return terms of the loss, with gradient; metrics; and age -> exp|q - mu|, 0 at tokens of another age.
+
+        Each is [T] and finite at unmasked tokens.
+        """
         log_prob, advantage = batch.log_probs.where(batch.mask, 0), _field(batch, "advantage")
         rollout = _field(batch, "rollout_log_prob")
         age = _field(batch, "age") if self.max_age else None
         shrink = 1.0 if age is None or self.age_decay == 1 else self.age_decay**age
-        old = self._old(batch, log_prob, rollout)
-        weight, importance = self._importance(batch, old - rollout, shrink)
+        if self.proximal == "rollout":
+            old = rollout
+        else:
+            old = log_prob.detach() if self.proximal == "current" else _field(batch, "proximal_log_prob")
+        weight, metrics = self._importance(batch, old - rollout, shrink)
         ratio = _exp(log_prob - old)
         bounded = self._bounded(ratio, advantage, shrink)
         entropy = batch.entropy if self.entropy_coef else batch.entropy.detach()
         terms = {"loss/policy": -(weight * advantage) * bounded, "loss/entropy": entropy.where(batch.mask, 0)}
         if self.kl_coef:
             terms["loss/kl"] = weight * ratio * self._kl(_field(batch, "reference_log_prob") - log_prob)
+        errors: dict[str, Tensor] = {}
         with torch.no_grad():
             moves = advantage != 0
             low, high = (ratio < bounded) & moves, (ratio > bounded) & moves
-        metrics = {"ratio/mean": ratio.detach(), "ratio/clipped_low": low, "ratio/clipped_high": high}
-        if self.proximal != "recompute":
-            metrics |= _mismatch(log_prob.detach() - rollout, batch.mask)
-        if age is not None:
-            gap = (log_prob.detach() if self.proximal == "rollout" else old) - rollout
-            metrics |= self._by_age(gap.where(batch.mask, 0), age)
-        return terms, metrics | importance
-
-    def _old(self, batch: TokenBatch, log_prob: Tensor, rollout: Tensor) -> Tensor:
-        """log q."""
-        if self.proximal == "rollout":
-            return rollout
-        return log_prob.detach() if self.proximal == "current" else _field(batch, "proximal_log_prob")
-
-    def _by_age(self, gap: Tensor, age: Tensor) -> dict[str, Tensor]:
-        metrics: dict[str, Tensor] = {}
-        for steps in range(self.max_age + 1):
-            metrics[f"age/share_{steps}"] = (age == steps).to(gap.dtype)
-            metrics[f"age/error_{steps}"] = gap.abs().exp() * (age == steps)
-        return metrics
+            metrics |= {"ratio/mean": ratio.detach(), "ratio/clipped_low": low, "ratio/clipped_high": high}
+            if self.proximal != "recompute":
+                # In the first update of a step the policy is the one that sampled, so the ratio measures the gap
+                # between the two engines at no further pass. Names and formulas are those of logprob_mismatch.py.
+                gap = (log_prob - rollout).where(batch.mask, 0)
+                metrics |= {"mismatch/token_mult_prob_error": gap.abs().exp(), "mismatch/kl": torch.expm1(gap) - gap}
+            if age is not None:
+                gap = ((log_prob if self.proximal == "rollout" else old) - rollout).where(batch.mask, 0)
+                for steps in range(self.max_age + 1):
+                    metrics[f"age/share_{steps}"] = age == steps
+                    errors[str(steps)] = gap.abs().exp() * (age == steps)
+        return terms, metrics, errors
 
     def _bounded(self, ratio: Tensor, advantage: Tensor, shrink: Tensor | float) -> Tensor:
-        """b with b A = max(min(r A, clip(r) A), c A for A < 0): only the bound against A's pull can bind."""
+        """Return b with b A = max(min(r A, clip(r) A), c A for A < 0): only the bound against A's pull can bind."""
         rising = ratio.clamp(max=1 + self.clip_high * shrink)
         falling = ratio.clamp(min=1 - self.clip_low * shrink)
         if self.dual_clip is not None:
@@ -161,7 +162,7 @@ class GrpoLoss:
     def _importance(
         self, batch: TokenBatch, log_rho: Tensor, shrink: Tensor | float
     ) -> tuple[Tensor | float, dict[str, Tensor]]:
-        """The constant w, and its metrics."""
+        """Return the constant w, and its metrics."""
         if self.proximal == "rollout":
             return 1.0, {}
         rho = _exp(log_rho)
@@ -178,7 +179,7 @@ class GrpoLoss:
         return weight, metrics
 
     def _kl(self, log_ratio: Tensor) -> Tensor:
-        """The estimator, of x = log(ref / pi)."""
+        """Return the estimator, of x = log(ref / pi)."""
         x = log_ratio.clamp(-_MAX_LOG, _MAX_LOG)
         if self.kl_estimator == "k1":
             return -x
@@ -196,7 +197,7 @@ def _within(value: Tensor, bounds: tuple[float, float] | None) -> Tensor:
 
 
 def _geometric(batch: TokenBatch, log_ratio: Tensor) -> Tensor:
-    """[T]: the geometric mean of a ratio over the masked tokens of the token's sequence."""
+    """Return [T]: the geometric mean of a ratio over the masked tokens of the token's sequence."""
     counted = batch.mask.to(log_ratio.dtype)
     zero = counted.new_zeros(batch.num_sequences)
     sums = zero.index_add(0, batch.sequence, log_ratio.where(batch.mask, 0))
@@ -207,25 +208,11 @@ def _field(batch: TokenBatch, name: str) -> Tensor:
     return batch.fields[name].detach().where(batch.mask, 0)
 
 
-def _mismatch(gap: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    # In the first update of a step the policy is the one that sampled, so the ratio measures the gap between the
-    # two engines at no further pass. Names and formulas are those of mismatch.py.
-    gap = gap.where(mask, 0)
-    return {"mismatch/token_mult_prob_error": gap.abs().exp(), "mismatch/kl": torch.expm1(gap) - gap}
-
-
 def _exp(x: Tensor) -> Tensor:
     return x.clamp(-_MAX_LOG, _MAX_LOG).exp()
 
 
-def _sequence_share(batch: TokenBatch, totals: Totals) -> Tensor:
-    """[T]: 1 / (masked tokens of the token's sequence x sequences of the update), 0 at unmasked tokens."""
-    counted = batch.mask.to(batch.log_probs.dtype)
-    lengths = counted.new_zeros(batch.num_sequences).index_add(0, batch.sequence, counted)
-    return counted / (lengths.clamp(min=1)[batch.sequence] * totals.sequences)
-
-
 def _sums(values: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
-    """Each value's weighted sum. One product for all; no matmul, which lower-precision settings would round."""
+    """Return each value's weighted sum. One product for all; no matmul, which lower-precision settings would round."""
     stacked = torch.stack([value.to(weights.dtype) for value in values.values()])
     return dict(zip(values, (stacked * weights).sum(-1)))

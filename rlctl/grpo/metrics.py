@@ -148,22 +148,20 @@ def length_metrics(sampled: list[int]) -> dict[str, float]:
 
 
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over a step's updates; the mismatch is the first update's, made by the weights that sampled."""
-    if not updates:
-        return {}
-    means = {name: float(np.mean([update[name] for update in updates])) for name in updates[0]}
-    first = {name: value for name, value in updates[0].items() if name.startswith("mismatch/")}
-    return _by_age(means | first)
+    """Return the mean over a step's updates, of tokens of an age weighted by their share.
 
-
-def _by_age(metrics: dict[str, float]) -> dict[str, float]:
-    """The loss's sums over tokens of an age as means: `mismatch/age_k`, where there are such tokens."""
-    errors = {name: value for name, value in metrics.items() if name.startswith("age/error_")}
-    rest = {name: value for name, value in metrics.items() if name not in errors}
-    for name, error in errors.items():
-        if share := rest[name.replace("error", "share")]:
-            rest[name.replace("age/error_", "mismatch/age_")] = error / share
-    return rest
+    The mismatch is the first update's, made by the weights that sampled.
+    """
+    made = [update for update in updates if update]
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for update in made for name in update):
+        having = [update for update in made if name in update]
+        by_age = name.startswith("mismatch/age_")
+        shares = [update[name.replace("mismatch/age_", "age/share_")] for update in having] if by_age else None
+        found[name] = float(np.average([update[name] for update in having], weights=shares))
+        if name.startswith("mismatch/") and not by_age:
+            found[name] = having[0][name]
+    return found
 
 
 def refit_metrics(report: RefitReport) -> dict[str, float]:

@@ -17,7 +17,8 @@ from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import Options
 from rlctl.telemetry.throughput import flops_per_token
 from rlctl.training.profile import ProfileSpec
-from rlctl.training.worker import TrainerSpec, TrainerWorker
+from rlctl.training.rank import TrainerSpec
+from rlctl.training.worker import TrainerWorker
 from rlctl.workers.group import WorkerSpec
 from rlctl.workers.waits import Waits
 

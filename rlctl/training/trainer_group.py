@@ -1,39 +1,89 @@
 """The trainer group as the loops use it: whole batches in, results out, whatever the number of ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
-from rlctl.training.interface import Loss, LossInParts, Totals
+from rlctl.training.interface import Loss, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
 from rlctl.training.worker import RankBatch, TrainerWorker
-from rlctl.workers.errors import WorkerError
+from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch as it travels: every rank's share, and the normalisers over all of them.
+    """A batch as it travels."""
 
-    lengths: of all sequences, each once, however many ranks get it.
-    """
-
+    # Every rank's share.
     shares: list[RankBatch]
     totals: Totals
+    # Of all sequences, each once, however many ranks get it.
     lengths: list[int]
+
+
+class Update:
+    """One optimizer update under way, see `TrainerGroup.update`."""
+
+    def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool) -> None:
+        self._trainer, self._loss, self._in_parts = trainer, loss, in_parts
+        self._totals = Totals(0, 0)
+        self._held: PreparedBatch | None = None
+        # Parts with samples, and how many of them the ranks have.
+        self.parts, self._sent = 0, 0
+        # The loss's, train/grad_norm and train/lr, once the update is made. Empty if nothing was accumulated, or
+        # nothing that counts: then there was no optimizer step.
+        self.metrics: dict[str, float] = {}
+
+    def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
+        """Add the gradients of some samples, any number of times."""
+        batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples)
+        if not batch.totals.sequences:
+            return
+        self._send_held()
+        self._totals, self._held, self.parts = self._totals + batch.totals, batch, self.parts + 1
+        if self._in_parts:
+            self._send_held()
+
+    def _send_held(self) -> None:
+        if self._held:
+            self._trainer.group.run(TrainerWorker.accumulate, [(share, self._loss) for share in self._held.shares])
+            self._held, self._sent = None, self._sent + 1
+
+    def _finish(self) -> None:
+        if not self.parts:
+            return
+        shares = self._held.shares if self._held else [RankBatch.of([])] * len(self._trainer.group)
+        arguments = [(share, self._loss, self._totals) for share in shares]
+        try:
+            self.metrics = self._trainer.group.run(TrainerWorker.train, arguments)[0]
+        except WorkerError as error:
+            if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
+                raise
+            # The rank that holds a bad gradient names it; the others know but that there is one.
+            raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
+
+    def _discard(self, why: Exception) -> None:
+        # Ranks that are dead or stuck would not answer.
+        if self._sent and not isinstance(why, WorkerDied | WorkerTimeout):
+            with suppress(WorkerError, WorkerDied, WorkerTimeout):
+                self._trainer.group.call(TrainerWorker.discard)
 
 
 class TrainerGroup:
     """Splits batches over a group's shards of data, in micro-batches of at most `micro_batch_tokens`.
 
-    The ranks of a shard get the same sequences and, of what concerns them, give the same answers.
+    The ranks of a shard get the same sequences and give the same answers about them.
     """
 
     def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
@@ -46,38 +96,30 @@ class TrainerGroup:
         self.worthwhile = 2 * shape.pipeline * self._tokens * (max(self._shards) + 1)
 
     def prepare(self, sequences: Rows[TrainingSample]) -> PreparedBatch:
-        """What `train` does before it calls the ranks. Beside a call that runs, on any thread."""
-        totals = Totals(int(sum(int(sequence.mask.sum()) for sequence in sequences)), len(sequences))
+        """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""
+        totals = Totals(sum(int(sequence.mask.sum()) for sequence in sequences), len(sequences))
         return PreparedBatch(self._shares(self._plan(sequences), sequences), totals, list(map(len, sequences)))
 
-    def train(
-        self, batch: Rows[TrainingSample] | PreparedBatch, loss: Loss, before: Totals | None = None
-    ) -> dict[str, float]:
-        """One optimizer update on all sequences; normalisers are over all of them.
+    @contextmanager
+    def update(self, loss: Loss, *, in_parts: bool = False) -> Iterator[Update]:
+        """Make one optimizer update of what the block accumulates; leaving the block makes the step and fills
+        `Update.metrics`, an exception in the block discards what was accumulated.
 
-        before: what `accumulate` returned; the batch is then the update's last part. Raises FloatingPointError, with
+        in_parts: ranks get each part at once, to work on it while others are being sampled. Otherwise the last part
+        is held back and travels with the step: an update of one part is one call. Raises FloatingPointError, with
         nothing updated, for a loss or a gradient norm that is not finite.
         """
+        update = Update(self, loss, in_parts)
         try:
-            metrics: dict[str, float] = self._run(TrainerWorker.train, batch, loss, before)[0]
-        except WorkerError as error:
-            if any(failure.type != FloatingPointError.__name__ for failure in error.failures):
-                raise
-            # The rank that holds a bad gradient names it; the others know but that there is one.
-            raise FloatingPointError(max((failure.text for failure in error.failures), key=len)) from error
-        return metrics
-
-    def accumulate(self, batch: Rows[TrainingSample], loss: LossInParts, before: Totals | None) -> Totals:
-        """The gradients of a part of the next update, see `TrainerRank.accumulate`. before: of the parts so far.
-
-        Returns the totals of all parts, this one included.
-        """
-        return self._run(TrainerWorker.accumulate, batch, loss, before)[1]
+            yield update
+        except Exception as error:
+            update._discard(error)
+            raise
+        update._finish()
 
     def evaluate(self, sequences: Rows[TrainingSample], loss: Loss) -> dict[str, float]:
-        """The loss's metrics without an update."""
-        metrics: dict[str, float] = self._run(TrainerWorker.evaluate, sequences, loss)[0]
-        return metrics
+        """Return the loss's metrics without an update."""
+        return self._run(TrainerWorker.evaluate, sequences, loss)[0]
 
     def warm_up(self, count: int, length: int, loss: Loss) -> None:
         """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update."""
@@ -86,7 +128,7 @@ class TrainerGroup:
         self._run(TrainerWorker.warm_up, [TrainingSample(tokens, mask)] * count, loss)
 
     def log_probs(self, sequences: Rows[TrainingSample], reference: bool = False) -> list[NDArray[np.float32]]:
-        """Log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
+        """Return log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""
         plan = self._plan(sequences)
         found = self.group.run(TrainerWorker.log_probs, [(share, reference) for share in self._shares(plan, sequences)])
         answers: list[Any] = [None] * len(sequences)
@@ -98,7 +140,7 @@ class TrainerGroup:
         return answers
 
     def save(self, folder: Path, export: Path | None, dtype: str | None) -> None:
-        """Training state into `folder`; a Hugging Face folder of `dtype` (None: the compute dtype) into `export`.
+        """Write training state into `folder`, a Hugging Face folder of `dtype` (None: the compute dtype) into `export`.
 
         Raises RuntimeError if nothing of it is seen from here.
         """
@@ -107,25 +149,16 @@ class TrainerGroup:
             raise RuntimeError(f"the ranks wrote no state into {folder}: do their nodes see another run.dir?")
 
     def info(self) -> dict[str, Any]:
-        """Rank 0's facts about the model."""
+        """Return rank 0's facts about the model."""
         return self.group.call(TrainerWorker.info)[0]
 
-    def _run(
-        self, method: Callable[..., Any], batch: Rows[TrainingSample] | PreparedBatch, loss: Loss, *parts: Totals | None
-    ) -> tuple[Any, Totals]:
-        """Rank 0's answer, and the totals that all ranks were given. parts: of methods that know them, those before."""
-        ready = batch if isinstance(batch, PreparedBatch) else self.prepare(batch)
-        before = parts[0] if parts else None
-        if before is not None and not ready.totals.sequences:
-            # A last part of which nothing is left still makes its update.
-            ready = replace(ready, shares=[RankBatch.of([[]]) for _ in ready.shares])
-        totals = ready.totals if before is None else before + ready.totals
-        return self.group.run(method, [(share, loss, totals, *parts) for share in ready.shares])[0], totals
+    def _run(self, method: Callable[[Any, RankBatch, Loss], R], sequences: Rows[TrainingSample], loss: Loss) -> list[R]:
+        return self.group.run(method, [(share, loss) for share in self._shares(self._plan(sequences), sequences)])
 
     def _plan(self, sequences: Rows[TrainingSample]) -> list[list[list[int]]]:
         return plan_micro_batches([len(sequence) for sequence in sequences], max(self._shards) + 1, self._tokens)
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
-        """Of every rank."""
+        """Return every rank's share."""
         shares = [RankBatch.of([[sequences[index] for index in batch] for batch in shard]) for shard in plan]
         return [shares[shard] for shard in self._shards]

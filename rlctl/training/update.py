@@ -1,22 +1,21 @@
-"""One update, whatever trains it: its learning rate, its metrics, and its parts."""
+"""The arithmetic of one update, the same for every backend: its learning rate, its metrics, its one division."""
 
 import math
-from collections.abc import Callable, Iterable
-from math import isfinite
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlctl.config.schema import OptimizerSection
-from rlctl.training.interface import Loss, LossOutput, Totals
+from rlctl.training.interface import LossOutput
 
 
 def learning_rate(update: int, section: OptimizerSection, total_updates: int) -> float:
-    """Learning rate of update number `update`, counted from 0.
+    """Return the learning rate of update number `update`, counted from 0.
 
-    Linear warm-up over `warmup_steps` updates, reaching `lr` with the last of them; then constant, or down a line
-    or a half cosine to `min_lr_ratio * lr`, which update `total_updates` would have, the first not made.
+    The rate rises linearly over `warmup_steps` updates and reaches `lr` with the last of them. Then it is constant,
+    or falls along a line or half a cosine to `min_lr_ratio * lr`, which update `total_updates` would have.
     """
     if update < section.warmup_steps:
         return section.lr * (update + 1) / section.warmup_steps
@@ -25,82 +24,66 @@ def learning_rate(update: int, section: OptimizerSection, total_updates: int) ->
     return section.lr * (section.min_lr_ratio + (1 - section.min_lr_ratio) * left)
 
 
+# name -> (sum, weight), and name -> largest value.
+Found = tuple[dict[str, tuple[float, float]], dict[str, float]]
+
+
 class MetricAccumulator:
-    """Sums and maxima of the micro-batches' LossOutputs; `join` makes them equal on every rank."""
+    """The micro-batches' LossOutputs of one update. They stay on the device until all are read in one transfer."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-        self._loss: Tensor | None = None
+        self._outputs: list[LossOutput] = []
 
     def add(self, output: LossOutput) -> None:
-        loss = output.loss.detach().double()
-        self._loss = loss if self._loss is None else self._loss + loss
-        for name, value in output.sums.items():
-            value = value.detach().double()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
-        for name, value in output.maxima.items():
-            value = value.detach().double()
-            self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
-
-    def scale(self, factor: Callable[[str], float]) -> None:
-        """Multiply every sum so far by the factor of its name."""
-        self._sums = {name: value * factor(name) for name, value in self._sums.items()}
-        self._loss = None if self._loss is None else self._loss * factor("loss")
+        """Take the output of one micro-batch, after its backward pass."""
+        self._outputs.append(LossOutput(output.loss.detach(), output.means, output.maxima))
 
     def loss(self, device: torch.device) -> Tensor:
-        """Return this rank's share of the loss, float64 on `device`; of a rank that counts none, 0."""
-        return torch.zeros((), dtype=torch.float64, device=device) if self._loss is None else self._loss
+        """Return this rank's summed loss, float64 on `device`; 0 if the rank counts none."""
+        if not self._outputs:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([output.loss for output in self._outputs]).double().sum()
 
     def join(self) -> dict[str, float]:
-        """Over all ranks: sums added, maxima's maximum. A rank without sequences may know fewer names."""
-        own = _read(self._sums), _read(self._maxima)
-        ranks: list[tuple[dict[str, float], dict[str, float]]] = [own] * dist.get_world_size()
+        """Return every metric over all ranks; a rank without sequences may know fewer names."""
+        tensors = [each for output in self._outputs for pair in output.means.values() for each in pair]
+        tensors += [each for output in self._outputs for each in output.maxima.values()]
+        values = iter(torch.stack(tensors).tolist() if tensors else ())
+        means = [{name: (next(values), next(values)) for name in output.means} for output in self._outputs]
+        own = _merged([(each, {name: next(values) for name in o.maxima}) for each, o in zip(means, self._outputs)])
+        ranks = [own] * dist.get_world_size()
         if len(ranks) > 1:
             dist.all_gather_object(ranks, own)
-        joined: dict[str, float] = {}
-        for sums, _ in ranks:
-            for name, value in sums.items():
-                joined[name] = joined.get(name, 0.0) + value
-        for _, maxima in ranks:
-            for name, value in maxima.items():
-                joined[name] = max(joined.get(name, value), value)
-        return joined
+        sums, maxima = _merged(ranks)
+        return {name: value / weight for name, (value, weight) in sums.items() if weight} | maxima
 
 
-def carry_on(
-    begun: MetricAccumulator | None, gradients: Iterable[Tensor], loss: Loss, before: Totals, now: Totals
-) -> MetricAccumulator:
-    """What the parts so far left, divided by `before`, comes to be divided by `now`: gradients in place, and metrics.
+def _merged(parts: list[Found]) -> Found:
+    sums: dict[str, tuple[float, float]] = {}
+    maxima: dict[str, float] = {}
+    for means, largest in parts:
+        for name, (value, weight) in means.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + value, before[1] + weight
+        for name, value in largest.items():
+            maxima[name] = max(maxima.get(name, value), value)
+    return sums, maxima
 
-    begun: the metrics, which are returned. Raises RuntimeError without any, TypeError for a loss that knows no parts
-    (see `LossInParts`).
+
+def divide_and_clip(
+    gradients: list[Tensor], norm: float, loss: float, normalizer: float, max_norm: float, where: Callable[[], str]
+) -> float:
+    """Divide the gradients by `normalizer` and clip them to `max_norm`, in one pass; return their norm between the two.
+
+    norm: 2-norm of the summed gradients; loss: the summed loss; both over all ranks, so that all ranks raise or none.
+    where: names the worst gradients. Raises FloatingPointError, with nothing changed, unless both are finite.
     """
-    if begun is None:
-        raise RuntimeError("the earlier parts of the update are gone")
-    carry = getattr(loss, "carry", None)
-    if carry is None:
-        raise TypeError(f"{type(loss).__name__} has no `carry`: its update cannot be made in parts")
-    begun.scale(lambda name: float(carry(name, before, now)))
-    factor = float(carry("loss", before, now))
-    for gradient in gradients:
-        gradient.mul_(factor)
-    return begun
-
-
-def check_finite(loss: float, norm: float, where: Callable[[], str]) -> None:
-    """Raise FloatingPointError unless the loss and the gradient norm of an update are finite.
-
-    Both are over all ranks, so that all of them raise, before anything is updated. where: names the worst gradients.
-    """
-    if isfinite(loss) and isfinite(norm):
-        return
-    wrong = [] if isfinite(loss) else [f"the loss is {loss}"]
-    if not isfinite(norm):
+    wrong = [] if math.isfinite(loss) else [f"the loss is {loss}"]
+    if not math.isfinite(norm):
         wrong.append(f"the gradient norm is {norm} ({where()})")
-    raise FloatingPointError(f"{' and '.join(wrong)}; the weights were left as they were")
-
-
-def _read(values: dict[str, Tensor]) -> dict[str, float]:
-    """One transfer from the device for all of them."""
-    return dict(zip(values, torch.stack(list(values.values())).tolist())) if values else {}
+    if wrong:
+        raise FloatingPointError(f"{' and '.join(wrong)}; the weights were left as they were")
+    norm /= normalizer
+    if gradients:
+        torch._foreach_mul_(gradients, min(1.0, max_norm / (norm + 1e-6)) / normalizer)
+    return norm

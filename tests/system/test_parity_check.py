@@ -13,8 +13,9 @@ from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.parity_check import ProbeError, parity, probe
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
+from rlctl.training.rank import TrainerSpec
 from rlctl.training.trainer_group import TrainerGroup
-from rlctl.training.worker import TrainerSpec, TrainerWorker
+from rlctl.training.worker import TrainerWorker
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.engines import SEAT, FolderSource, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model

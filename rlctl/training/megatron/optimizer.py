@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backends.megatron import hosted_share
-from rlctl.training.update import check_finite
+from rlctl.training.update import divide_and_clip
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -38,6 +38,8 @@ class Optimizer:
 
     def __init__(self, ddp: Any, section: TrainerSection, dtype: torch.dtype) -> None:
         self._section, self._ddp = section.optimizer, ddp
+        # Where Megatron has a parameter's gradient, see `_config`.
+        self._gradient = "decoupled_grad" if section.megatron.optimizer_cpu_offload else "grad"
         self._chained = get_megatron_optimizer(_config(section, dtype), [ddp], use_gloo_process_groups=False)
         self._members = [each for each in self._chained.chained_optimizers if not each.is_stub_optimizer]
         for member in self._members:
@@ -49,27 +51,29 @@ class Optimizer:
         self._ddp.zero_grad_buffer()
         self._chained.zero_grad(set_to_none=True)
 
-    def step(self, lr: float, loss: Tensor) -> float:
-        """One update at rate `lr`; returns the gradients' 2-norm over all ranks before clipping.
+    def step(self, lr: float, loss: Tensor, normalizer: float) -> float:
+        """Divide and clip the reduced gradients, make a step at rate `lr`; see `update.divide_and_clip`.
 
-        loss: this rank's share. Raises FloatingPointError, on every rank and with nothing updated, if the norm or the
-        loss is not finite.
+        loss: this rank's share.
         """
-        self._set_rate(lr)
+        for group in self._chained.param_groups:
+            # Without its own scheduler Megatron applies neither: norms would decay like matrices.
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)
         self._chained.prepare_grads()
         # Ahead of the norm, for which the host waits in any case: to read the loss is no wait of its own then.
         dist.all_reduce(loss)
         norm = float(self._chained.get_grad_norm())
-        check_finite(float(loss), norm, self._worst)
-        self._chained.step()
+        found = (getattr(p, self._gradient, None) for member in self._members for p in member.get_parameters())
+        gradients = [gradient for gradient in found if gradient is not None]
+        norm = divide_and_clip(gradients, norm, float(loss), normalizer, self._section.max_grad_norm, self._worst)
+        self._chained.step_with_ready_grads()
         return norm
 
-    def rehearse(self) -> None:
-        """An update by nothing: with gradients and moments of zero and a rate of zero every bit stays as it is."""
+    def rehearse(self, loss: Tensor) -> None:
+        """Make a step at rate 0 of gradients that are all 0, and take its step counts back."""
         self._ddp.zero_grad_buffer()
-        self._set_rate(0.0)
-        self._chained.step()
-        self.zero_grad()
+        self.step(0.0, loss, 1.0)
         for slot in self.slots.values():
             slot.state["step"].zero_()
 
@@ -97,12 +101,6 @@ class Optimizer:
             if slot.main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 found.append(slot.main)
         return found
-
-    def _set_rate(self, lr: float) -> None:
-        for group in self._chained.param_groups:
-            # Without its own scheduler Megatron applies neither: norms would decay like matrices.
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)
 
     def _worst(self) -> str:
         bad = [name for name, p in self._ddp.module.named_parameters() if not p.main_grad.isfinite().all()]

@@ -1,11 +1,12 @@
-"""One rank of the Megatron-core trainer: `interface.TrainerRank` over tensor, pipeline, context, expert and data ranks.
+"""One rank of the Megatron-core trainer, over tensor, pipeline, context, expert and data ranks.
 
-Losses and gradients are sums, as with FSDP: a loss comes divided by its global totals. It is computed on the last
-pipeline stage, alike on its tensor- and context-parallel ranks, of which each differentiates its own part.
+A loss is computed on the last pipeline stage, alike on its tensor- and context-parallel ranks, of which each
+differentiates its own part and one counts its output. Gradients are added up over data- and context-parallel ranks when
+the update ends: no part of it knows that it is the last, so that Megatron's overlap of that reduction with the backward
+pass, which begins with the last micro-batch of each call to its schedule, stays off.
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rlctl.config.schema import TrainerSection
 from rlctl.models import hf_folder
 from rlctl.models.meta_model import layout_of, skeleton
 from rlctl.models.model_sizes import read_sizes
@@ -26,242 +26,163 @@ from rlctl.preflight.backend import State, backend_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
-from rlctl.training import distributed
-from rlctl.training.interface import Loss, LossInParts, LossOutput, MicroBatch, Totals
+from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
 from rlctl.training.megatron.export import Exporter
 from rlctl.training.megatron.head import Head
-from rlctl.training.megatron.inputs import Inputs, PackSlicer
+from rlctl.training.megatron.inputs import PackSlicer
 from rlctl.training.megatron.mapping import Mapping, Ranks, read
 from rlctl.training.megatron.model import build_policy
 from rlctl.training.megatron.optimizer import Optimizer
-from rlctl.training.offload import OffloadManager, Reference
+from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
-from rlctl.training.update import MetricAccumulator, carry_on, learning_rate
+from rlctl.training.rank import TrainerRank, TrainerSpec
+from rlctl.training.update import MetricAccumulator
 
 # (log-probs, entropy, the pack they belong to, whether it holds any sequence) -> loss and what is kept of it.
 Finish = Callable[[Tensor, Tensor, Packed, bool], tuple[Tensor, Any]]
 
 
-class MegatronTrainer:
-    """This rank's stage of the policy and its optimizer. All ranks call every method together."""
+class MegatronTrainer(TrainerRank):
+    """This rank's stage of the policy and its optimizer.
 
-    def __init__(
-        self,
-        config: TrainerSection,
-        model_path: str,
-        rank: int,
-        world: int,
-        init_method: str,
-        device: str,
-        temperature: float,
-        total_updates: int,
-        seed: int,
-    ) -> None:
-        """See FsdpTrainer. Ranks count tensor-parallel ones first, then context, data, pipeline.
+    Ranks count tensor-parallel ones first, then context, data, pipeline.
+    """
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        """Join the process groups and load the model.
 
         Raises ValueError for a model that these layers do not make, or an optimizer on the host without bfloat16.
         """
-        self._config, self._rank, self._total_updates = config, rank, total_updates
-        self._device = torch.device(device)
-        self._dtype = distributed.compute_dtype(config)
-        self._own_dtype = str(self._dtype).removeprefix("torch.")
+        super().__init__(spec)
+        config = spec.config
         why = cpu_offload_problem(self._own_dtype)
         if config.megatron.optimizer_cpu_offload and why:
             raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
-        self._folder = Path(model_path)
         lm = skeleton(self._folder, self._device)
-        self._hf, self._layout = lm.config, layout_of(lm)
-        self._sizes = read_sizes(self._folder / "config.json")
-        for _, what, _ in backend_of(config).check_model(config, self._sizes):
+        self._layout = layout_of(lm)
+        sizes = read_sizes(self._folder / "config.json")
+        for _, what, _ in backend_of(config).check_model(config, sizes):
             raise ValueError(what)
-        distributed.join(config, rank, world, init_method, self._device)
+        self._join()
         self._emulation = Emulation()
         self._emulation.start()
-        _initialize(config, seed + rank)
-        self._policy = build_policy(self._hf, self._sizes, config, self._dtype, self._device)
+        self._initialize_parallel()
+        self._policy = build_policy(lm.config, sizes, config, self._dtype, self._device)
         self._named = dict(self._policy.named_parameters())
-        self._mapping = Mapping(self._policy, self._hf, _ranks())
+        ranks = Ranks(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+        self._mapping = Mapping(self._policy, lm.config, ranks)
         for name, p in self._named.items():
             # Megatron says so only where it draws weights at random; what is not marked, the gradient norm counts once.
             p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
-        self._read({name: p.detach() for name, p in self._named.items()})
-        self._ddp = _wrapped(self._policy)
+        self._read(self._weights())
+        # One reduction at the end of the update; the factor by which gradients are scaled before it is 1, of experts
+        # too, with `calculate_per_token_loss`.
+        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self._ddp = DistributedDataParallel(self._policy.config, reduction, self._policy)
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
         self._read_mains()
-        self._head = Head(self._policy, config, temperature)
+        self._head = Head(self._policy, config, spec.temperature)
         cut = config.megatron.context_parallel_size
         multiple = cut * config.megatron.tensor_model_parallel_size
         position = parallel_state.get_context_parallel_rank()
-        self._buffer = PackSlicer(lm.model.rotary_emb, self._dtype, multiple, position, cut)
+        self._slicer = PackSlicer(lm.model.rotary_emb, self._dtype, multiple, position, cut)
         self._exporter = Exporter(self._named, self._mapping, self._device)
-        table = residency(config, shared=config.offload_optimizer_for_generation)
         states: dict[State, list[Tensor]] = {"gradients": self._optimizer.gradients()}
         if not config.megatron.optimizer_cpu_offload:
             states["optimizer"] = self._optimizer.device_state()
-        self._state = OffloadManager(table, states)
+        self._state = OffloadManager(residency(config, shared=config.offload_optimizer_for_generation), states)
         # Engines start beside, or measure what is free before the first step.
         self.rest()
-        self._reference: Reference | None = None
-        self._updates = 0
-        # Of an update that `accumulate` began.
-        self._begun: MetricAccumulator | None = None
-
-    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """See TrainerRank."""
-        self._state.enter("log_probs")
-        with torch.no_grad():
-            found = self._passes(micro_batches, _kept_log_probs, _later_rows, backward=False)
-            lengths = [[len(sequence) for sequence in batch] for batch in micro_batches]
-            columns = self._from_last_stage(found, sum(map(sum, lengths)))
-        ends = np.cumsum([sum(batch) for batch in lengths])[:-1]
-        parts = zip(np.split(columns, ends), lengths)
-        return [np.split(part, np.cumsum(batch)[:-1]) if batch else [] for part, batch in parts]
-
-    def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
-        """See TrainerRank. The first call loads the reference."""
-        live = {name: p.detach() for name, p in self._named.items()}
-        if self._reference is None:
-            weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in live.items()}
-            self._read(weights)
-            self._reference = Reference(weights)
-        with self._reference.in_place_of(live):
-            return self.log_probs(micro_batches)
-
-    def train(
-        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
-    ) -> dict[str, float]:
-        """See TrainerRank and FsdpTrainer.train."""
-        if not micro_batches:
-            raise ValueError("an update needs at least one micro-batch on every rank")
-        self._state.enter("train")
-        lr = learning_rate(self._updates, self._config.optimizer, self._total_updates)
-        accumulator = self._gradients(micro_batches, loss, totals, before)
-        self._state.wait()
-        norm = self._optimizer.step(lr, accumulator.loss(self._device))
-        self._optimizer.zero_grad()
-        self._updates += 1
-        return accumulator.join() | {"train/grad_norm": norm, "train/lr": lr}
-
-    def accumulate(
-        self, micro_batches: list[MicroBatch], loss: LossInParts, totals: Totals, before: Totals | None
-    ) -> None:
-        """See TrainerRank."""
-        self._state.enter("train")
-        # The ranks' gradients are added up once, with the last part.
-        config = self._policy.config
-        finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
-        try:
-            self._begun = self._gradients(micro_batches, loss, totals, before)
-        finally:
-            config.finalize_model_grads_func = finalize
-
-    def warm_up(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> None:
-        """See TrainerRank."""
-        self._state.enter("train")
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            self._gradients(micro_batches, loss, totals).join()
-        if self._updates == 0:
-            self._state.wait()
-            self._optimizer.rehearse()
-        self._optimizer.zero_grad()
-
-    def evaluate(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
-        """See TrainerRank."""
-        with torch.no_grad():
-            outputs = self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=False)
-        return _accumulator(outputs, MetricAccumulator()).join()
 
     def layout(self, dtype: str | None = None) -> hf_folder.Layout:
-        """See TrainerRank."""
         return [(name, shape, dtype or self._own_dtype) for name, shape in self._layout]
 
-    def shards(self) -> list[Shard]:
-        """See TrainerRank. Heads of q, k and v lie apart, by groups, and so are several shards of a tensor."""
-        # An engine that is rebuilt between the parts of an update must not cost it its gradients.
-        if self._begun is None:
-            self._state.enter("refit")
-        parts = (part for name, p in self._named.items() for part in self._mapping.parts(name, p.detach()))
-        return [Shard(part.name, part.start, part.view) for part in parts]
-
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """See TrainerRank."""
         return self._exporter.tensors(self.layout(dtype))
 
     def save(self, folder: Path) -> None:
-        """See TrainerRank. Rank 0's folder must be everybody's: ranks write side by side."""
-        self._state.enter("checkpoint")
-        checkpoint.save(folder, self._stage(), self._updates)
+        checkpoint.save(folder, self._checkpointed(), self._updates)
 
     def load(self, folder: Path) -> None:
-        """See TrainerRank; what FSDP saved, too."""
-        self._state.enter("checkpoint")
-        self._updates = checkpoint.load(folder, self._stage())
+        self._updates = checkpoint.load(folder, self._checkpointed())
 
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        """See TrainerRank."""
         layout = self.layout(dtype)
         # What is wider than the weights is in the optimizer.
         mains = checkpoint.mains(self._stage()) if dtype == "float32" != self._own_dtype else None
         hf_folder.write_folder_together(self._folder, folder, layout, self._exporter.tensors(layout, mains))
 
-    def rest(self) -> None:
-        """See TrainerRank."""
-        self._state.enter("generate")
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def memory(self) -> dict[str, float]:
-        """See TrainerRank."""
-        return distributed.memory(self._device) | self._state.totals()
-
-    def info(self) -> dict[str, Any]:
-        """See TrainerRank."""
-        return {
-            "parameters": sum(int(np.prod(shape)) for _, shape in self._layout),
-            "active_parameters": self._sizes.active_parameters,
-            "dtype": self._own_dtype,
-            "vocab_size": self._hf.vocab_size,
-            "device": str(self._device),
-            "device_name": distributed.device_name(self._device),
-        }
-
     def close(self) -> None:
-        """Leave the process groups."""
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        super().close()
         self._emulation.stop()
 
-    def _gradients(
-        self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals, before: Totals | None = None
-    ) -> MetricAccumulator:
-        """Of the update so far, summed into the gradient buffers."""
-        accumulator = self._carried(loss, totals, before)
-        outputs = self._passes(micro_batches, partial(_of_loss, loss, totals), _masked_rows, backward=True)
-        return _accumulator(outputs, accumulator)
+    def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        def kept(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, Tensor]:
+            return log_probs.sum(), log_probs if real else log_probs[:0]
 
-    def _carried(self, loss: Loss, totals: Totals, before: Totals | None) -> MetricAccumulator:
-        """Where an update begins, or goes on with what its earlier parts left."""
-        begun, self._begun = self._begun, None
-        if before is None:
-            self._optimizer.zero_grad()
-            return MetricAccumulator()
-        return carry_on(begun, self._optimizer.gradients(), loss, before, totals)
+        found = self._passes(micro_batches, kept, lambda packed: packed.positions, backward=False)
+        lengths = [[len(sequence) for sequence in batch] for batch in micro_batches]
+        # The last stage has them all.
+        columns = torch.cat(found) if found else torch.empty(sum(map(sum, lengths)), device=self._device)
+        if self._config.megatron.pipeline_model_parallel_size > 1:
+            source = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(columns, source, parallel_state.get_pipeline_model_parallel_group())
+        ends = np.cumsum([sum(batch) for batch in lengths])[:-1]
+        parts = zip(np.split(columns.cpu().numpy(), ends), lengths)
+        return [np.split(part, np.cumsum(batch)[:-1]) if batch else [] for part, batch in parts]
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self._named.items()}
+
+    def _first_weights(self, live: dict[str, Tensor]) -> dict[str, Tensor]:
+        weights = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in live.items()}
+        self._read(weights)
+        return weights
+
+    def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
+        def of_loss(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, LossOutput]:
+            # Of an empty micro-batch 0, with a gradient, so that the collectives still run.
+            output = (
+                loss(token_batch(packed, log_probs, entropy)) if real else LossOutput(log_probs.sum() + entropy.sum())
+            )
+            return output.loss, output
+
+        outputs = self._passes(micro_batches, of_loss, lambda packed: packed.mask, backward=backward)
+        # The ranks of the last stage have the same: one of them counts.
+        if parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0:
+            for output in outputs:
+                metrics.add(output)
 
     def _passes(
-        self, micro_batches: list[MicroBatch], finish: Finish, rows: Callable[[Packed], Tensor], *, backward: bool
+        self, micro_batches: list[MicroBatch], finish: Finish, chosen: Callable[[Packed], Tensor], *, backward: bool
     ) -> list[Any]:
-        """Every micro-batch through all stages; what `finish` kept, on the last stage, else nothing."""
+        """Pass every micro-batch through all stages; return what `finish` kept, on the last stage, else nothing.
+
+        chosen: the tokens [T] whose log-probs are computed, where it is not 0.
+        """
         self._ddp.train(backward)
         packs = ((pack(batch, self._device), bool(batch)) for batch in micro_batches)
 
         def forward(waiting: Iterator[tuple[Packed, bool]], model: Any) -> tuple[Tensor, Any]:
             packed, real = next(waiting)
-            given = self._buffer(packed)
-            hidden = model(given.tokens, given.positions, given.pack)
-            return hidden, partial(self._finished, finish, rows, packed, given, real)
+            given = self._slicer(packed)
+
+            def finished(hidden: Tensor) -> tuple[Tensor, Tensor, Any]:
+                log_probs, entropy = self._head(hidden, given, packed, chosen(packed).nonzero()[:, 0])
+                loss, kept = finish(log_probs, entropy, packed, real)
+                # Three, of which the second would count tokens: of two, Megatron scales the loss by context-parallel
+                # size and micro-batches.
+                return loss, torch.zeros((), dtype=torch.int), kept
+
+            return model(given.tokens, given.positions, given.pack), finished
 
         found: list[Any] = get_forward_backward_func()(
             forward_step_func=forward,
@@ -274,26 +195,38 @@ class MegatronTrainer:
         )
         return found
 
-    def _finished(
-        self,
-        finish: Finish,
-        rows: Callable[[Packed], Tensor],
-        packed: Packed,
-        given: Inputs,
-        real: bool,
-        hidden: Tensor,
-    ) -> tuple[Tensor, Tensor, Any]:
-        log_probs, entropy = self._head(hidden, given, packed, rows(packed))
-        loss, kept = finish(log_probs, entropy, packed, real)
-        return loss, torch.zeros((), dtype=torch.int), kept
+    def _zero_gradients(self) -> None:
+        self._optimizer.zero_grad()
 
-    def _from_last_stage(self, found: list[Tensor], total: int) -> NDArray[np.float32]:
-        columns = torch.cat(found) if found else torch.empty(total, device=self._device)
-        if self._config.megatron.pipeline_model_parallel_size > 1:
-            source = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(columns, source, parallel_state.get_pipeline_model_parallel_group())
-        values: NDArray[np.float32] = columns.cpu().numpy()
-        return values
+    def _reduce_gradients(self) -> None:
+        # Without a number of tokens, which Megatron would divide by.
+        finalize_model_grads([self._ddp], None)
+
+    def _step(self, lr: float, loss: Tensor, normalizer: float) -> float:
+        self._state.wait()
+        return self._optimizer.step(lr, loss, normalizer)
+
+    def _rehearse(self, loss: Tensor) -> None:
+        self._state.wait()
+        self._optimizer.rehearse(loss)
+
+    def _shards(self) -> list[Shard]:
+        # Heads of q, k and v lie apart, by groups, and so are several shards of a tensor.
+        parts = (part for name, p in self._named.items() for part in self._mapping.parts(name, p.detach()))
+        return [Shard(part.name, part.start, part.view) for part in parts]
+
+    def _initialize_parallel(self) -> None:
+        seed, parallel = self._spec.seed + self._spec.rank, self._config.megatron
+        torch.manual_seed(seed)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
     def _read(self, weights: dict[str, Tensor]) -> None:
         """Fill tensors that are shaped like the parameters from the model's folder."""
@@ -302,7 +235,7 @@ class MegatronTrainer:
             read(self._mapping.parts(name, tensor), files.part)
 
     def _read_mains(self) -> None:
-        """Megatron makes float32 weights of the rounded ones; a folder of float32 knows them better."""
+        """Read the float32 weights that are updated from a folder of float32: Megatron makes them of rounded ones."""
         files = hf_folder.WeightFiles(self._folder)
         if self._dtype == torch.float32 or files.dtype(self._layout[0][0]) != torch.float32:
             return
@@ -312,77 +245,16 @@ class MegatronTrainer:
                 read(self._mapping.parts(name, whole), files.part)
                 slot.main.copy_(whole.view(-1)[slot.start : slot.stop])
 
+    def _checkpointed(self) -> checkpoint.Stage:
+        self._state.enter("checkpoint")
+        return self._stage()
+
     def _stage(self) -> checkpoint.Stage:
         self._state.wait()
         self._state.settle()
         return checkpoint.Stage(
             self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
         )
-
-
-def _initialize(config: TrainerSection, seed: int) -> None:
-    torch.manual_seed(seed)
-    parallel = config.megatron
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def _ranks() -> Ranks:
-    return Ranks(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_world_size(),
-    )
-
-
-def _wrapped(policy: Any) -> DistributedDataParallel:
-    config = policy.config
-    ddp = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True), policy
-    )
-    config.no_sync_func = ddp.no_sync
-    # Without the number of tokens, by which Megatron would divide.
-    config.finalize_model_grads_func = lambda models, tokens, **groups: finalize_model_grads(models, None, **groups)
-    return ddp
-
-
-def _later_rows(packed: Packed) -> Tensor:
-    return packed.positions.nonzero()[:, 0]
-
-
-def _masked_rows(packed: Packed) -> Tensor:
-    return packed.mask.nonzero()[:, 0]
-
-
-def _kept_log_probs(log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool) -> tuple[Tensor, Tensor]:
-    return log_probs.sum(), log_probs if real else log_probs[:0]
-
-
-def _of_loss(
-    loss: Loss, totals: Totals, log_probs: Tensor, entropy: Tensor, packed: Packed, real: bool
-) -> tuple[Tensor, LossOutput]:
-    """Of an empty micro-batch 0, with a gradient, so that the collectives still run."""
-    if not real:
-        nothing = log_probs.sum() + entropy.sum()
-        return nothing, LossOutput(nothing)
-    output = loss(token_batch(packed, log_probs, entropy), totals)
-    return output.loss, output
-
-
-def _accumulator(outputs: list[LossOutput], accumulator: MetricAccumulator) -> MetricAccumulator:
-    """With these added; of the ranks of the last stage one counts."""
-    first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-    for output in outputs if first else ():
-        accumulator.add(output)
-    return accumulator
 
 
 TRAINER = MegatronTrainer

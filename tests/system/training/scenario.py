@@ -15,7 +15,7 @@ from rlctl.grpo.loss import GrpoLoss
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
-from rlctl.training.worker import trainer_class
+from rlctl.training.rank import TrainerSpec, make_trainer
 
 TEMPERATURE = 0.8
 # A large epsilon makes AdamW smooth in the gradient, so that equal gradients give equal weights.
@@ -43,16 +43,17 @@ class WeightedLoss:
 
     entropy: float = 0.1
 
-    def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:
+    def __call__(self, batch: TokenBatch) -> LossOutput:
         terms = batch.fields["advantage"] * batch.log_probs + self.entropy * batch.entropy
-        loss = -terms[batch.mask].sum() / totals.tokens
+        loss = -terms[batch.mask].sum()
         highest = torch.where(batch.mask, batch.entropy, 0).max().detach()
-        trained = batch.sequence[batch.mask].unique().numel()
-        share = torch.tensor(trained / totals.sequences, device=loss.device)
-        return LossOutput(loss, {"train/loss": loss.detach(), "train/share": share}, {"train/max_entropy": highest})
+        trained = torch.tensor(batch.sequence[batch.mask].unique().numel(), device=loss.device)
+        share = trained, torch.full_like(trained, batch.num_sequences)
+        means = {"train/loss": (loss.detach(), batch.mask.sum()), "train/share": share}
+        return LossOutput(loss, means, {"train/max_entropy": highest})
 
-    def carry(self, name: str, before: Totals, now: Totals) -> float:
-        return before.sequences / now.sequences if name == "train/share" else before.tokens / now.tokens
+    def normalizer(self, totals: Totals) -> float:
+        return totals.tokens
 
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSample]:
@@ -79,13 +80,11 @@ def train_in_parts(
     one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, float]:
     """One update in three parts, of which the last has nothing left; between them engines may ask for the weights."""
-    loss, before = WeightedLoss(), None
+    loss = WeightedLoss()
     for part in (data[:2], data[2:]):
-        now = totals(part) if before is None else before + totals(part)
-        one.accumulate(share(part, max_tokens, rank, world), loss, now, before)
+        one.accumulate(share(part, max_tokens, rank, world), loss)
         one.shards()
-        before = now
-    metrics: dict[str, float] = one.train([[]], loss, totals(data), before)
+    metrics: dict[str, float] = one.train([], loss, totals(data))
     return metrics
 
 
@@ -101,11 +100,10 @@ def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0
     mine, first, last = (share(part, max_tokens, rank, world) for part in (poisoned, poisoned[:2], poisoned[2:]))
     seen: dict[str, Any] = {"before": weights(one), "said": []}
     for in_parts in (False, True):
-        before = totals(data[:2]) if in_parts else None
         if in_parts:
-            one.accumulate(first, loss, before, None)
+            one.accumulate(first, loss)
         try:
-            one.train(last if in_parts else mine, loss, totals(data), before)
+            one.train(last if in_parts else mine, loss, totals(data))
         except FloatingPointError as error:
             seen["said"].append(str(error))
     return seen | {"after": weights(one)}
@@ -118,9 +116,12 @@ def trainer(
     """A trainer in this process; `folder` holds the rendezvous file, options replace CONFIG's."""
     meeting = folder / f"meeting-{len(list(folder.glob('meeting*'))) if world == 1 else 'shared'}"
     config = replace(CONFIG, **options)
-    one: Any = trainer_class(config.backend)(
-        config, str(model), rank, world, f"file://{meeting}", device, TEMPERATURE,
-        TOTAL_UPDATES, 0,
+    one: Any = make_trainer(
+        TrainerSpec(
+            config=config, model_path=str(model), tokenizer_path=str(model), rank=rank, world=world,
+            init_method=f"file://{meeting}", device=device, temperature=TEMPERATURE, total_updates=TOTAL_UPDATES,
+            seed=0, profile=None,
+        )
     )  # fmt: skip
     try:
         yield one

@@ -110,13 +110,34 @@ def test_an_update_in_parts_is_the_update(models: dict[Kind, Path], tmp_path: Pa
         for metrics in expected:
             assert_close(train_in_parts(one, DATA, 64), metrics, atol=1e-6)
         assert_close(weights(one), exported, atol=1e-6)
-        with pytest.raises(TypeError, match="no `carry`"):
-            one.accumulate(share(DATA, 64), LOSS, totals(DATA), None)
-            one.train([[]], NoParts(), totals(DATA), totals(DATA))
 
 
-class NoParts:
-    """A loss of which an update cannot be made in parts."""
+def test_discarded_parts_leave_nothing_behind(models: dict[Kind, Path], tmp_path: Path) -> None:
+    with trainer(models["qwen3"], tmp_path) as whole:
+        expected = whole.train(share(DATA, 64), LOSS, totals(DATA)), weights(whole)
+    with trainer(models["qwen3"], tmp_path) as one:
+        one.accumulate(share(DATA[:4], 64), LOSS)
+        one.discard()
+        assert one.train(share(DATA, 64), LOSS, totals(DATA)) == expected[0]
+        assert_close(weights(one), expected[1], atol=0)
+
+
+@dataclass(frozen=True)
+class FailingLoss(WeightedLoss):
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        if 7 in batch.fields["advantage"]:
+            raise KeyError("seven")
+        return super().__call__(batch)
+
+
+def test_an_update_that_fails_halfway_leaves_nothing_behind(models: dict[Kind, Path], tmp_path: Path) -> None:
+    bad = replace(DATA[0], fields={"advantage": np.full_like(DATA[0].fields["advantage"], 7)})
+    with trainer(models["qwen3"], tmp_path) as whole:
+        expected = whole.train([DATA], LOSS, totals(DATA))
+    with trainer(models["qwen3"], tmp_path) as one:
+        with pytest.raises(KeyError, match="seven"):
+            one.train([DATA[1:], [bad]], FailingLoss(), totals(DATA))
+        assert one.train([DATA], LOSS, totals(DATA)) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,7 +199,7 @@ def test_a_warm_up_changes_no_bit(models: dict[Kind, Path], tmp_path: Path) -> N
             for number in range(2):
                 before = torch.get_rng_state()
                 if warm:
-                    one.warm_up(share(DATA[:5], 20), LOSS, totals(DATA[:5]))
+                    one.warm_up(share(DATA[:5], 20), LOSS)
                 assert torch.equal(torch.get_rng_state(), before)
                 one.save(tmp_path / f"state-{warm}-{number}")
                 found += [weights(one), one.train(share(DATA, 45), LOSS, totals(DATA))]
@@ -285,7 +306,7 @@ def test_the_reference_stays_at_version_0_and_leaves_the_policy_alone(models: di
 def test_evaluating_gives_the_losses_metrics_and_changes_nothing(models: dict[Kind, Path], tmp_path: Path) -> None:
     with trainer(models["llama"], tmp_path) as one:
         before = weights(one)
-        seen = one.evaluate(share(DATA, 40), LOSS, totals(DATA))
+        seen = one.evaluate(share(DATA, 40), LOSS)
         assert_close(weights(one), before, atol=0)
         trained = one.train(share(DATA, 40), LOSS, totals(DATA))
         assert seen == {name: trained[name] for name in ("train/loss", "train/share", "train/max_entropy")}
@@ -305,8 +326,8 @@ def test_a_pad_token_inside_a_sequence_trains_like_any_other(tmp_path: Path) -> 
 
 
 @dataclass(frozen=True)
-class ExplodingLoss:
-    def __call__(self, batch: TokenBatch, totals: Totals) -> LossOutput:
+class ExplodingLoss(WeightedLoss):
+    def __call__(self, batch: TokenBatch) -> LossOutput:
         return LossOutput(batch.log_probs.sum() * float("inf"))
 
 
@@ -331,6 +352,8 @@ def test_an_all_masked_micro_batch_is_no_surprise(models: dict[Kind, Path], tmp_
     silent = [TrainingSample(s.tokens, np.zeros_like(s.mask), s.fields) for s in DATA[:3]]
     with trainer(models["qwen3"], tmp_path) as one:
         with_silent = one.train([silent, DATA], LOSS, totals(DATA))
+        # The share alone counts sequences without a token.
+        with_silent["train/share"] *= (len(silent) + len(DATA)) / len(DATA)
     with trainer(models["qwen3"], tmp_path) as one:
         assert one.train([DATA], LOSS, totals(DATA)) == pytest.approx(with_silent, abs=1e-6)
 
@@ -371,9 +394,17 @@ def test_info_counts_the_weights_a_token_meets(models: dict[Kind, Path], tmp_pat
     assert info["active_parameters"] == (sum(sizes.values()) - embedding - experts // 2)
 
 
-def test_an_update_without_micro_batches_is_refused(models: dict[Kind, Path], tmp_path: Path) -> None:
-    with trainer(models["qwen3"], tmp_path) as one, pytest.raises(ValueError, match="at least one micro-batch"):
-        one.train([], LOSS, Totals(1, 1))
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_an_update_of_nothing_makes_no_step(backend: str, models: dict[Kind, Path], tmp_path: Path) -> None:
+    """Without micro-batches, and where no token counts: without a gradient AdamW would still decay the weights."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    silent = [replace(s, mask=np.zeros_like(s.mask)) for s in DATA]
+    with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+        before = weights(one)
+        assert one.train([], LOSS, Totals(0, 0)) == one.train([silent], LOSS, totals(silent)) == {}
+        assert_close(weights(one), before, atol=0)
+        assert one.train([DATA], LOSS, totals(DATA))["train/lr"] == learning_rate(0, OPTIMIZER, TOTAL_UPDATES)
 
 
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_masters(models: dict[Kind, Path], tmp_path: Path) -> None:

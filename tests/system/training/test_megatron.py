@@ -86,7 +86,7 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             seen["boxes"] = [(s.name, s.start, s.tensor.cpu().clone()) for s in one.shards()]
             whole = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS - 1)]
             seen["trained"] = [*whole, train_in_parts(one, DATA, 48, rank % shards, shards)]
-            seen["evaluated"] = one.evaluate(mine, LOSS, totals(DATA))
+            seen["evaluated"] = one.evaluate(mine, LOSS)
             seen["weights"] = remote_scripts(weights(one))
             one.save(own / "state")
             one.export_folder(own / "exported")
@@ -164,7 +164,7 @@ def expected(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
                 "log_probs": [x for batch in one.log_probs([DATA]) for x in batch],
                 "exported": weights(one),
                 "trained": [one.train(share(DATA, 64), LOSS, totals(DATA)) for _ in range(STEPS)],
-                "evaluated": one.evaluate([DATA], LOSS, totals(DATA)),
+                "evaluated": one.evaluate([DATA], LOSS),
                 "weights": weights(one),
                 "next": one.train(share(DATA, 64), LOSS, totals(DATA)),
             }

@@ -106,7 +106,7 @@ def test_a_warm_up_with_its_state_away_changes_no_bit(model: Path, tmp_path: Pat
     for warm in (False, True):
         with trainer(model, tmp_path, **OPTIONS[1]) as one:
             if warm:
-                one.warm_up(share(DATA[:5], 20), LOSS, totals(DATA[:5]))
+                one.warm_up(share(DATA[:5], 20), LOSS)
                 one.rest()
             found.append((steps(one, 1), weights(one)))
     same(found[0][0], found[1][0])

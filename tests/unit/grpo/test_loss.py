@@ -95,10 +95,26 @@ def geometric(loss: GrpoLoss, row: Row) -> float:
     return math.exp((old - row.fields["rollout_log_prob"])[row.mask].mean().item())
 
 
+def value(loss: GrpoLoss, chosen: Sequence[Row]) -> Tensor:
+    """The loss as an update has it: its sum over its normalizer."""
+    return loss(pack(chosen)).loss / (loss.normalizer(totals_of(chosen)) or 1)
+
+
+def read(*outputs: LossOutput) -> dict[str, float]:
+    """The metrics of some micro-batches, as an update has them."""
+    found: dict[str, float] = {}
+    for name in outputs[0].means:
+        total, weight = (sum(output.means[name][part].item() for output in outputs) for part in (0, 1))
+        if weight:
+            found[name] = total / weight
+    return found
+
+
 def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, float], float]:
-    """Loss, sums and ratio/max by the papers' formulas, a token at a time in Python floats."""
+    """Loss, means and ratio/max by the papers' formulas, a token at a time in Python floats."""
     means: dict[str, float] = {}
     largest = 0.0
+    of_age = [0, 0, 0]
     totals = totals_of(chosen)
 
     def add(name: str, value: float) -> None:
@@ -132,9 +148,9 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
                     add("importance/masked", (not kept) / totals.tokens)
             if loss.max_age:
                 error = max(pi / mu, mu / pi) if loss.proximal == "rollout" else max(q / mu, mu / q)
-                for steps in range(3):
-                    add(f"age/share_{steps}", (steps == age) / totals.tokens)
-                    add(f"age/error_{steps}", (steps == age) * error / totals.tokens)
+                of_age[age] += 1
+                add(f"age/share_{age}", 1 / totals.tokens)
+                add(f"mismatch/age_{age}", error)
             k = {"k1": math.log(pi / ref), "k2": math.log(pi / ref) ** 2 / 2, "k3": ref / pi - 1 + math.log(pi / ref)}
             share = 1 / totals.tokens if loss.reduction == "token" else 1 / count / totals.sequences
             add("loss/policy", -w * surrogate * share)
@@ -150,6 +166,9 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
             above = (a > 0 and r > high) or (a < 0 and r > (loss.dual_clip or math.inf))
             add("ratio/clipped_high", above / totals.tokens)
             largest = max(largest, r)
+    for age, count in enumerate(of_age):
+        if count:
+            means[f"mismatch/age_{age}"] /= count
     value = means.get("loss/policy", 0.0) - loss.entropy_coef * means.get("loss/entropy", 0.0)
     return value + loss.kl_coef * means.get("loss/kl", 0.0), means, largest
 
@@ -158,10 +177,10 @@ def reference(loss: GrpoLoss, chosen: Sequence[Row]) -> tuple[float, dict[str, f
 @settings(max_examples=150, deadline=None)
 def test_loss_and_metrics_equal_the_papers_formulas(loss: GrpoLoss, seed: int, lengths: list[int]) -> None:
     chosen = rows(seed, lengths)
-    output = loss(pack(chosen), totals_of(chosen))
-    value, means, largest = reference(loss, chosen)
-    assert output.loss.item() == pytest.approx(value, rel=1e-9, abs=1e-12)
-    assert {name: mean.item() for name, mean in output.sums.items() if mean} == pytest.approx(
+    output = loss(pack(chosen))
+    expected, means, largest = reference(loss, chosen)
+    assert value(loss, chosen).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert {name: mean for name, mean in read(output).items() if mean} == pytest.approx(
         {name: mean for name, mean in means.items() if mean}, rel=1e-9, abs=1e-12
     )
     assert output.maxima["ratio/max"].item() == pytest.approx(largest)
@@ -173,7 +192,7 @@ def test_gradient_equals_central_differences_of_the_reference(loss: GrpoLoss, se
     # Of "current" the value does not tell the gradient: see the test that holds it against recompute.
     loss = replace(loss, proximal="recompute") if loss.proximal == "current" else loss
     chosen = rows(seed, [4, 3])
-    analytic = gradients(loss(pack(chosen), totals_of(chosen)).loss, chosen)
+    analytic = gradients(value(loss, chosen), chosen)
     leaves = [leaf for row in chosen for leaf in (row.log_probs, row.entropy)]
     step = 1e-6
     for leaf, gradient in zip(leaves, analytic):
@@ -192,8 +211,9 @@ def test_the_recomputed_policy_and_the_weight_are_constants() -> None:
     chosen = rows(0, [6, 6])
     batch = pack(chosen)
     batch.fields = {name: value.requires_grad_() for name, value in batch.fields.items()}
-    output = FULL(batch, totals_of(chosen))
-    assert not any(mean.requires_grad for mean in (output.sums | output.maxima).values())
+    output = FULL(batch)
+    scalars = [*output.maxima.values(), *(each for pair in output.means.values() for each in pair)]
+    assert not any(scalar.requires_grad for scalar in scalars)
     output.loss.backward()
     assert all(value.grad is None for value in batch.fields.values())
 
@@ -205,31 +225,16 @@ def test_packing_changes_neither_loss_nor_gradient_nor_metrics(
 ) -> None:
     """Sequences in any order in any number of micro-batches, their outputs added: one batch in order."""
     chosen = rows(seed, lengths)
-    totals = totals_of(chosen)
-    whole = loss(pack(chosen), totals)
+    whole = loss(pack(chosen))
     places = data.draw(st.lists(st.integers(0, 2), min_size=len(chosen), max_size=len(chosen)))
     order = data.draw(st.permutations(range(len(chosen))))
     parts = [[chosen[i] for i in order if places[i] == place] for place in range(3)]
-    outputs = [loss(pack(part), totals) for part in parts if part]
+    outputs = [loss(pack(part)) for part in parts if part]
     total = torch.stack([output.loss for output in outputs]).sum()
     torch.testing.assert_close(total, whole.loss)
     torch.testing.assert_close(gradients(total, chosen), gradients(whole.loss, chosen))
-    for name, mean in whole.sums.items():
-        torch.testing.assert_close(sum(output.sums[name] for output in outputs), mean)
+    assert read(*outputs) == pytest.approx(read(whole))
     assert max(output.maxima["ratio/max"] for output in outputs) == whole.maxima["ratio/max"]
-
-
-@given(losses, st.integers(0, 10_000), st.lists(st.integers(1, 6), min_size=2, max_size=6))
-@settings(max_examples=40, deadline=None)
-def test_an_update_made_in_parts_is_the_update(loss: GrpoLoss, seed: int, lengths: list[int]) -> None:
-    """What the first part had, carried to the totals of both, and the second by these: both at once."""
-    chosen = rows(seed, lengths)
-    totals, before = totals_of(chosen), totals_of(chosen[:1])
-    whole, first, second = loss(pack(chosen), totals), loss(pack(chosen[:1]), before), loss(pack(chosen[1:]), totals)
-    total = first.loss * loss.carry("loss", before, totals) + second.loss
-    torch.testing.assert_close(total, whole.loss)
-    for name, mean in whole.sums.items():
-        torch.testing.assert_close(first.sums[name] * loss.carry(name, before, totals) + second.sums[name], mean)
 
 
 @pytest.mark.parametrize("loss", [PLAIN, FULL, replace(FULL, kl_estimator="k1"), replace(FULL, reduction="token")])
@@ -239,8 +244,8 @@ def test_unmasked_tokens_are_not_read_whatever_they_hold(loss: GrpoLoss) -> None
         for tensor in (row.log_probs, row.entropy):
             tensor.data[~row.mask] = math.nan
         row.fields = {name: value.where(row.mask, math.nan) for name, value in row.fields.items()}
-    expected, output = (loss(pack(chosen), totals_of(chosen)) for chosen in (clean, dirty))
-    torch.testing.assert_close(output.sums, expected.sums)
+    expected, output = (loss(pack(chosen)) for chosen in (clean, dirty))
+    torch.testing.assert_close(output.means, expected.means)
     torch.testing.assert_close(gradients(output.loss, dirty), gradients(expected.loss, clean))
 
 
@@ -248,9 +253,9 @@ def test_unmasked_tokens_are_not_read_whatever_they_hold(loss: GrpoLoss) -> None
 def test_a_micro_batch_without_masked_tokens_adds_zero_and_keeps_its_graph(loss: GrpoLoss) -> None:
     (row,) = rows(0, [5])
     row.mask[:] = False
-    output = loss(pack([row]), Totals(10, 2))
+    output = loss(pack([row]))
     assert output.loss.item() == 0.0
-    assert not any((output.sums | output.maxima).values())
+    assert not any([*output.maxima.values(), *(total for total, _ in output.means.values())])
     assert not any(gradient.any() for gradient in gradients(output.loss, [row]))
 
 
@@ -259,7 +264,7 @@ def one(loss: GrpoLoss, log_prob: float, **fields: float) -> tuple[LossOutput, f
     leaf = torch.tensor([log_prob], requires_grad=True)
     columns = {name: torch.tensor([value]) for name, value in fields.items()}
     batch = TokenBatch(leaf, torch.zeros(1), torch.tensor([True]), columns, torch.zeros(1, dtype=torch.int64), 1)
-    output = loss(batch, Totals(1, 1))
+    output = loss(batch)
     output.loss.backward()
     assert leaf.grad is not None
     return output, leaf.grad.item()
@@ -292,7 +297,7 @@ def test_importance_weights_are_truncated_above_only(mu: float, weight: float) -
     loss = replace(PLAIN, proximal="recompute", importance_cap=2.0)
     output, slope = one(loss, -1.0, proximal_log_prob=-1.0, rollout_log_prob=mu, advantage=1.0)
     assert (output.loss.item(), slope) == pytest.approx((-weight, -weight), rel=1e-6)
-    assert output.sums["importance/truncated"].item() == (weight == 2.0)
+    assert output.means["importance/truncated"][0].item() == (weight == 2.0)
 
 
 @pytest.mark.parametrize("log_prob", [-1e4, -100.0, 0.0])
@@ -302,7 +307,7 @@ def test_extreme_log_probs_stay_finite(log_prob: float, others: float, kl: Any) 
     loss = replace(FULL, kl_estimator=kl, dual_clip=None, importance_cap=None)
     fields = dict.fromkeys(FIELDS, others) | {"advantage": -1.0}
     output, slope = one(loss, log_prob, **fields)
-    assert all(math.isfinite(v) for v in (output.loss.item(), slope, *map(float, output.sums.values())))
+    assert all(map(math.isfinite, (output.loss.item(), slope, *read(output).values())))
 
 
 def test_a_nan_log_prob_is_not_hidden() -> None:
@@ -311,7 +316,7 @@ def test_a_nan_log_prob_is_not_hidden() -> None:
 
 def test_without_kl_no_reference_and_without_recompute_no_proximal_is_needed() -> None:
     output, _ = one(PLAIN, -1.0, rollout_log_prob=-1.0, advantage=1.0)
-    assert "loss/kl" not in output.sums and "importance/mean" not in output.sums
+    assert "loss/kl" not in output.means and "importance/mean" not in output.means
     for loss, missing in (
         (replace(PLAIN, kl_coef=0.1), "reference"),
         (replace(PLAIN, proximal="recompute"), "proximal"),
@@ -322,15 +327,15 @@ def test_without_kl_no_reference_and_without_recompute_no_proximal_is_needed() -
 
 def test_entropy_is_reported_but_without_a_bonus_has_no_gradient() -> None:
     chosen = rows(0, [5])
-    output = PLAIN(pack(chosen), totals_of(chosen))
-    assert output.sums["loss/entropy"] > 0
+    output = PLAIN(pack(chosen))
+    assert output.means["loss/entropy"][0] > 0
     assert torch.autograd.grad(output.loss, chosen[0].entropy, allow_unused=True)[0] is None
 
 
-@pytest.mark.parametrize("totals", [Totals(0, 1), Totals(1, 0)])
-def test_an_update_that_counts_nothing_is_an_error(totals: Totals) -> None:
-    with pytest.raises(ValueError, match="no token to train on"):
-        PLAIN(pack(rows(0, [3])), totals)
+def test_the_normalizer_is_what_the_reduction_says_and_0_where_no_token_counts() -> None:
+    sequence = replace(PLAIN, reduction="sequence")
+    assert [PLAIN.normalizer(totals) for totals in (Totals(7, 3), Totals(0, 3))] == [7, 0]
+    assert [sequence.normalizer(totals) for totals in (Totals(7, 3), Totals(0, 3))] == [3, 0]
 
 
 def test_is_built_from_the_config_and_travels_by_pickle() -> None:
@@ -352,11 +357,11 @@ def test_current_is_recompute_without_the_pass_while_the_policy_is_unchanged() -
     current = replace(FULL, proximal="current")
     for row in chosen:
         row.fields["proximal_log_prob"] = row.log_probs.detach().clone()
-    outputs = [loss(pack(chosen), totals_of(chosen)) for loss in (FULL, current)]
+    outputs = [loss(pack(chosen)) for loss in (FULL, current)]
     first, second = (gradients(output.loss, chosen) for output in outputs)
     assert outputs[0].loss.item() == pytest.approx(outputs[1].loss.item())
     assert all(torch.allclose(one, other) for one, other in zip(first, second))
-    assert outputs[1].sums["ratio/mean"].item() == pytest.approx(1.0)
+    assert read(outputs[1])["ratio/mean"] == pytest.approx(1.0)
 
 
 def test_a_sequence_that_drifted_is_left_out_whole() -> None:
@@ -364,6 +369,6 @@ def test_a_sequence_that_drifted_is_left_out_whole() -> None:
     far = chosen[0]
     far.fields["proximal_log_prob"] = far.fields["rollout_log_prob"] + 2.0
     loss = replace(PLAIN, proximal="recompute", sequence_mask=(0.5, 2.0))
-    grads = gradients(loss(pack(chosen), totals_of(chosen)).loss, chosen)
+    grads = gradients(value(loss, chosen), chosen)
     assert not grads[0].any()
     assert grads[2].any() or not chosen[1].fields["advantage"].any()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rlctl.grpo.loss import GrpoLoss
-from rlctl.training.interface import TokenBatch, Totals
+from rlctl.training.interface import TokenBatch
 
 
 def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: 
         }
         where = torch.zeros(1, dtype=torch.int64)
         batch = TokenBatch(policy[token : token + 1], torch.zeros(1), torch.tensor([True]), fields, where, 1)
-        total = total + mu[token] * loss(batch, Totals(1, 1)).loss
+        total = total + mu[token] * loss(batch).loss
     return torch.autograd.grad(total, logits)[0]
 
 

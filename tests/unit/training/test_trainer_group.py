@@ -9,6 +9,7 @@ import pytest
 from rlctl.preflight.load import load
 from rlctl.training.interface import Totals, TrainingSample
 from rlctl.training.trainer_group import TrainerGroup
+from rlctl.workers.errors import Failure, WorkerDied, WorkerError
 
 
 def sequence(length: int) -> TrainingSample:
@@ -29,31 +30,101 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
 
 
 class Recorder:
-    """A group of two ranks that only takes note."""
+    """A group of two ranks that only takes note. fails: method -> what its call raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, **fails: Exception) -> None:
         self.calls: list[tuple[str, list[tuple[Any, ...]]]] = []
+        self._fails = fails
+
+    def __len__(self) -> int:
+        return 2
 
     def run(self, method: Callable[..., Any], arguments: list[tuple[Any, ...]]) -> list[Any]:
         self.calls.append((method.__name__, arguments))
-        return [{}] * len(arguments)
+        if method.__name__ in self._fails:
+            raise self._fails[method.__name__]
+        return [{"made": 1.0}] * len(arguments)
+
+    def call(self, method: Callable[..., Any]) -> list[Any]:
+        return self.run(method, [()] * 2)
+
+    @property
+    def methods(self) -> list[str]:
+        return [method for method, _ in self.calls]
 
 
-def test_parts_are_divided_by_all_that_there_was_so_far_and_an_empty_last_one_still_updates() -> None:
-    section, group = load("grpo", None, ["trainer.num_ranks=2"]).config.trainer, Recorder()
-    client = TrainerGroup(cast(Any, group), section)
-    loss = cast(Any, "loss")
-    first = client.accumulate([sequence(5), sequence(3)], loss, None)
-    second = client.accumulate([sequence(4)], loss, first)
-    client.train([], loss, second)
-    assert (first, second) == (Totals(8, 2), Totals(12, 3))
-    assert [method for method, _ in group.calls] == ["accumulate", "accumulate", "train"]
-    assert [each[0][1:] for _, each in group.calls] == [
-        ("loss", first, None),
-        ("loss", second, first),
-        ("loss", second, second),
-    ]
-    assert all(share.micro_batches() == [[]] for share, *_ in group.calls[-1][1])
-    # The ranks refuse an update of nothing.
-    client.train([], loss)
-    assert all(share.micro_batches() == [] for share, *_ in group.calls[-1][1])
+def client(group: Recorder) -> TrainerGroup:
+    section = load("grpo", None, ["trainer.num_ranks=2"]).config.trainer
+    return TrainerGroup(cast(Any, group), section)
+
+
+LOSS = cast(Any, "loss")
+
+
+def test_an_update_of_one_part_is_one_call_and_may_be_prepared_before() -> None:
+    group = Recorder()
+    samples = [sequence(5), sequence(3)]
+    for batch in (samples, client(group).prepare(samples)):
+        group.calls.clear()
+        with client(group).update(LOSS) as update:
+            update.accumulate(batch)
+            assert not group.calls and not update.metrics
+        [(method, ranks)] = group.calls
+        assert method == "train" and update.metrics == {"made": 1.0} and update.parts == 1
+        assert [each[1:] for each in ranks] == [("loss", Totals(8, 2))] * 2
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_step_knows_the_totals_of_all_parts(in_parts: bool) -> None:
+    group = Recorder()
+    with client(group).update(LOSS, in_parts=in_parts) as update:
+        for part in ([sequence(5), sequence(3)], [sequence(4)], []):
+            update.accumulate(part)
+    # Parts go at once where more are being sampled; else the last one travels with the step.
+    assert group.methods == ["accumulate"] * (1 + in_parts) + ["train"] and update.parts == 2
+    *parts, (_, last) = group.calls
+    assert all(rank[1:] == ("loss",) for _, ranks in parts for rank in ranks)
+    assert all(rank[1:] == ("loss", Totals(12, 3)) for rank in last)
+    assert [sum(len(share.tokens) for share, *_ in ranks) for _, ranks in group.calls] == [8, 4, 0][: len(group.calls)]
+
+
+def test_an_update_of_nothing_is_no_call() -> None:
+    group = Recorder()
+    for in_parts in (False, True):
+        with client(group).update(LOSS, in_parts=in_parts) as update:
+            update.accumulate([])
+        assert update.metrics == {} and not group.calls
+
+
+def test_an_exception_discards_what_the_ranks_have() -> None:
+    group = Recorder()
+    with pytest.raises(KeyError), client(group).update(LOSS) as update:
+        update.accumulate([sequence(5)])
+        raise KeyError
+    assert not group.calls and not update.metrics
+    with pytest.raises(KeyError), client(group).update(LOSS, in_parts=True) as update:
+        update.accumulate([sequence(5)])
+        raise KeyError
+    assert group.methods == ["accumulate", "discard"]
+
+
+def test_ranks_that_are_gone_are_not_asked_to_discard() -> None:
+    group = Recorder(accumulate=WorkerDied("accumulate", ["trainer-1"], "killed"))
+    with pytest.raises(WorkerDied), client(group).update(LOSS) as update:
+        for _ in range(2):
+            update.accumulate([sequence(5)])
+    assert group.methods == ["accumulate"]
+
+
+def test_a_loss_that_is_not_finite_is_told_by_the_rank_that_knows_where() -> None:
+    def failing(*failures: tuple[str, str]) -> TrainerGroup:
+        found = [Failure(f"trainer-{rank}", kind, text, "") for rank, (kind, text) in enumerate(failures)]
+        return client(Recorder(train=WorkerError("train", found)))
+
+    own, other = "the gradient norm is nan (first in lm_head)", "the gradient norm is nan (elsewhere)"
+    refused = failing(("FloatingPointError", other), ("FloatingPointError", own))
+    with pytest.raises(FloatingPointError, match="lm_head"), refused.update(LOSS) as update:
+        update.accumulate([sequence(5)])
+    broken = failing(("FloatingPointError", other), ("KeyError", "advantage"))
+    with pytest.raises(WorkerError, match="FloatingPointError"), broken.update(LOSS) as update:
+        update.accumulate([sequence(5)])

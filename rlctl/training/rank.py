@@ -1,0 +1,325 @@
+"""One rank of the trainer group, whatever trains in it: what every backend shares, and what each adds.
+
+All ranks call every method together: there are collectives inside. Losses come in as picklable callables (see
+`interface.Loss`), so that the algorithms stay out of here.
+"""
+
+import importlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from rlctl.config.schema import TrainerSection
+from rlctl.models import hf_folder
+from rlctl.models.model_sizes import read_sizes
+from rlctl.refit.source import Shard
+from rlctl.training.interface import Loss, MicroBatch, Totals
+from rlctl.training.offload import OffloadManager, Reference
+from rlctl.training.profile import ProfileSpec
+from rlctl.training.update import MetricAccumulator, learning_rate
+from rlctl.utils.cores import usable_cores
+from rlctl.utils.ports import open_store
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a rank is made of."""
+
+    config: TrainerSection
+    # Hugging Face folder.
+    model_path: str
+    tokenizer_path: str
+    rank: int
+    world: int
+    # Where ranks meet: tcp://host:port, served by rank 0, or file://path.
+    init_method: str
+    # cpu, or cuda:N with N this rank's device.
+    device: str
+    # Log-probs are of the policy tempered by this.
+    temperature: float
+    # Updates that the learning-rate schedule runs over.
+    total_updates: int
+    seed: int
+    profile: ProfileSpec | None
+
+
+class TrainerRank(ABC):
+    """The policy, its optimizer and, once asked for, its reference.
+
+    An update is `accumulate` for each of its parts, then `step`; `train` is both for an update of one part. From the
+    first `accumulate` to `step` or `discard` only `accumulate`, `layout`, `shards` and `memory` may be called.
+    """
+
+    # Set by the backend's constructor.
+    _state: OffloadManager
+
+    def __init__(self, spec: TrainerSpec) -> None:
+        self._spec, self._config = spec, spec.config
+        self._device = torch.device(spec.device)
+        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.config.dtype]
+        self._own_dtype = spec.config.dtype
+        self._folder = Path(spec.model_path)
+        self._reference: Reference | None = None
+        # Updates made: what the learning rate follows.
+        self._updates = 0
+        # Metrics of the update under way.
+        self._metrics: MetricAccumulator | None = None
+
+    def _join(self) -> None:
+        """Join torch's process group; on CPU with this rank's share of the cores."""
+        spec, cuda = self._spec, self._device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(self._device)
+        else:
+            torch.set_num_threads(self._config.threads or max(1, usable_cores() // spec.world))
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        store = met_at(spec.init_method, spec.rank, spec.world)
+        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world)
+
+    # Log-probs.
+
+    def log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Return the log-probs float32 [T] of every sequence, in the order given, 0 at its first token.
+
+        Nothing keeps a gradient, and no state changes.
+        """
+        self._state.enter("log_probs")
+        with torch.no_grad():
+            return self._log_probs(micro_batches)
+
+    def reference_log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Return `log_probs` under the reference policy, the weights of version 0. The first call loads them."""
+        live = self._weights()
+        if self._reference is None:
+            self._reference = Reference(self._first_weights(live))
+        with self._reference.in_place_of(live):
+            return self.log_probs(micro_batches)
+
+    # Updates.
+
+    def train(self, micro_batches: list[MicroBatch], loss: Loss, totals: Totals) -> dict[str, float]:
+        """Make one update of these samples and what `accumulate` took; see `step`. All ranks have equally many."""
+        self.accumulate(micro_batches, loss)
+        return self.step(loss, totals)
+
+    def accumulate(self, micro_batches: list[MicroBatch], loss: Loss) -> None:
+        """Add the gradients and metrics of some samples to the update under way; without one, begin it."""
+        if not micro_batches:
+            return
+        self._state.enter("train")
+        if self._metrics is None:
+            self._zero_gradients()
+            self._metrics = MetricAccumulator()
+        try:
+            self._run(micro_batches, loss, self._metrics, backward=True)
+        except BaseException:
+            self.discard()
+            raise
+
+    def step(self, loss: Loss, totals: Totals) -> dict[str, float]:
+        """End the update: reduce the gradients, divide them by `loss.normalizer(totals)`, clip, make an optimizer step.
+
+        totals: over all ranks and parts of the update. Returns metrics that are equal on every rank: the loss's,
+        train/grad_norm (divided, before clipping) and train/lr. Returns nothing, and makes no optimizer step, if
+        nothing was accumulated or the normalizer is 0.
+
+        Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
+        finite.
+        """
+        metrics, self._metrics = self._metrics, None
+        if metrics is None:
+            return {}
+        try:
+            normalizer = loss.normalizer(totals)
+            if not normalizer:
+                return {}
+            lr = learning_rate(self._updates, self._config.optimizer, self._spec.total_updates)
+            self._reduce_gradients()
+            norm = self._step(lr, metrics.loss(self._device), normalizer)
+        finally:
+            self._zero_gradients()
+        self._updates += 1
+        return metrics.join() | {"train/grad_norm": norm, "train/lr": lr}
+
+    def discard(self) -> None:
+        """Forget what `accumulate` took."""
+        if self._metrics is not None:
+            self._metrics = None
+            self._zero_gradients()
+
+    def warm_up(self, micro_batches: list[MicroBatch], loss: Loss) -> None:
+        """Go through an update without making it: what is compiled, cached or allocated at first use is there then.
+
+        Weights, optimizer state and random number generators stay as they are, to the last bit.
+        """
+        self._state.enter("train")
+        metrics = MetricAccumulator()
+        with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+            self._run(micro_batches, loss, metrics, backward=True)
+        self._reduce_gradients()
+        metrics.join()
+        if self._updates == 0:
+            # With gradients, moments and a rate of zero a step changes its own counts alone.
+            self._rehearse(torch.zeros((), dtype=torch.float64, device=self._device))
+        self._zero_gradients()
+
+    def evaluate(self, micro_batches: list[MicroBatch], loss: Loss) -> dict[str, float]:
+        """Return the loss's metrics without an update."""
+        metrics = MetricAccumulator()
+        with torch.no_grad():
+            self._run(micro_batches, loss, metrics, backward=False)
+        return metrics.join()
+
+    # Weights.
+
+    def shards(self) -> list[Shard]:
+        """Return this rank's part of the weights under Hugging Face names: its own memory, no copy, no collective."""
+        # An engine that is rebuilt between the parts of an update must not cost it its gradients.
+        if self._metrics is None:
+            self._state.enter("refit")
+        return self._shards()
+
+    @abstractmethod
+    def layout(self, dtype: str | None = None) -> hf_folder.Layout:
+        """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved."""
+
+    @abstractmethod
+    def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield full tensors under Hugging Face checkpoint names, one alive at a time, in lockstep on every rank.
+
+        dtype: cast to this ("bfloat16", "float32"); None keeps the weights' own. A tensor may be the weights' own
+        memory: read it before asking for the next.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write weights, optimizer, number of updates and RNG into `folder`, loadable on any number of ranks.
+
+        All ranks must see the same folder: they write side by side.
+        """
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read what `save` of any backend wrote."""
+
+    @abstractmethod
+    def export_folder(self, folder: Path, dtype: str | None = None) -> None:
+        """Write a Hugging Face folder (config.json, tokenizer, model.safetensors) that transformers and vLLM load.
+
+        Configuration and tokenizer files are the model's own. dtype: None for the compute dtype.
+        """
+
+    # Memory and facts.
+
+    def rest(self) -> None:
+        """Give device memory to the engines that share the device: cached memory that is not in use, and the states
+        that the table of `config.residency` has on the host while engines generate."""
+        self._state.enter("generate")
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def memory(self) -> dict[str, float]:
+        """Return `process_memory` and the bytes moved so far between device and host by the table of
+        `config.residency`: moved_to_host, moved_to_device."""
+        return process_memory(self._device) | self._state.totals()
+
+    def info(self) -> dict[str, Any]:
+        """Return parameters, active_parameters, vocab_size, dtype, device, device_name.
+
+        active_parameters: weights that a token is multiplied with, the embedding look-up left out.
+        """
+        sizes = read_sizes(self._folder / "config.json")
+        cuda = self._device.type == "cuda"
+        return {
+            "parameters": sum(math.prod(shape) for _, shape, _ in self.layout()),
+            "active_parameters": sizes.active_parameters,
+            "vocab_size": sizes.vocab,
+            "dtype": self._own_dtype,
+            "device": str(self._device),
+            "device_name": torch.cuda.get_device_name(self._device) if cuda else "cpu",
+        }
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+    # What a backend adds.
+
+    @abstractmethod
+    def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
+        """Do the work of `log_probs`."""
+
+    @abstractmethod
+    def _weights(self) -> dict[str, Tensor]:
+        """Return this rank's live weights by the backend's own names, in its own memory."""
+
+    @abstractmethod
+    def _first_weights(self, live: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Read the model folder's weights, cut and named as `live`, onto the host in the compute dtype."""
+
+    @abstractmethod
+    def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
+        """Pass every micro-batch forwards and, if `backward`, back; add to `metrics` the outputs this rank counts.
+
+        An empty micro-batch takes part in all collectives and counts nothing.
+        """
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Forget all gradients."""
+
+    @abstractmethod
+    def _reduce_gradients(self) -> None:
+        """Add the gradients up over ranks, where the backward pass has not done so."""
+
+    @abstractmethod
+    def _step(self, lr: float, loss: Tensor, normalizer: float) -> float:
+        """Divide and clip the gradients, make an optimizer step; return their norm, see `update.divide_and_clip`.
+
+        loss: this rank's share, float64; ranks' shares add up. State that was away may still be on its way back.
+        """
+
+    @abstractmethod
+    def _rehearse(self, loss: Tensor) -> None:
+        """Make a step at rate 0 of gradients that are all 0, and take its step counts back."""
+
+    @abstractmethod
+    def _shards(self) -> list[Shard]:
+        """Do the work of `shards`."""
+
+
+def make_trainer(spec: TrainerSpec) -> TrainerRank:
+    """Build the rank's trainer: `TRAINER` of rlctl.training.BACKEND.trainer."""
+    trainer: TrainerRank = importlib.import_module(f"rlctl.training.{spec.config.backend}.trainer").TRAINER(spec)
+    return trainer
+
+
+def met_at(init_method: str, rank: int, world: int) -> Any:
+    """Return the store that ranks meet at: tcp://host:port, served by rank 0, or file://path."""
+    url = urlsplit(init_method)
+    if url.scheme == "file":
+        return dist.FileStore(url.path, world)  # type: ignore[attr-defined]
+    assert url.hostname and url.port
+    return open_store(url.hostname, url.port, server=rank == 0, timeout=default_pg_timeout, world=world)
+
+
+def process_memory(device: torch.device) -> dict[str, float]:
+    """Return bytes now and at peak: device_allocated, device_peak, host_rss."""
+    cuda = device.type == "cuda"
+    return {
+        "device_allocated": float(torch.cuda.memory_allocated()) if cuda else 0.0,
+        "device_peak": float(torch.cuda.max_memory_allocated()) if cuda else 0.0,
+        "host_rss": float(psutil.Process().memory_info().rss),
+    }
