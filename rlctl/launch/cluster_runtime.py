@@ -50,12 +50,12 @@ class ClusterRuntime:
             yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
 
     def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
-        from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, rooms
+        from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, live_nodes
 
         patient = self._wait or session.attempts > 1
         end, told = time.monotonic() + session.config.placement.wait_s, ""
         while True:
-            found = rooms()
+            found = live_nodes()
             try:
                 placement = _placed(found, resources)
                 shares = [NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]

@@ -15,7 +15,7 @@ from rlctl.refit.protocol import Checks, Header, Kind, Mode, PeerLost, RefitErro
 from rlctl.refit.sending import Holding, SendsWeights
 from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
-from rlctl.workers.group import Pending, Worker, WorkerGroup, as_they_end
+from rlctl.workers.group import Pending, Worker, WorkerGroup, as_completed
 
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
@@ -171,7 +171,7 @@ class Refit:
         trainers = len(engines)
         answers: dict[int, list[Report]] = {}
         failed: dict[int, Exception] = {}
-        for index, outcome in as_they_end([*receiving, sending], self._patience, KNOB):
+        for index, outcome in as_completed([*receiving, sending], self._patience, KNOB):
             if not isinstance(outcome, Exception):
                 answers[index] = outcome
                 continue
@@ -211,7 +211,7 @@ class Refit:
         senders: the trainers' end, if engines meet it: nobody waits then for those that wait for one that failed.
         """
         trainers, answers, failed = len(pending), dict[int, list[Any]](), dict[int, Exception]()
-        for index, outcome in as_they_end([*pending, *senders], self._patience, KNOB):
+        for index, outcome in as_completed([*pending, *senders], self._patience, KNOB):
             if not isinstance(outcome, Exception):
                 answers[index] = outcome
                 continue
@@ -248,7 +248,7 @@ def _blames_others(failure: Exception) -> bool:
 
 def _engines_failed(receiving: list[Pending[Report]]) -> dict[int, Exception]:
     """What became of the engines that a trainer waited for in vain: one that does not answer now stands still."""
-    outcomes = as_they_end(receiving, _SETTLE_S, KNOB)
+    outcomes = as_completed(receiving, _SETTLE_S, KNOB)
     return {index: outcome for index, outcome in outcomes if isinstance(outcome, Exception)}
 
 

@@ -1,4 +1,4 @@
-"""Process that runs the user's rewards, below its keeper: `python -m rlctl.rewards.child FD`."""
+"""Process that runs the user's rewards, below its supervisor: `python -m rlctl.rewards.child FD`."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardFailure, RewardFunction, attempt
 from rlctl.rewards.load import load_function
-from rlctl.workers.keeper import run_guarded
+from rlctl.workers.supervisor import run_guarded
 
 
 def work(connection: socket.socket) -> None:

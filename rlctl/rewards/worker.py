@@ -14,8 +14,7 @@ from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Outcome, RewardFailure, RewardInput, UnusableError, shortened
-from rlctl.workers.channel import BadReply, Channel
-from rlctl.workers.guarded import GuardedProcess
+from rlctl.workers.guarded import BadReply, Channel, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy
 # A process that takes no request works on no item and cannot be trusted.
@@ -77,7 +76,7 @@ class RewardWorker:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the keeper."""
+        """Process id of the supervisor."""
         return self._process.pid
 
     def stop(self) -> None:

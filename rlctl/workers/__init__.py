@@ -1,4 +1,4 @@
-"""How the driver talks to processes. Ray reads its environment at import, so it is set here, before any part."""
+"""Processes of a run, and calls to them. Ray reads its environment at import, so it is set here, before any part."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -12,18 +12,18 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     # Workers choose their devices by the run's placement, not by Ray's.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # A thread that still waits for an answer after the end starts no new Ray for it.
+    # A thread that still waits for an answer after the end must not start a new Ray for it.
     "RAY_ENABLE_AUTO_CONNECT": "0",
-    # Memory of other programs on the machine is not ours to answer for.
+    # A run does not answer for the memory of other programs on the machine.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's metrics are told to whoever asks, without the token: nodes keep none, and the head's two servers of them,
-    # which have no switch, are sent to a port that there is not.
+    # Ray's metrics are readable without the token: nodes collect none, and the head's two servers of them, which have
+    # no switch, are given a port that does not exist.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-# Ray takes any address for one that other machines reach, and then listens on all interfaces. This switch, meant
-# for systems on which Ray runs on one machine alone, keeps it and its drivers on loopback.
+# Ray assumes that other machines reach any address, and then listens on all interfaces. This switch, meant for systems
+# on which Ray runs on one machine alone, keeps it and its drivers on loopback.
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

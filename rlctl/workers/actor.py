@@ -20,85 +20,90 @@ from typing import Any
 
 from rlctl.utils.ports import free_port
 from rlctl.workers.errors import Failure
-from rlctl.workers.graph import idle, packed, read_patiently, take
+from rlctl.workers.graph import Answer, idle, packed, read_patiently, take
 
-Guarded = tuple[Failure | None, Any]
-Run = Callable[[Callable[[], Guarded]], Guarded]
+Run = Callable[[Callable[[], Answer]], Answer]
 
 
 class WorkerActor:
-    """Runs `make()` in its process, then the methods of what it returned."""
+    """Host of one worker: builds it by `make()` in its process, then runs its methods.
+
+    Every method that a `Pending` waits for returns an `Answer`.
+    """
 
     def __init__(self, name: str, make: Callable[[], Any], env: dict[str, str], log: str | None, threads: int) -> None:
         os.environ.update(env)
         if log:
             _redirect_output(Path(log))
-        self._name = name
+        self._name, self._make = name, make
         self._run = _one_thread(name) if threads == 1 else _many_threads(name, threads)
-        self._make = make
         self._worker: Any = None
         self._graph_calls = 0
 
-    def build(self) -> Failure | None:
-        """Construct the worker; a separate call, so that many workers start at the same time."""
-        return self._run(lambda: self._guarded(self._construct))[0]
+    def build(self) -> Answer:
+        """Build the worker; a separate call, so that many workers start at the same time."""
+        return self._guarded(lambda: setattr(self, "_worker", self._make()))
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Failure | None, Any]:
-        """The failure or the result of one method of the worker; nothing is done for `graph.idle`."""
-        return self._run(lambda: self._guarded(lambda: self._do(method, args, kwargs)))
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
+        """Run one method of the worker; do nothing for `graph.idle`."""
+        if method == idle.__name__:
+            return self._guarded(lambda: None)
+        return self._guarded(lambda: getattr(self._worker, method)(*args, **kwargs))
 
     def graph_call(self, message: Any, rank: int) -> Any:
-        """The same as `call`, with a message that all ranks share; both ways as `packed` makes it."""
+        """Run `call` on a message that all ranks share; message and answer are as `packed` makes them."""
         self._graph_calls += 1
         return packed(self.call(*take(message, rank)))
 
     def graph_calls(self) -> int:
-        """How many calls through a graph came here."""
+        """Return the number of calls that came through a graph."""
         return self._graph_calls
 
     def read_patiently(self) -> bool:
-        """See `graph.read_patiently`."""
+        """Call `graph.read_patiently` in this process."""
         return read_patiently()
 
     def aside(self, method: str, args: tuple[Any, ...]) -> None:
         """Run a short method at once, beside the one that may be running: it must be made for that."""
         getattr(self._worker, method)(*args)
 
-    def pid(self) -> int:
-        """Answers at once, also while a method runs."""
-        return os.getpid()
+    def pid(self) -> Answer:
+        """Return the process id, at once, also while a method runs."""
+        return None, os.getpid()
 
-    def free_port(self, address: str) -> int:
-        """Of an address of its node; answers at once, as `pid` does."""
-        return free_port(address)
+    def free_port(self, address: str) -> Answer:
+        """Return a free port of an address of this node, at once, as `pid` does."""
+        return None, free_port(address)
 
-    def _do(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return None if method == idle.__name__ else getattr(self._worker, method)(*args, **kwargs)
+    def _guarded(self, work: Callable[[], Any]) -> Answer:
+        """Run `work` on a thread of the worker; return what it raised as a Failure."""
 
-    def _construct(self) -> None:
-        self._worker = self._make()
+        def run() -> Answer:
+            try:
+                return None, work()
+            except BaseException as error:
+                # A worker that calls sys.exit must not take its thread, and whoever waits for it, along.
+                with contextlib.suppress(OSError):  # the log may be on the disk that is full
+                    traceback.print_exc()
+                return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None
 
-    def _guarded(self, work: Callable[[], Any]) -> tuple[Failure | None, Any]:
-        try:
-            return None, work()
-        except BaseException as error:
-            # A worker that calls sys.exit must not take its thread, and whoever waits for it, along.
-            with contextlib.suppress(OSError):  # the log may stand on the disk that is full
-                traceback.print_exc()
-            return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None
+        return self._run(run)
 
 
-def _one_thread(name: str) -> "Run":
-    """Work in turn on a thread of its own, handed over in 16 us, where an executor of one thread takes 26."""
-    jobs: queue.SimpleQueue[tuple[Callable[[], Guarded], queue.SimpleQueue[Guarded]]] = queue.SimpleQueue()
+def _one_thread(name: str) -> Run:
+    """Return a function that runs work in turn on a thread of its own.
+
+    The work is handed over in 16 us, where an executor of one thread takes 26.
+    """
+    jobs: queue.SimpleQueue[tuple[Callable[[], Answer], queue.SimpleQueue[Answer]]] = queue.SimpleQueue()
 
     def keep_working() -> None:
         while True:
             work, answer = jobs.get()
             answer.put(work())
 
-    def run(work: Callable[[], Guarded]) -> Guarded:
-        answer: queue.SimpleQueue[Guarded] = queue.SimpleQueue()
+    def run(work: Callable[[], Answer]) -> Answer:
+        answer: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         jobs.put((work, answer))
         return answer.get()
 
@@ -106,7 +111,7 @@ def _one_thread(name: str) -> "Run":
     return run
 
 
-def _many_threads(name: str, threads: int) -> "Run":
+def _many_threads(name: str, threads: int) -> Run:
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
     return lambda work: pool.submit(work).result()
 
@@ -122,7 +127,4 @@ def _redirect_output(log: Path) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     # Ray gives its workers streams of their own: bring Python's back to the two descriptors.
-    sys.stdout, sys.stderr = (
-        os.fdopen(1, "w", buffering=1, closefd=False),
-        os.fdopen(2, "w", buffering=1, closefd=False),
-    )
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))

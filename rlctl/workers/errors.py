@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Failure:
-    """One worker's exception: who, its type and text, and the traceback of its own process."""
+    """One worker's exception. traceback: that of its own process."""
 
     worker: str
     type: str
@@ -23,7 +23,7 @@ class WorkerError(RuntimeError):
         super().__init__(f"{call} on {first.worker}: {first.type}: {first.text}{others}")
 
     def tracebacks(self) -> str:
-        """The workers' own tracebacks, each under its worker's name."""
+        """Return the workers' own tracebacks, each under its worker's name."""
         return "\n".join(f"--- {failure.worker}\n{failure.traceback}" for failure in self.failures)
 
 
@@ -47,4 +47,4 @@ class WorkerTimeout(RuntimeError):
 
 
 class NoEngineLeft(RuntimeError):
-    """Every engine is gone, and so are the nodes that they stood on."""
+    """Every engine is gone, and so is its node."""

@@ -2,7 +2,7 @@
 
 Every rank reads the same message from shared memory, takes its own arguments out of it and answers through a channel of
 its own. So one call costs the driver one write, whatever the number of ranks. Upstream keeps compiled graphs in
-maintenance (ray PR 61747): nothing here is needed, and `GraphUnavailable` says why it is not to be had.
+maintenance (ray PR 61747): nothing depends on them, and `GraphUnavailable` says why there is none.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ TESTED = ((2, 60), (2, 61))
 # The first execution proves the graph: an actor that never reads compiles all the same.
 _PROOF_S = 120.0
 _SUBMIT_S = 60
-# Up to this much of arrays a value travels as plain bytes: 0.49 instead of 0.71 ms a call to two workers of 1 KB, 0.56
-# instead of 0.62 with 256 KB, but 2.9 instead of 0.9 with 1 MB.
+# A value with at most this much of arrays travels as plain bytes: a call to two workers takes 0.49 instead of 0.71 ms
+# with 1 KB, 0.56 instead of 0.62 with 256 KB, but 2.9 instead of 0.9 with 1 MB.
 _SMALL_BYTES = 256 << 10
-# Readers spin this long, then sleep between looks, for a share of what they waited so far: so much late at most.
+# Readers spin this long, then sleep between looks for a share of the time waited, which bounds how late they are.
 _SPIN_S, _SHORTEST_S, _LONGEST_S, _LATE = 1e-3, 20e-6, 5e-3, 0.02
 
 # (name of the method, arguments of every rank, keyword arguments)
@@ -38,27 +38,31 @@ Answer = tuple[Failure | None, Any]
 
 
 class GraphUnavailable(RuntimeError):
-    """There is no graph to be had; ordinary calls do the same."""
+    """No graph can be made; ordinary calls do the same."""
 
 
 class GraphBroken(RuntimeError):
-    """The graph is at no known position any more, as after a call that was given up."""
+    """The graph's position is not known any more, for example after a call that was given up."""
 
 
 class Graph:
-    """One live graph over all actors. Not for several threads. calls: that went through it."""
+    """One live graph over all actors, for use by one thread."""
 
     def __init__(self, actors: Sequence[Any], buffer_bytes: int) -> None:
-        """actors: handles of `WorkerActor`. buffer_bytes: of a channel; it grows by itself. Raises GraphUnavailable."""
+        """Compile and try the graph. Raises GraphUnavailable.
+
+        actors: handles of `WorkerActor`. buffer_bytes: size of a channel, which grows by itself.
+        """
         self._graph: Any = None
         self._broken = False
+        # Calls that went through the graph.
         self.calls = 0
+        version = tuple(int(part) for part in ray.__version__.split(".")[:2])
+        if not TESTED[0] <= version < TESTED[1]:
+            raise GraphUnavailable(f"Ray {ray.__version__} is none of the releases that this was tested with")
         try:
-            _check_api()
             self._graph = _compiled(actors, buffer_bytes)
             answers = self.call((idle.__name__, [()] * len(actors), {}), _PROOF_S)
-        except GraphUnavailable:
-            raise
         except Exception as error:
             self.close()
             text = str(error).strip().splitlines()
@@ -68,9 +72,9 @@ class Graph:
             raise GraphUnavailable(f"{failures[0].worker}: {failures[0].type}: {failures[0].text}")
 
     def call(self, message: Message, deadline_s: float) -> list[Answer]:
-        """Every rank's answer. Raises TimeoutError, RayActorError when a rank is gone, or what else Ray says.
+        """Return every rank's answer. Raises TimeoutError, RayActorError when a rank is gone, or another error of Ray.
 
-        The graph is broken then, except by an argument that cannot be sent (TypeError).
+        Each of them breaks the graph, except TypeError: an argument that cannot be sent.
         """
         if self._broken:
             raise GraphBroken("an earlier call through the graph was given up")
@@ -80,7 +84,6 @@ class Graph:
         except RayChannelTimeoutError as error:
             raise TimeoutError from error
         except TypeError:
-            # An argument that cannot be sent: nothing was.
             self._broken = False
             raise
         self._broken = False
@@ -88,7 +91,7 @@ class Graph:
         return [unpacked(answer) for answer in answers]
 
     def submit(self, message: Message) -> Callable[[], object]:
-        """Start a call, to be ended by what it returns before the next. For measuring."""
+        """Start a call; the returned function waits for it, and must be called before the next. For measuring."""
         answers = self._graph.execute(packed(message))
         self.calls += 1
         return lambda: ray.get(answers, timeout=_PROOF_S)
@@ -106,22 +109,25 @@ def idle(worker: object) -> None:
 
 
 def packed(value: Any) -> Any:
-    """What travels: of a small value its bytes, which Ray hands through as they are; a large one goes as it is, so
-    that its arrays are written once."""
+    """Return the form in which a value travels.
+
+    A small value becomes bytes, which Ray hands through as they are. A large one stays as it is, so that its arrays
+    are written once.
+    """
     arrays: list[pickle.PickleBuffer] = []
     try:
         data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     except Exception:
-        # Ray pickles more, and says why something cannot be sent.
+        # Ray can pickle more, and says why something cannot be sent.
         return value
-    # What the driver's own script defines is only found there.
+    # Classes that the driver's own script defines are found by Ray alone.
     if b"__main__" in data or sum(array.raw().nbytes for array in arrays) > _SMALL_BYTES:
         return value
     return pickle.dumps((data, [bytes(array) for array in arrays]))
 
 
 def unpacked(value: Any) -> Any:
-    """What `packed` was given, in memory of its own; arrays are read-only, as ordinary calls deliver them."""
+    """Return the value that `packed` was given, in memory of its own; arrays are read-only, as in ordinary calls."""
     if not isinstance(value, bytes):
         return own(value)
     data, arrays = pickle.loads(value)
@@ -129,7 +135,7 @@ def unpacked(value: Any) -> Any:
 
 
 def take(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """A rank's own part of what `packed` made of a Message."""
+    """Return a rank's own part of a packed Message."""
     if isinstance(message, bytes):
         method, per_rank, kwargs = unpacked(message)
         return method, per_rank[rank], kwargs
@@ -138,9 +144,9 @@ def take(message: Any, rank: int) -> tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
 def own(value: Any) -> Any:
-    """The same value without views of a channel's memory, which wedge it if they are kept.
+    """Return an equal value without views of a channel's memory, which block the channel if they are kept.
 
-    Arrays stay read-only, as ordinary calls deliver them.
+    Arrays stay read-only, as in ordinary calls.
     """
     if isinstance(value, np.ndarray):
         copy = value.copy()
@@ -156,10 +162,10 @@ def own(value: Any) -> Any:
 
 
 def read_patiently() -> bool:
-    """Make this process's channel readers sleep between looks; False where Ray's reader is not the one known.
+    """Make this process's channel readers sleep between looks. Returns False if Ray's reader is not the known one.
 
-    Ray's readers spin: an idle worker burns a core (ray PR 55547, not merged). With this one it burns 0.03 of a core,
-    and a step of two workers on two cores takes 1.04 instead of 1.08 of its time with ordinary calls.
+    Ray's readers spin: an idle worker uses a whole core (ray PR 55547, not merged). With this reader it uses 0.03 of a
+    core. A step of two workers on two cores takes 1.04 instead of 1.08 times as long as with ordinary calls.
     """
     from ray.exceptions import RayChannelTimeoutError
     from ray.experimental.channel.shared_memory_channel import Channel
@@ -173,7 +179,7 @@ def read_patiently() -> bool:
     def patient(self: Any, timeout: float | None = None) -> Any:
         now = time.monotonic()
         end = math.inf if timeout is None or timeout < 0 else now + timeout
-        # Ray gives up ten times a second to look around: the wait goes on where it was.
+        # Ray interrupts the read ten times a second; the wait continues.
         began, look = getattr(self, "waiting_since", now), 0.0 if hasattr(self, "waiting_since") else _SPIN_S
         self.waiting_since = began
         while True:
@@ -193,12 +199,6 @@ def read_patiently() -> bool:
     return True
 
 
-def _check_api() -> None:
-    version = tuple(int(part) for part in ray.__version__.split(".")[:2])
-    if not TESTED[0] <= version < TESTED[1]:
-        raise GraphUnavailable(f"Ray {ray.__version__} is none of the releases that this was tested with")
-
-
 def _compiled(actors: Sequence[Any], buffer_bytes: int) -> Any:
     from ray.dag import InputNode, MultiOutputNode
 
@@ -212,6 +212,9 @@ def _compiled(actors: Sequence[Any], buffer_bytes: int) -> Any:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Ray tears a graph down from a thread of its own as soon as an actor is gone, with a traceback for each: who died
-    is told as `WorkerDied`, and an end that was asked for is none."""
+    """Return False for a traceback of a graph's end.
+
+    Ray tears a graph down from a thread of its own as soon as an actor is gone, with a traceback for each. `WorkerDied`
+    names who died, and an end that was asked for is no error.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], RayActorError | RayChannelError))

@@ -1,4 +1,4 @@
-"""How the driver talks to worker processes: `Worker` (one) and `WorkerGroup` (ranks called in lockstep).
+"""The driver's side of worker processes: `Worker` (one) and `WorkerGroup` (ranks called in lockstep).
 
 Every wait has a deadline and names the worker and the call (no silent wait). Errors come as `WorkerError`,
 `WorkerDied` or `WorkerTimeout`. A call can be started and gathered later (`Pending`), so that trainer and
@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rlctl.utils.ports import LOOPBACK
 from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.graph import Graph, GraphBroken
+from rlctl.workers.graph import Answer, Graph, GraphBroken, Message
 from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
 
@@ -36,22 +36,23 @@ _OTHERS_S = 10.0
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process is made of. `make` is picklable and runs in the process; `env` is set before.
-
-    node: where it is to stand; None where there is but one. waits: where waits for it are told.
-    """
+    """Recipe of a worker process."""
 
     name: str
+    # Builds the worker; picklable, runs in the process.
     make: Callable[[], Any]
+    # Set before `make` runs.
     env: dict[str, str] = field(default_factory=dict)
     log: str | None = None
     threads: int = 1
+    # Node of the process; None on a run that has only this machine.
     node: NodeLease | None = None
+    # Explains calls that take long; None: nobody does.
     waits: Waits | None = None
 
 
 class Worker:
-    """One worker process. `build` must have been gathered before the first call."""
+    """One worker process. `built` must have been waited for before the first call."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
@@ -68,7 +69,7 @@ class Worker:
         return self.spec.name
 
     def built(self) -> "Pending[None]":
-        """The construction under way; gather it to know that the worker stands."""
+        """Return the construction under way."""
         return Pending("start-up", [self], [self._built])
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> "Pending[R]":
@@ -78,28 +79,24 @@ class Worker:
 
     @property
     def lost_its_node(self) -> bool:
-        """Whether the node that it stood on is gone: nothing can be started there."""
+        """True if its node is gone: nothing can be started there."""
         return self.spec.node is not None and not self.spec.node.lives()
 
     def meeting_point(self) -> tuple[str, int]:
-        """An address and a free port of its node, where processes of all nodes can meet it."""
+        """Return an address and a free port of its node, where processes of all nodes can meet it."""
         address = self.spec.node.address if self.spec.node else LOOPBACK
-        return address, int(self._ask("free_port", address))
+        asked = Pending[int]("free_port", [self], [self.handle.free_port.remote(address)])
+        return address, asked.wait(_ASK_S)[0]
 
     def pid(self) -> int:
-        """Of its process; answers while a method runs."""
-        self._pid = int(self._ask("pid"))
+        """Return its process id, also while a method runs."""
+        self._pid = Pending[int]("pid", [self], [self.handle.pid.remote()]).wait(_ASK_S)[0]
         return self._pid
 
     @property
     def known_as(self) -> tuple[str, int | None]:
-        """Its name, and its process id if that is known and of this machine."""
+        """Its name, and its process id if that is known and belongs to this machine."""
         return self.name, None if self.spec.node else self._pid
-
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        """What the host itself answers, at once. Raises WorkerDied, WorkerTimeout."""
-        asked = Pending[Any](method, [self], [getattr(self.handle, method).remote(*arguments)])
-        return asked.wait(_ASK_S)[0]
 
     def kill(self) -> None:
         """End the process at once."""
@@ -115,48 +112,34 @@ class Pending(Generic[R]):
     refs: list[Any]
 
     def wait(self, deadline_s: float, knob: str = DEADLINE_KNOB) -> list[R]:
-        """All results in the workers' order.
+        """Return all results in the workers' order.
 
         Raises WorkerError if any worker raised, WorkerDied if any process is gone (both though others still work:
         ranks may wait for the one that failed for ever), WorkerTimeout after `deadline_s` seconds.
         """
-        with waited_for(self.workers, self.call, self.late, deadline_s, knob):
-            self._until_ready(deadline_s, knob)
-        answers = ray.get(self.refs)
-        pairs = [_pair(answer) for answer in answers]
-        return results(self.call, pairs)
+        end = time.monotonic() + deadline_s
+        waiting, failures = list(self.refs), list[Failure]()
+        with _explained(self.workers, self.call, self.late, deadline_s, knob):
+            while waiting:
+                left = end - time.monotonic()
+                if left <= 0 and failures:
+                    raise WorkerError(self.call, failures)
+                if left <= 0:
+                    names = [worker.name for worker, ref in zip(self.workers, self.refs) if ref in waiting]
+                    raise WorkerTimeout(self.call, names, deadline_s, knob)
+                ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+                for failure in filter(None, map(self._failure, ready)):
+                    failures.append(failure)
+                    end = min(end, time.monotonic() + _OTHERS_S)
+        return _results(self.call, ray.get(self.refs))
 
     def late(self) -> list[Worker]:
-        """The workers that have not answered."""
+        """Return the workers that have not answered."""
         _, waiting = ray.wait(self.refs, num_returns=len(self.refs), timeout=0, fetch_local=False)
         return [worker for worker, ref in zip(self.workers, self.refs) if ref in waiting]
 
-    def _until_ready(self, deadline_s: float, knob: str) -> None:
-        end = time.monotonic() + deadline_s
-        waiting, failures = list(self.refs), list[Failure]()
-        while waiting:
-            left = end - time.monotonic()
-            if left <= 0 and failures:
-                raise WorkerError(self.call, failures)
-            if left <= 0:
-                names = [worker.name for worker, ref in zip(self.workers, self.refs) if ref in waiting]
-                raise WorkerTimeout(self.call, names, deadline_s, knob)
-            ready, waiting = ray.wait(waiting, num_returns=1, timeout=left)
-            for failure in filter(None, map(self._failure, ready)):
-                failures.append(failure)
-                end = min(end, time.monotonic() + _OTHERS_S)
-
-    def _failure(self, ref: Any) -> Failure | None:
-        """What an answer that is there says went wrong. Raises WorkerDied."""
-        try:
-            return _pair(ray.get(ref, timeout=60))[0]
-        except RayActorError as error:
-            raise WorkerDied(self.call, self.dead(), _reason(error)) from error
-        except GetTimeoutError:
-            return None
-
     def dead(self) -> list[str]:
-        """Names of the workers whose process is gone, as far as their answers tell."""
+        """Return the names of the workers whose answers say that their process is gone."""
         names = []
         for worker, ref in zip(self.workers, self.refs):
             try:
@@ -167,8 +150,18 @@ class Pending(Generic[R]):
                 continue
         return names
 
+    def _failure(self, ref: Any) -> Failure | None:
+        """Return the failure that a complete answer holds. Raises WorkerDied."""
+        try:
+            failure: Failure | None = ray.get(ref, timeout=60)[0]
+            return failure
+        except RayActorError as error:
+            raise WorkerDied(self.call, self.dead(), _reason(error)) from error
+        except GetTimeoutError:
+            return None
 
-def waited_for(
+
+def _explained(
     workers: Sequence[Worker], call: str, late: Callable[[], Sequence[Worker]], deadline_s: float, knob: str
 ) -> AbstractContextManager[None]:
     """Have the wait for a call explained if it lasts."""
@@ -178,62 +171,45 @@ def waited_for(
     return waits.wait(call, lambda: [each.known_as for each in late()], deadline_s, knob)
 
 
-def _pair(answer: Any) -> tuple[Failure | None, Any]:
-    """(failure, result) of what a host answered, which of its own short methods is the one or the other alone."""
-    if isinstance(answer, tuple):
-        return answer
-    return (answer, None) if isinstance(answer, Failure) else (None, answer)
-
-
-def results(call: str, answers: Sequence[tuple[Failure | None, Any]]) -> list[Any]:
-    """What every worker returned. Raises WorkerError if any raised."""
-    failures = [failure for failure, _ in answers if isinstance(failure, Failure)]
-    if failures:
+def _results(call: str, answers: Sequence[Answer]) -> list[Any]:
+    """Return what every worker returned. Raises WorkerError if any raised."""
+    if failures := [failure for failure, _ in answers if failure]:
         raise WorkerError(call, failures)
     return [result for _, result in answers]
 
 
-def as_they_end(
+def as_completed(
     pending: Sequence[Pending[Any]], deadline_s: float, knob: str = DEADLINE_KNOB
 ) -> Iterator[tuple[int, list[Any] | Exception]]:
-    """(index, results or the error that `Pending.wait` would raise) of several calls, each as soon as it is known."""
+    """Yield (index, results or exception) in completion order, like `concurrent.futures.as_completed`.
+
+    The exception is the one that `Pending.wait` would raise.
+    """
     workers = [worker for part in pending for worker in part.workers]
     calls = " and ".join(dict.fromkeys(part.call for part in pending))
-    with waited_for(workers, calls, lambda: [worker for part in pending for worker in part.late()], deadline_s, knob):
-        yield from _as_they_end(pending, deadline_s, knob)
-
-
-def _as_they_end(
-    pending: Sequence[Pending[Any]], deadline_s: float, knob: str
-) -> Iterator[tuple[int, list[Any] | Exception]]:
     end = time.monotonic() + deadline_s
     open_refs = {ref: index for index, part in enumerate(pending) for ref in part.refs}
-    while open_refs:
-        ready, _ = ray.wait(list(open_refs), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        if not ready:
-            break
-        index = open_refs.pop(ready[0])
-        failed = _failed(ready[0])
-        if not failed and index in open_refs.values():
-            continue
-        open_refs = {ref: other for ref, other in open_refs.items() if other != index}
-        yield index, _outcome(pending[index], failed)
-    for index in sorted(set(open_refs.values())):
-        late = [worker.name for worker, ref in zip(pending[index].workers, pending[index].refs) if ref in open_refs]
-        yield index, WorkerTimeout(pending[index].call, late, deadline_s, knob)
-
-
-def _failed(ref: Any) -> bool:
-    """Whether an answer that is there is a failure."""
-    try:
-        answer = ray.get(ref)
-    except RayActorError:
-        return True
-    return isinstance(answer[0] if isinstance(answer, tuple) else answer, Failure)
+    with _explained(workers, calls, lambda: [each for part in pending for each in part.late()], deadline_s, knob):
+        while open_refs:
+            ready, _ = ray.wait(list(open_refs), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                break
+            index = open_refs.pop(ready[0])
+            try:
+                failed = ray.get(ready[0])[0] is not None
+            except RayActorError:
+                failed = True
+            if not failed and index in open_refs.values():
+                continue
+            open_refs = {ref: other for ref, other in open_refs.items() if other != index}
+            yield index, _outcome(pending[index], failed)
+        for index in sorted(set(open_refs.values())):
+            late = [worker.name for worker, ref in zip(pending[index].workers, pending[index].refs) if ref in open_refs]
+            yield index, WorkerTimeout(pending[index].call, late, deadline_s, knob)
 
 
 def _outcome(pending: Pending[Any], failed: bool) -> list[Any] | Exception:
-    """What a call gave; of a failed one that is still under way elsewhere, the failure."""
+    """Return a call's results or exception; of a failed one that is still under way elsewhere, the exception."""
     if failed:
         ready, _ = ray.wait(pending.refs, num_returns=len(pending.refs), timeout=0)
         pairs = [(worker, ref) for worker, ref in zip(pending.workers, pending.refs) if ref in ready]
@@ -250,41 +226,38 @@ class WorkerGroup:
     def __init__(self, specs: Sequence[WorkerSpec], deadline_s: float) -> None:
         self.workers = [Worker(spec) for spec in specs]
         self.deadline_s = deadline_s
-        self._graph: Graph | None = None
+        # The compiled graph that calls go through; None for ordinary calls.
+        self.graph: Graph | None = None
         self._lost: Callable[[str], None] = lambda why: None
 
     def __len__(self) -> int:
         return len(self.workers)
 
     def built(self) -> Pending[None]:
-        """The construction of all ranks."""
+        """Return the construction of all ranks."""
         return Pending("start-up", self.workers, [worker._built for worker in self.workers])
 
     def start(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start `method` with the same arguments on every rank."""
-        return self._start(method.__name__, [(args, kwargs)] * len(self.workers))
+        return self._start((method.__name__, [args] * len(self), kwargs))
 
     def call(self, method: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Return what `method` gives on each rank with the same arguments."""
-        return self._run(method.__name__, [args] * len(self.workers), kwargs)
+        return self._answers((method.__name__, [args] * len(self), kwargs))
 
     def run(self, method: Callable[[Any, *Ts], R], per_rank: Sequence[tuple[*Ts]]) -> list[R]:
         """Return what `method` gives on each rank with that rank's own arguments."""
-        return self._run(method.__name__, per_rank, {})
+        return self._answers((method.__name__, per_rank, {}))
 
     def compile(self, buffer_bytes: int, lost: Callable[[str], None] = lambda why: None) -> None:
         """From now on `call` and `run` go through a compiled graph, with the same meaning. Raises GraphUnavailable.
 
-        lost: told why when the graph breaks while its ranks live, and calls become ordinary ones again; it may raise.
+        lost: called with the reason when the graph breaks while its ranks live, and calls become ordinary ones again;
+        it may raise.
         """
         self._lost = lost
         ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
-        self._graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
-
-    @property
-    def graph(self) -> Graph | None:
-        """What calls go through; None for ordinary ones."""
-        return self._graph
+        self.graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
     def aside(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
         """Call a short method beside the running ones (see `WorkerActor.aside`); nobody waits for it."""
@@ -296,49 +269,45 @@ class WorkerGroup:
         # Before the graph's end, which would wait for a step under way.
         for worker in self.workers:
             worker.kill()
-        if self._graph:
-            self._graph.close()
+        if self.graph:
+            self.graph.close()
 
-    def _run(self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any]) -> list[Any]:
-        if self._graph is None:
-            return self._start(method, [(args, kwargs) for args in per_rank]).wait(self.deadline_s)
+    def _start(self, message: Message) -> Pending[Any]:
+        method, per_rank, kwargs = message
+        refs = [worker.handle.call.remote(method, args, kwargs) for worker, args in zip(self.workers, per_rank)]
+        return Pending(method, self.workers, refs)
+
+    def _answers(self, message: Message) -> list[Any]:
+        if self.graph is None:
+            return self._start(message).wait(self.deadline_s)
+        method = message[0]
         try:
-            with waited_for(self.workers, method, lambda: self.workers, self.deadline_s, DEADLINE_KNOB):
-                answers = self._graph.call((method, per_rank, kwargs), self.deadline_s)
+            with _explained(self.workers, method, lambda: self.workers, self.deadline_s, DEADLINE_KNOB):
+                answers = self.graph.call(message, self.deadline_s)
         except TimeoutError as error:
             raise WorkerTimeout(method, [w.name for w in self.workers], self.deadline_s, DEADLINE_KNOB) from error
-        except RayActorError as error:
-            raise WorkerDied(method, self._gone() or [w.name for w in self.workers], _reason(error)) from error
         except RayError as error:
-            if gone := self._gone():
-                raise WorkerDied(method, gone, _reason(error)) from error
-            return self._ordinarily(method, per_rank, kwargs, error)
-        return results(method, answers)
+            # Each is asked on its own: one process that is gone must not hide the others.
+            asked = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
+            gone = [name for part in asked for name in part.dead()]
+            if gone or isinstance(error, RayActorError):
+                raise WorkerDied(method, gone or [w.name for w in self.workers], _reason(error)) from error
+            return self._repeat(message, error)
+        return _results(method, answers)
 
-    def _ordinarily(
-        self, method: str, per_rank: Sequence[tuple[Any, ...]], kwargs: dict[str, Any], error: RayError
-    ) -> list[Any]:
-        """The call of a broken graph, once more by ordinary calls: if no rank has begun it, it is done but once."""
-        assert self._graph
+    def _repeat(self, message: Message, error: RayError) -> list[Any]:
+        """Do the call of a broken graph by ordinary calls. Raises GraphBroken if a rank has begun it."""
+        assert self.graph
         why = str(error).strip().splitlines()[0]
         begun = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
-        names = [worker.name for worker, count in zip(self.workers, begun) if count != self._graph.calls]
-        self._graph.close()
-        self._graph = None
+        names = [worker.name for worker, count in zip(self.workers, begun) if count != self.graph.calls]
+        self.graph.close()
+        self.graph = None
         if names:
-            what = f"the compiled graph broke ({why}) while {', '.join(names)} did {method}: how far is not known"
+            what = f"the compiled graph broke ({why}) while {', '.join(names)} did {message[0]}: how far is not known"
             raise GraphBroken(f"{what}; resume from the last checkpoint")
         self._lost(why)
-        return self._run(method, per_rank, kwargs)
-
-    def _gone(self) -> list[str]:
-        """Workers whose process does not answer."""
-        asked = [Pending[int]("pid", [worker], [worker.handle.pid.remote()]) for worker in self.workers]
-        return [name for part in asked for name in part.dead()]
-
-    def _start(self, method: str, inputs: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Pending[Any]:
-        refs = [worker.handle.call.remote(method, *item) for worker, item in zip(self.workers, inputs)]
-        return Pending(method, self.workers, refs)
+        return self._start(message).wait(self.deadline_s)
 
 
 def _reason(error: RayError) -> str:

@@ -1,18 +1,77 @@
-"""The handle of a process that runs code which may hang, fork or crash: it starts, looks at and ends it."""
+"""The parent's side of a process that runs code which may hang, fork or crash.
 
+Requests are pickled, and read by rlctl's own code in the child. Replies are lines of JSON of bounded length: they come
+from a process in which the user's code runs, so they are never unpickled, and whoever asked checks that they answer
+what was asked.
+"""
+
+import json
 import os
+import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
-
-from rlctl.workers.channel import Channel
+import time
+from typing import Any
 
 ENDING_TIMEOUT_S = 10.0
 
 
+class BadReply(Exception):
+    """Bytes that are no reply to what was asked."""
+
+
+class Channel:
+    """The parent's end of the connection. Every wait has a deadline: TimeoutError.
+
+    A child that hung up raises EOFError or ConnectionError. max_reply: bytes of a reply.
+    """
+
+    def __init__(self, connection: socket.socket, max_reply: int) -> None:
+        self._connection, self._max_reply, self._buffer = connection, max_reply, b""
+
+    def send(self, message: Any, timeout_s: float) -> None:
+        self._connection.settimeout(timeout_s)
+        self._connection.sendall(pickle.dumps(message))
+
+    def reply(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next reply. Raises BadReply for a line that is none."""
+        try:
+            message = json.loads(self._line(time.monotonic() + timeout_s))
+        except (ValueError, RecursionError) as error:  # the latter for one that is nested too deep
+            raise BadReply(str(error)) from error
+        if not isinstance(message, dict):
+            raise BadReply("a reply is a JSON object")
+        return message
+
+    def is_quiet(self) -> bool:
+        """Return True if nothing came that was not asked for, the end included."""
+        poll = select.poll()  # unlike select, it takes descriptors above 1023
+        poll.register(self._connection, select.POLLIN)
+        return not self._buffer and not poll.poll(0)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _line(self, end: float) -> bytes:
+        while b"\n" not in self._buffer:
+            if len(self._buffer) > self._max_reply:
+                raise BadReply(f"more than {self._max_reply} bytes without an end")
+            self._connection.settimeout(max(1e-3, end - time.monotonic()))
+            part = self._connection.recv(1 << 16)
+            if not part:
+                raise EOFError
+            self._buffer += part
+            if b"\n" not in self._buffer and time.monotonic() > end:
+                raise TimeoutError
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+
 class GuardedProcess:
-    """One process below a keeper, see keeper.py.
+    """One process below a supervisor, see supervisor.py.
 
     module: the program. max_reply: bytes of a reply. output: descriptor for what it prints; None: the standard error.
     """
@@ -26,7 +85,7 @@ class GuardedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the keeper."""
+        """Process id of the supervisor."""
         return self._process.pid if self._process else None
 
     def ready(self) -> Channel | None:
@@ -39,7 +98,7 @@ class GuardedProcess:
         return None
 
     def start(self) -> Channel:
-        """Start it, and return the channel to it."""
+        """Start the process, and return the channel to it."""
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours, self._max_reply)
         self._process = subprocess.Popen(
@@ -69,7 +128,7 @@ class GuardedProcess:
         self._process = self._channel = None
 
     def ending(self) -> str:
-        """Return how it ended, in words, after ending what is left of it."""
+        """End what is left of the process, and return how it ended, in words."""
         assert self._process is not None
         try:
             code = self._process.wait(ENDING_TIMEOUT_S)

@@ -1,8 +1,8 @@
-"""Nodes of a Ray cluster as a run uses them: which there are, what is reserved there, and a helper process on each.
+"""Nodes of a Ray cluster as a run uses them: the living ones, a reservation on them, and a helper process on each.
 
-A reservation is one placement group with a bundle a node: all of it or nothing, and nobody else's meanwhile. The helper
-holds the bundle's GPUs, so that Ray says which they are; a run's processes ask for nothing of their own and are told
-their devices, since several may share one.
+A reservation is one placement group with a bundle a node: all of it or nothing. The helper holds the bundle's GPUs, so
+that Ray says which they are. A run's processes ask Ray for no GPUs and are given their devices, since several may share
+one.
 """
 
 import shutil
@@ -28,18 +28,20 @@ _POLL_S, _ASK_S = 5.0, 60.0
 
 @dataclass(frozen=True)
 class LiveNode:
-    """A living node. free and total: of its resources, GPU and CPU. address: in Ray."""
+    """A living node."""
 
     id: str
     name: str
+    # In Ray.
     address: str
+    # Resources by Ray's names, such as GPU and CPU.
     total: dict[str, float]
     free: dict[str, float]
 
 
 @dataclass(frozen=True)
 class NodeRequest:
-    """What a run wants of a node."""
+    """The share of a node that a run asks for."""
 
     node: LiveNode
     gpus: int
@@ -48,41 +50,45 @@ class NodeRequest:
 
 @dataclass(frozen=True)
 class NodeLease:
-    """A reserved share of a node. interface: of the network, that its address belongs to. gpus: as CUDA counts them."""
+    """A reserved share of a node."""
 
     id: str
     name: str
     address: str
+    # Network interface of the address.
     interface: str
+    # As CUDA_VISIBLE_DEVICES names them.
     gpus: tuple[str, ...]
     cores: int
+    # Ray handle of its `NodeHelper`.
     helper: Any
+    # Ray's scheduling strategy that starts an actor there.
     strategy: Any
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes torch and vLLM meet other nodes at this node's address."""
+        """Variables by which torch and vLLM meet other nodes at this node's address."""
         return {"GLOO_SOCKET_IFNAME": self.interface, "VLLM_HOST_IP": self.address}
 
     def free_port(self) -> int:
-        """A port of its address that nobody listens on at this moment."""
+        """Return a port of its address that nobody listens on at this moment."""
         return int(self._ask("free_port", self.address))
 
     def folder(self, prefix: str, root: str | None) -> str:
-        """A new folder there, gone when the reservation is."""
+        """Return a new folder on the node, which is removed with the reservation."""
         return str(self._ask("folder", prefix, root))
 
     def reads(self, path: str) -> str | None:
-        """What a small file says as it is seen from there; None if it is not seen."""
+        """Return the text of a small file as the node sees it; None if it cannot be read there."""
         return cast("str | None", self._ask("reads", path))
 
     @property
     def is_the_drivers(self) -> bool:
-        """Whether this process is on it."""
+        """True if this process runs on the node."""
         return bool(ray.get_runtime_context().get_node_id() == self.id)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """What the helper says. Raises WorkerDied, WorkerTimeout."""
+        """Call the helper. Raises WorkerDied, WorkerTimeout."""
         try:
             return ray.get(getattr(self.helper, method).remote(*arguments), timeout=_ASK_S)
         except RayActorError as error:
@@ -91,16 +97,16 @@ class NodeLease:
             raise WorkerTimeout(method, [f"the helper on {self.name}"], _ASK_S, "nothing") from error
 
     def lives(self) -> bool:
-        """Whether Ray still counts it in."""
+        """Return True if Ray lists the node as alive."""
         return self.id in {each["NodeID"] for each in ray.nodes() if each["Alive"]}
 
 
 class NoRoom(RuntimeError):
-    """What was free a moment ago is not: another run took it."""
+    """Resources that were free a moment ago are not: another run took them."""
 
 
-def rooms() -> list[LiveNode]:
-    """The living nodes, the head first, then by name. Two calls a moment apart may differ."""
+def live_nodes() -> list[LiveNode]:
+    """Return the living nodes, the head first, then by name. Two calls a moment apart may differ."""
     from ray._private.state import available_resources_per_node
 
     free = available_resources_per_node()
@@ -115,15 +121,17 @@ def rooms() -> list[LiveNode]:
         for each in ray.nodes()
         if each["Alive"]
     ]
-    return sorted(found, key=lambda room: ("node:__internal_head__" not in room.total, room.name))
+    return sorted(found, key=lambda node: ("node:__internal_head__" not in node.total, node.name))
 
 
 class Reservation:
     """Shares of nodes, held until `release`."""
 
     def __init__(self, shares: Sequence[NodeRequest], deadline_s: float) -> None:
-        """Raises NoRoom if they cannot be had within the deadline."""
-        bundles = [_bundle(share) for share in shares]
+        """Reserve the shares. Raises NoRoom if that takes longer than the deadline."""
+        # Ray wants a bundle to ask for something.
+        wanted = [{"GPU": float(share.gpus), "CPU": share.cpus} for share in shares]
+        bundles = [{key: amount for key, amount in each.items() if amount} or {"CPU": 0.001} for each in wanted]
         selectors = [{_ID_LABEL: share.node.id} for share in shares]
         self._group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
         try:
@@ -146,7 +154,7 @@ class Reservation:
         ]
 
     def release(self) -> None:
-        """Give everything back; folders are removed first."""
+        """Remove the folders, then give everything back."""
         closing = [node.helper.close.remote() for node in self.nodes]
         ray.wait(closing, num_returns=len(closing), timeout=_POLL_S)
         for node in self.nodes:
@@ -154,38 +162,35 @@ class Reservation:
         remove_placement_group(self._group)
 
     def _helper(self, index: int, share: NodeRequest) -> tuple[Any, NodeRequest]:
-        actor = ray.remote(num_cpus=0, num_gpus=share.gpus)(Helper)
+        actor = ray.remote(num_cpus=0, num_gpus=share.gpus)(NodeHelper)
         return actor.options(scheduling_strategy=self._strategy(index)).remote(), share
 
     def _strategy(self, index: int) -> Any:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
 
 
-class Helper:
-    """A run's hands on a node."""
+class NodeHelper:
+    """The process that answers a `NodeLease` on its node."""
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
         self._reaper: Any = None
 
     def facts(self, address: str) -> tuple[str, tuple[str, ...], int]:
-        """Of `NodeLease`: interface, gpus, cores."""
+        """Return interface, gpus and cores of the `NodeLease`."""
         gpus = tuple(str(each) for each in ray.get_gpu_ids())
         return _interface(address), gpus, usable_cores()
 
     def free_port(self, address: str) -> int:
-        """See `NodeLease.free_port`."""
         return free_port(address)
 
     def reads(self, path: str) -> str | None:
-        """See `NodeLease.reads`."""
         try:
             return Path(path).read_text(encoding="utf-8")
         except OSError:
             return None
 
     def folder(self, prefix: str, root: str | None) -> str:
-        """See `NodeLease.folder`."""
         from rlctl.workers.reaper import Reaper
 
         self._reaper = self._reaper or Reaper()
@@ -199,12 +204,6 @@ class Helper:
             shutil.rmtree(path, ignore_errors=True)
         if self._reaper:
             self._reaper.close()
-
-
-def _bundle(share: NodeRequest) -> dict[str, float]:
-    # Ray wants something of every bundle.
-    wanted = {"GPU": float(share.gpus), "CPU": share.cpus}
-    return {name: amount for name, amount in wanted.items() if amount} or {"CPU": 0.001}
 
 
 def _interface(address: str) -> str:

@@ -1,10 +1,10 @@
-"""Leaves nothing behind, also when the driver is killed: a small process that outlives it by two seconds.
+"""A small process that outlives a killed driver by two seconds, and removes what it left.
 
 Ray's own processes notice a dead driver, but two of its agents live on (seen with Ray 2.60), and nobody removes
 the folders. The reaper waits at the other end of a pipe; when the driver is gone it ends every process that holds
-a file of the watched folders open, and removes the folders. Runs as a program of its own: `python reaper.py`.
+a file of the watched folders open, and removes the folders. It is a program of its own: `python reaper.py`.
 
-Who kills both leaves the folders behind. Each has a file that its driver holds a lock on: a folder whose lock is free
+If both are killed, the folders stay. Each has a file that its driver holds a lock on: a folder whose lock is free
 is a dead driver's, whatever its process id says, and the next run removes it.
 """
 
@@ -30,7 +30,7 @@ _PREFIX, _OWNER = "rlctl-", ".owner"
 
 
 class Reaper:
-    """The driver's end. `folder` makes a folder that is gone, with whoever uses it, when the driver is."""
+    """The driver's end: makes folders that are removed, with the processes that use them, when the driver is gone."""
 
     def __init__(self) -> None:
         self._locks: dict[Path, int] = {}
@@ -40,7 +40,7 @@ class Reaper:
 
     @contextmanager
     def folder(self, prefix: str, root: str | None = None) -> Iterator[Path]:
-        """A new folder for the time of the block."""
+        """Make a folder that exists until the block is left."""
         path = self.make(prefix, root)
         try:
             yield path
@@ -52,11 +52,14 @@ class Reaper:
         """Make a folder that only this user enters, for the caller to remove before it closes the reaper."""
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         self._locks[path] = _own(path)
-        self._tell(str(path))
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{path}\n")
+            self._process.stdin.flush()
         return path
 
     def close(self) -> None:
-        """Nothing is left to do: let the reaper go."""
+        """End the reaper."""
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin
             self._process.stdin.close()
@@ -64,19 +67,15 @@ class Reaper:
         for descriptor in self._locks.values():
             os.close(descriptor)
 
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-
 
 @dataclass(frozen=True)
 class Leftover:
-    """A folder of a dead driver. owner: that driver, in words. processes: (pid, name) that still use the folder."""
+    """A folder of a dead driver."""
 
     path: Path
+    # The driver, in words.
     owner: str
+    # (pid, name) of those that still use the folder.
     processes: tuple[tuple[int, str], ...]
     nbytes: int
 
@@ -86,7 +85,7 @@ class Leftover:
 
 
 def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
-    """Return what drivers of this user left in the temporary folders and in shared memory when they were killed."""
+    """Return the folders that killed drivers of this user left in temporary folders and in shared memory."""
     if roots is None:
         roots = [Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY]
     found = []
@@ -109,13 +108,13 @@ def sweep(folders: Sequence[Path]) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the room in a folder's file system; 0 if there is no such folder."""
+    """Return the free bytes of a folder's file system; 0 if there is no such folder."""
     return shutil.disk_usage(folder).free if folder.is_dir() else 0
 
 
 def _own(folder: Path) -> int:
     """Mark a new folder as this process's; return the descriptor that holds the lock as long as it is open."""
-    # It has its name only once it is locked: nobody finds it free in between.
+    # It is renamed once it is locked, so that nobody finds it unlocked.
     unnamed = folder / f"{_OWNER}-"
     descriptor = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -125,7 +124,7 @@ def _own(folder: Path) -> int:
 
 
 def _dead_owner(folder: Path) -> str | None:
-    """Return who made a folder of this user's, if that process is dead; else None."""
+    """Return the owner of a folder of this user if that process is dead, else None."""
     with contextlib.suppress(OSError):
         status = folder.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
@@ -150,7 +149,7 @@ def _processes() -> Iterator[psutil.Process]:
 def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:
     try:
         paths = [Path(file.path) for file in process.open_files()]
-        # One that was stopped, or lost its log, may hold no file open: the run's processes have this in common.
+        # A process that was stopped, or lost its log, may hold no file open; all of a run's have this variable.
         paths.append(Path(process.environ().get("TMPDIR") or "/"))
     except (psutil.Error, OSError):
         return False
@@ -167,7 +166,7 @@ def _size(folder: Path) -> int:
 
 
 def main() -> None:
-    """Read folders until the driver's end of the pipe closes; then clean up what is still there."""
+    """Read folders until the driver's end of the pipe closes; then remove those that still exist."""
     # Ray ends a worker's children with it, but not theirs.
     if os.fork():
         os.wait()

@@ -1,8 +1,8 @@
-"""Says who waits for whom: a call that its workers do not answer is explained long before its deadline.
+"""Explanations of calls that take long: who waits for whom, long before the deadline (contract 8).
 
-Contract 8. The driver's threads open a wait around each call; one thread looks at what is open. A call is explained
-once it takes longer than `explain_after_s`, and three times as long as any before it of its name, or at once after
-`explain_after_s` if a worker's process is stopped.
+The driver's threads open a wait around each call; one thread looks at the open ones. A call is explained once it takes
+longer than `explain_after_s` and three times as long as any earlier call of its name. If a worker's process is stopped,
+`explain_after_s` is enough.
 """
 
 import threading
@@ -15,24 +15,31 @@ _POLL_S = 0.5
 _UNUSUAL = 3.0
 
 
+# Workers and their process ids, where these are known.
+Late = Callable[[], Sequence[tuple[str, int | None]]]
+
+
 @dataclass
 class _Wait:
-    """One wait. late: (worker, process id or None) of those without an answer. told: how long it was, when told."""
+    """One open wait."""
 
     call: str
-    late: Callable[[], Sequence[tuple[str, int | None]]]
+    # Returns (worker, process id or None) of each worker without an answer.
+    late: Late
     deadline_s: float
     knob: str
     began: float = field(default_factory=time.monotonic)
+    # Its seconds when it was last explained.
     told: float = 0.0
     ended: bool = False
 
 
 class Waits:
-    """What the driver waits for. where: what the run is at, in words; it may be set later."""
+    """The calls that the driver waits for."""
 
     def __init__(self, explain_after_s: float, warn: Callable[[str], None]) -> None:
         self._explain_after_s, self._warn = explain_after_s, warn
+        # Returns the state of the run, in words; may be set later.
         self.where: Callable[[], str] = lambda: "start-up"
         self._open: dict[int, _Wait] = {}
         self._longest: dict[str, float] = {}
@@ -40,10 +47,8 @@ class Waits:
         threading.Thread(target=self._look, name="waits", daemon=True).start()
 
     @contextmanager
-    def wait(
-        self, call: str, late: Callable[[], Sequence[tuple[str, int | None]]], deadline_s: float, knob: str
-    ) -> Iterator[None]:
-        """Have the block explained if it lasts. knob: the config key that sets its deadline."""
+    def wait(self, call: str, late: Late, deadline_s: float, knob: str) -> Iterator[None]:
+        """Explain the block if it lasts. knob: the config key that sets its deadline."""
         wait = _Wait(call, late, deadline_s, knob)
         with self._lock:
             self._open[id(wait)] = wait
@@ -56,7 +61,7 @@ class Waits:
                 self._longest[call] = max(self._longest.get(call, 0.0), time.monotonic() - wait.began)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop looking."""
         self._ended.set()
 
     def _look(self) -> None:
@@ -64,9 +69,9 @@ class Waits:
             self._look_once()
 
     def _look_once(self) -> None:
-        # Its own function: a name that outlived the look would hold the last wait, and so references of Ray's, which
-        # this thread would then drop at its next look. After Ray's shutdown that ends the whole process with 1 (Ray
-        # 2.60: "The core worker has already been shutdown").
+        # Its own function: a local of `_look` would hold the last wait, and so references of Ray's, which this thread
+        # would then drop at its next look. After Ray's shutdown that ends the whole process with 1 (Ray 2.60: "The core
+        # worker has already been shutdown").
         with self._lock:
             waits = list(self._open.values())
         for wait in waits:
@@ -77,7 +82,7 @@ class Waits:
         try:
             what = self._explanation(wait, lasted)
         except Exception as error:
-            # The next waits are explained all the same.
+            # Later waits must be explained all the same.
             wait.told = lasted
             what = f"the driver has waited {lasted:.0f} s, call {wait.call}; for whom cannot be told: {error!r}"
         if what and not wait.ended:
@@ -85,7 +90,7 @@ class Waits:
                 self._warn(what)
 
     def _explanation(self, wait: _Wait, lasted: float) -> str:
-        """Return who is waited for, and why; nothing while it is not worth a word."""
+        """Return who is waited for, and why; an empty text for a wait that is still usual."""
         if lasted < max(self._explain_after_s, 2 * wait.told):
             return ""
         late = [(name, condition(pid)) for name, pid in wait.late()]
@@ -99,7 +104,7 @@ class Waits:
 
 
 def condition(pid: int | None) -> str:
-    """Return what the system says of a process of this machine; nothing of one elsewhere."""
+    """Return the state of a process of this machine; an empty text for None."""
     import psutil
 
     if pid is None:

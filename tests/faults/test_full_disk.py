@@ -24,7 +24,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@pytest.mark.long  # two runs; the parts: tests/unit/run/test_checkpoints.py and test_keeper.py
+@pytest.mark.long  # two runs; the parts: tests/unit/run/test_checkpoints.py and test_recorder.py
 @pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_not_the_earlier_ones(small_disk: Path) -> None:
     settings = ("grpo.num_steps=4", "checkpoint.every=2", "telemetry.rollouts_per_step=0", "run.probe=false")

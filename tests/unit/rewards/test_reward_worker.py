@@ -128,8 +128,8 @@ def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkey
     monkeypatch.setattr(reward_worker, "SEND_TIMEOUT_S", 0.5)
     with Scorer([hook]) as scorer:
         scored(scorer, "fine")
-        (keeper,) = (each.pid for each in scorer.workers if each.pid)
-        (process,) = psutil.Process(keeper).children()
+        (supervisor,) = (each.pid for each in scorer.workers if each.pid)
+        (process,) = psutil.Process(supervisor).children()
         os.kill(process.pid, signal.SIGSTOP)
         assert scored(scorer, "fine", text="x" * 5_000_000)[0].failed is None
         # And where it is never taken, that is what is said.

@@ -12,7 +12,7 @@ from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 
 
-def make_keeper(
+def make_recorder(
     root: Path,
     *,
     every: int = 0,
@@ -58,7 +58,7 @@ def score(recorder: RunRecorder, step: int) -> float | None:
 def test_validation_comes_every_so_many_steps_and_after_the_last_unless_it_is_off(
     tmp_path: Path, every: int, due: list[int]
 ) -> None:
-    recorder = make_keeper(tmp_path, every=every)
+    recorder = make_recorder(tmp_path, every=every)
     assert [step for step in range(1, 6) if recorder.validation_due(step, last=step == 5)] == due
 
 
@@ -66,43 +66,43 @@ def test_validation_comes_every_so_many_steps_and_after_the_last_unless_it_is_of
 def test_a_checkpoint_comes_every_so_many_steps_and_always_after_the_last(
     tmp_path: Path, every: int, due: list[int]
 ) -> None:
-    recorder = make_keeper(tmp_path, save_every=every)
+    recorder = make_recorder(tmp_path, save_every=every)
     assert [step for step in range(1, 6) if recorder.checkpoint_due(step, last=step == 5)] == due
 
 
 def test_without_a_checkpoint_at_the_end_only_the_turn_counts(tmp_path: Path) -> None:
-    recorder = make_keeper(tmp_path, save_every=2, at_end=False)
+    recorder = make_recorder(tmp_path, save_every=2, at_end=False)
     assert [step for step in range(1, 6) if recorder.checkpoint_due(step, last=step == 5)] == [2, 4]
 
 
 def test_the_score_is_the_named_metric_of_the_same_step(tmp_path: Path) -> None:
-    recorder = make_keeper(tmp_path)
+    recorder = make_recorder(tmp_path)
     recorder.step(10, {"loss": 2.0})
     validate(recorder, 10, 0.75)
     assert score(recorder, 10) == 0.75
 
 
 def test_weights_that_were_not_measured_have_no_score(tmp_path: Path) -> None:
-    recorder = make_keeper(tmp_path)
+    recorder = make_recorder(tmp_path)
     validate(recorder, 0, 0.5)
     recorder.step(1, {"loss": 2.0})
     assert score(recorder, 1) is None
 
 
 def test_a_leading_minus_makes_the_smaller_the_better(tmp_path: Path) -> None:
-    recorder = make_keeper(tmp_path, metric="-loss")
+    recorder = make_recorder(tmp_path, metric="-loss")
     recorder.step(1, {"loss": 2.0})
     assert score(recorder, 1) == -2.0
 
 
 def test_a_zero_is_a_score(tmp_path: Path) -> None:
-    recorder = make_keeper(tmp_path)
+    recorder = make_recorder(tmp_path)
     validate(recorder, 1, 0.0)
     assert score(recorder, 1) == 0.0
 
 
 def test_a_validation_is_announced_before_and_recorded_after_with_its_seconds(tmp_path: Path) -> None:
-    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
     with recorder.validation(3) as metrics:
         assert [event["kind"] for event in records(run.events)] == ["validation_started"]
         assert not run.metrics.exists()
@@ -113,14 +113,14 @@ def test_a_validation_is_announced_before_and_recorded_after_with_its_seconds(tm
 
 
 def test_a_validation_that_fails_leaves_no_record(tmp_path: Path) -> None:
-    recorder = make_keeper(tmp_path)
+    recorder = make_recorder(tmp_path)
     with pytest.raises(RuntimeError, match="engine"), recorder.validation(3):
         raise RuntimeError("engine lost")
     assert not RunDir(tmp_path / "r").metrics.exists()
 
 
 def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: Path) -> None:
-    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
     recorder.step(2, {"loss": 1.0})
     validate(recorder, 2, 0.5)
     saved = recorder.save(2, {"version": 2}, write)
@@ -132,9 +132,9 @@ def test_a_step_ends_with_its_record_then_validation_then_checkpoint(tmp_path: P
 
 
 def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_path: Path) -> None:
-    plain = make_keeper(tmp_path / "plain").save(1, {}, write)
+    plain = make_recorder(tmp_path / "plain").save(1, {}, write)
     assert (plain.trainer / "weights").exists() and not plain.export.exists()
-    recorder = make_keeper(tmp_path / "exported", export=True)
+    recorder = make_recorder(tmp_path / "exported", export=True)
     recorder.export_dtype, recorder.end_tokens = "bfloat16", (5, 7)
     exported = recorder.save(1, {}, write)
     assert (exported.export / "dtype").read_text() == "bfloat16"
@@ -142,7 +142,7 @@ def test_a_checkpoint_holds_the_trainers_part_and_the_export_if_asked_for(tmp_pa
 
 
 def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_path: Path) -> None:
-    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
 
     def full(*_: object) -> None:
         raise OSError("No space left on device")
@@ -154,7 +154,7 @@ def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_p
 
 
 def test_rollouts_are_written_up_to_the_number_asked_for_behind_the_fates_of_all(tmp_path: Path) -> None:
-    recorder, run = make_keeper(tmp_path), RunDir(tmp_path / "r")
+    recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
     recorder.rollouts(4, {"trained": ["a"], "filtered": {}}, lambda: [{"text": "one"}, {"text": "two"}])
     assert records(run.rollouts) == [
         {"kind": "prompts", "step": 4, "trained": ["a"], "filtered": {}},

@@ -35,7 +35,7 @@ def test_a_silence_says_who_waits_for_whom_how_long_and_what_to_turn() -> None:
 
 def test_a_host_hands_back_what_was_raised_as_a_value_that_travels() -> None:
     host = WorkerActor("engine-0", lambda: [3, 1, 2], {}, None, threads=1)
-    assert host.build() is None
+    assert host.build() == (None, None)
     assert host.call("index", (1,), {}) == (None, 1)
     failure, result = host.call("index", (9,), {})
     assert result is None and failure is not None
@@ -47,7 +47,7 @@ def test_a_host_hands_back_what_was_raised_as_a_value_that_travels() -> None:
 
 
 def test_a_worker_that_cannot_be_built_is_a_value_too() -> None:
-    failure = WorkerActor("engine-0", lambda: 1 // 0, {}, None, threads=1).build()
+    failure, _ = WorkerActor("engine-0", lambda: 1 // 0, {}, None, threads=1).build()
     assert failure is not None and failure.type == "ZeroDivisionError"
 
 

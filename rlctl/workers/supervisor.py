@@ -1,8 +1,8 @@
-"""The keeper of a guarded process, which runs the user's code: whatever that starts ends with it.
+"""The supervisor of a guarded process, which runs the user's code: whatever that starts ends with it.
 
-The keeper adopts whatever its descendants leave behind, also what has a session of its own, and ends all of it when
-the worker ends, when the parent asks for it, and when the parent is gone (its standard input closes). What runs below
-another program's roof, such as a container that a daemon starts, is out of its reach.
+The supervisor adopts whatever its descendants leave behind, also what has a session of its own, and ends all of it when
+the worker ends, when the parent asks for it, and when the parent is gone (its standard input closes). A child of
+another program, such as a container that a daemon starts, is out of its reach.
 The first argument of the program is the connection's descriptor, see guarded.py.
 """
 
@@ -18,21 +18,22 @@ from collections.abc import Callable
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-# To end a family that forks as fast as it is killed.
+# For a family that forks as fast as it is killed.
 _ENDING_S = 5.0
 
 
 def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
-    """Fork the process that runs `work` on the connection, and keep it."""
+    """Fork the process that runs `work` on the connection, and supervise it."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    keeper = os.getpid()
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    supervisor = os.getpid()
     worker = os.fork()
     if not worker:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
             os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _stay_silent_when_forked(connection)
@@ -42,7 +43,7 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         # The parent finishes its step. The worker keeps the defaults, which whatever it starts inherits.
         signal.signal(number, signal.SIG_IGN)
-    code = _keep(worker)
+    code = _supervise(worker)
     # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
     os._exit(code)
 
@@ -58,13 +59,16 @@ def _stay_silent_when_forked(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=silence)
 
 
-def _keep(worker: int) -> int:
-    """Wait for the end of the worker or of the parent's wish, end the family; the worker's exit code as shells say."""
+def _supervise(worker: int) -> int:
+    """Wait until the worker ends or the parent asks for its end, and end the family.
+
+    Returns the worker's exit code as shells report it.
+    """
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, _nothing)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
     poll = select.poll()
     poll.register(0, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)
@@ -84,7 +88,7 @@ def _keep(worker: int) -> int:
 
 
 def _reap(worker: int) -> int | None:
-    """Take the exit status of every child that has ended; that of the worker."""
+    """Take the exit status of every child that has ended; return the worker's if it is among them."""
     status = None
     while True:
         try:
@@ -113,10 +117,3 @@ def _end_family(worker: int) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.005)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _nothing(number: int, frame: object) -> None: ...
