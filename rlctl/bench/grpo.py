@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
-from rlctl.bench.runs import prepare_runs, run_training
+from rlctl.bench.runs import run_all
 from rlctl.bench.workload import make_prompts, model_problems
 from rlctl.config.errors import Problem
 
@@ -60,14 +60,11 @@ class GrpoBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "GrpoResults":
         make_prompts(folder, 64 * self.prompts)
-        settings = {mode: self._settings(mode, folder) for mode in self.modes}
-        prepare_runs("grpo", self.model, {MODES[mode]: own for mode, own in settings.items()}, folder, say)
-        records = {}
-        for mode, own in settings.items():
-            counted, count = self.counted(mode)
-            say(f"{MODES[mode]}: {count} steps, {self.steps} of them counted")
-            records[MODES[mode]] = run_training("grpo", MODES[mode], own, folder)[counted]
-        rows = [_row(mode, steps) for mode, steps in records.items()]
+        settings = {MODES[mode]: self._settings(mode, folder) for mode in self.modes}
+        counted = {MODES[mode]: self.counted(mode)[0] for mode in self.modes}
+        runs = run_all("grpo", self.model, settings, folder, say)
+        records = {name: steps[counted[name]] for name, steps in runs}
+        rows = [_row(name, steps) for name, steps in records.items()]
         ceiling = _ceiling(rows, list(records.values())) if self.gpus else None
         return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling)
 

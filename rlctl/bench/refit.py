@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -16,7 +16,7 @@ from typing import Any
 from rlctl.bench.frame import Bench, Say
 from rlctl.bench.refit_results import RefitResults, SchemeRow, make_row
 from rlctl.bench.schemes import LABELS, Scheme
-from rlctl.bench.trainer import BenchTrainer, BenchTrainerSpec
+from rlctl.bench.trainer import BenchTrainer
 from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
 from rlctl.config.grpo_schema import RefitSection
@@ -130,7 +130,7 @@ class RefitBench(Bench):
         init_method = f"tcp://127.0.0.1:{free_port()}"
         for rank in range(len(places)):
             device = "cpu" if self.cpu else "cuda:0"
-            make = BenchTrainerSpec(str(model), rank, len(places), device, self.master, init_method)
+            make = partial(BenchTrainer, str(model), rank, len(places), device, self.master, init_method)
             env = trainer_environment(self._visible(places[rank].devices), max(1, usable_cores() // len(places)))
             specs.append(WorkerSpec(f"trainer-{rank}", make, env, f"{logs}/trainer-{rank}.log", threads=2))
         return WorkerGroup(specs, _DEADLINE_S)

@@ -5,14 +5,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlctl.bench.frame import Say
 from rlctl.bench.workload import make_random_model, shape_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.jsonl import Record, read_records
 
 _INTERRUPT_S = 60.0
 # Leave out what would be timed along with the steps, or written for nobody.
@@ -25,11 +24,14 @@ _BARE = (
 )
 
 
-def prepare_runs(kind: str, model: str, settings: Mapping[str, Sequence[str]], folder: Path, say: Say) -> None:
-    """Check the settings of every run (name -> overrides), then make a model with random weights in `folder`.
+def run_all(
+    kind: str, model: str, settings: Mapping[str, Sequence[str]], folder: Path, say: Say
+) -> Iterator[tuple[str, list[Record]]]:
+    """Run `rlctl train KIND` with each of the settings (name -> overrides); yield each name with its step records.
 
-    Raises ConfigError with everything that keeps `rlctl train KIND` from starting any of them, before weights are made,
-    which takes minutes. Raises RuntimeError for weights that cannot be made.
+    Each is the tiny recipe on one model with random weights, in the directory `run_folder(folder, name)`. Raises
+    ConfigError with everything that keeps any of them from starting, before weights are made, which takes minutes.
+    Raises RuntimeError for weights that cannot be made, and with a run's own reason if it fails.
     """
     shape = shape_folder(model, folder)
     say("checking what is asked for")
@@ -46,13 +48,12 @@ def prepare_runs(kind: str, model: str, settings: Mapping[str, Sequence[str]], f
         raise ConfigError(problems)
     say(f"random weights in the shape of {model}")
     make_random_model(shape, folder)
+    for index, (name, own) in enumerate(settings.items()):
+        say(f"{name}: run {index + 1} of {len(settings)}")
+        yield name, _run(kind, name, own, folder)
 
 
-def run_training(kind: str, name: str, settings: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Run `rlctl train KIND`, the tiny recipe with these settings on the model in `folder`; return its step records.
-
-    The run's directory is `run_folder(folder, name)`. Raises RuntimeError with the run's own reason if it fails.
-    """
+def _run(kind: str, name: str, settings: Sequence[str], folder: Path) -> list[Record]:
     run = run_folder(folder, name)
     output = folder / f"{run.name}.out"
     with output.open("w") as out:

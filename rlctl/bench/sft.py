@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
-from rlctl.bench.runs import prepare_runs, run_folder, run_training
+from rlctl.bench.runs import run_all, run_folder
 from rlctl.bench.workload import longest, make_samples, model_problems
 from rlctl.config.errors import Problem, did_you_mean
 from rlctl.dashboard.formats import count
@@ -90,13 +90,10 @@ class SftBench(Bench):
             f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
         ]
         settings = {mode: [*common, *(mode_settings(mode) or ()), *self.extra] for mode in self.modes}
-        prepare_runs("sft", self.model, settings, folder, say)
         rows = []
-        for mode, own in settings.items():
-            say(f"{mode}: {counted} steps, all but the first counted")
-            steps = run_training("sft", mode, own, folder)[:counted]
+        for mode, steps in run_all("sft", self.model, settings, folder, say):
             profile = json.loads((run_folder(folder, mode) / "profile" / "trainer-0.json").read_text())
-            rows.append(_row(mode, steps, profile))
+            rows.append(_row(mode, steps[:counted], profile))
         return SftResults(self.model, self.ranks, self.tokens, self.batch, rows)
 
 

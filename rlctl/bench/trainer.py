@@ -1,6 +1,5 @@
 """A trainer rank of `rlctl bench refit`: random weights, a run's own refit end, and that of the reference schemes."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,35 +14,20 @@ from rlctl.training.rank import met_at
 from rlctl.utils.ports import free_port
 
 
-@dataclass(frozen=True)
-class BenchTrainerSpec:
-    """Picklable recipe of a `BenchTrainer`."""
-
-    folder: str
-    rank: int
-    world: int
-    device: str
-    master: str  # dtype of its weights
-    init_method: str  # where ranks meet for gathering
-
-    def __call__(self) -> "BenchTrainer":
-        return BenchTrainer(self)
-
-
 class BenchTrainer(SendsWeights):
     """Trainer rank, hosted by `workers.actor.WorkerActor`."""
 
-    def __init__(self, spec: BenchTrainerSpec) -> None:
-        self._spec, self._device = spec, torch.device(spec.device)
+    def __init__(self, folder: str, rank: int, world: int, device: str, master: str, init_method: str) -> None:
+        """master: dtype of the weights. init_method: where ranks meet for gathering."""
+        self._rank, self._world, self._device = rank, world, torch.device(device)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        if spec.world > 1:
+        if world > 1:
             backend = "nccl" if self._device.type == "cuda" else "gloo"
-            torch.distributed.init_process_group(
-                backend, store=met_at(spec.init_method, spec.rank, spec.world), rank=spec.rank, world_size=spec.world
-            )
-        self._weights = RandomShards(Path(spec.folder), spec.rank, spec.world, spec.master, self._device)
-        self._sending = SendingEnd(self._weights, spec.rank, self._device)
+            store = met_at(init_method, rank, world)
+            torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
+        self._weights = RandomShards(Path(folder), rank, world, master, self._device)
+        self._sending = SendingEnd(self._weights, rank, self._device)
 
     def layout(self, dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
         """Return the name, shape and dtype of what is sent."""
@@ -51,9 +35,9 @@ class BenchTrainer(SendsWeights):
 
     def rendezvous(self, port: int, parties: int, alone: int) -> None:
         """Join the other processes of the bench at `port`, and the other trainer ranks alone at port `alone`."""
-        server = self._spec.rank == 0
+        server = self._rank == 0
         self._end = BenchEnd(self._device, Meeting(port, parties, server))
-        self._alone = Meeting(alone, self._spec.world, server)
+        self._alone = Meeting(alone, self._world, server)
 
     def fill(self, version: int) -> None:
         """Set the weights to those of a version."""
@@ -90,7 +74,7 @@ class BenchTrainer(SendsWeights):
         self, scheme: Scheme, spec: TransportSpec, buffer_bytes: int, dtype: str, payload: int, rounds: int
     ) -> Measured:
         """Join the group of the reference schemes, and send by one of them."""
-        wire = self._end.open_wire(spec, buffer_bytes, 0 if self._spec.rank == 0 else None)
+        wire = self._end.open_wire(spec, buffer_bytes, 0 if self._rank == 0 else None)
 
         def work(number: int) -> Timing:
             return send(scheme, wire, self._weights.gathered(getattr(torch, dtype)), payload), 0.0

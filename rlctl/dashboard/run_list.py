@@ -49,7 +49,7 @@ def table(entries: list[RunEntry]) -> Table:
     grid.add_column("name", overflow="fold")
     for title in ("kind", "status"):
         grid.add_column(title, no_wrap=True)
-    for title in ("step", "accuracy", "tok/s/device", "age"):
+    for title in ("step", "accuracy", "tok/s/device", "started"):
         grid.add_column(title, justify="right", no_wrap=True)
     for entry in entries:
         grid.add_row(
@@ -59,7 +59,7 @@ def table(entries: list[RunEntry]) -> Table:
             f"{entry.step}/{entry.num_steps}",
             percent(entry.accuracy),
             number(entry.throughput),
-            span(entry.age_s),
+            f"{span(entry.age_s)} ago",
         )
     return grid
 
