@@ -1,4 +1,4 @@
-"""What stands behind a command: at most one recipe, and any number of key=value overrides."""
+"""Arguments that several commands share: at most one recipe, and any number of key=value overrides."""
 
 import os
 from collections.abc import Iterable
@@ -13,10 +13,13 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="RECIPE | KEY=VALUE",
-        help="A recipe's name or file, then overrides such as trainer.optimizer.lr=1e-5 or rewards.0.weight=2.",
+        help="The name or file of a recipe, then overrides such as trainer.optimizer.lr=1e-5 or rewards.0.weight=2.",
         show_default=False,
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")]
+Lines = Annotated[int, typer.Option("--lines", "-n", help="Print the last lines of each file, this many.", min=0)]
 
 
 def runs_folder(overrides: Iterable[str] = ()) -> Path:
@@ -32,7 +35,7 @@ def runs_folder(overrides: Iterable[str] = ()) -> Path:
 
 
 def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:
-    """(recipe or None, overrides). Raises ConfigError when there are two recipes."""
+    """Return (recipe or None, overrides). Raises ConfigError if there are two recipes."""
     recipe: str | None = None
     overrides: list[str] = []
     problems: list[Problem] = []

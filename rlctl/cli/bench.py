@@ -6,27 +6,22 @@ from typing import Annotated, get_args
 import typer
 
 from rlctl.bench.frame import numbers, words
+from rlctl.cli.arguments import AsJson
 from rlctl.cli.bench_frame import run_bench
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus
 
-AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of the table.")]
-Plot = Annotated[Path | None, typer.Option(help="Write a PNG or SVG here; needs matplotlib.")]
+Plot = Annotated[Path | None, typer.Option(help="Write a chart to this PNG or SVG file. Needs matplotlib.")]
 TrainedModel = Annotated[
-    str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny, on GPU qwen3-1.7b.")
+    str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny; on GPUs qwen3-1.7b.")
 ]
-RunSettings = Annotated[list[str] | None, typer.Option("--set", help="key=value for every run; again for more.")]
+RunSettings = Annotated[list[str] | None, typer.Option("--set", help="A key=value for every run. Repeatable.")]
 
 app = typer.Typer(
-    help="Measure this machine: weight transfer, training steps, calls to workers, sync against async.",
+    help="Measure this machine: refits, training steps, calls to workers, synchronous against asynchronous GRPO.",
     no_args_is_help=True,
 )
-
-
-@app.callback()
-def bench() -> None:
-    """Measure this machine: how weights reach the generator, what a call costs, what running both sides is worth."""
 
 
 @app.command(
@@ -41,34 +36,38 @@ def refit(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A shape by name, or a Hugging Face folder (weights not needed). Default: tiny, on GPU qwen3-8b."
+            help="A shape by name, or a Hugging Face folder, which needs no weights. Default: tiny; on GPUs qwen3-8b."
         ),
     ] = None,
-    trainers: Annotated[int, typer.Option(min=1, help="Trainer ranks; each holds a share of every tensor.")] = 1,
+    trainers: Annotated[int, typer.Option(min=1, help="Trainer ranks. Each holds a share of every tensor.")] = 1,
     generators: Annotated[int, typer.Option(min=1, help="Engines.")] = 1,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices an engine is spread over.")] = 1,
-    num_buffers: Annotated[str | None, typer.Option(help="A row for each, like 1,2,3. Default: the configs'.")] = None,
-    mode: Annotated[str | None, typer.Option(help="A row for each: direct, staged. On CPU auto.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices of each engine.")] = 1,
+    num_buffers: Annotated[str | None, typer.Option(help="A row for each, like 1,2,3. Default: a run's.")] = None,
+    mode: Annotated[str | None, typer.Option(help="A row for each: direct, staged. On a CPU: auto.")] = None,
     transport: Annotated[
         str | None, typer.Option(help="A row for each: shm, ipc, broadcast. Default: a run's.")
     ] = None,
-    colocated: Annotated[bool, typer.Option("--colocated", help="Trainer and engine share devices.")] = False,
-    master: Annotated[str, typer.Option(help="dtype of the trainer's weights: float32 or bfloat16.")] = "float32",
+    colocated: Annotated[bool, typer.Option("--colocated", help="Trainer and engines share devices.")] = False,
+    master: Annotated[str, typer.Option(help="The dtype of the trainer's weights: float32 or bfloat16.")] = "float32",
     checksum: Annotated[
-        str | None, typer.Option(help="A row for each: all, sampled, off. Default: a run's; on CPU off too.")
+        str | None, typer.Option(help="A row for each: all, sampled, off. Default: a run's; on a CPU off too.")
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=2, help="Refits a row, at most 30 of a reference; the first is not counted.")
+        int, typer.Option(min=2, help="Refits for each row, at most 30 for a reference. The first is not counted.")
     ] = 10,
-    updates: Annotated[int, typer.Option(min=0, help="Refits a row while requests run, for their stall.")] = 8,
-    references: Annotated[bool, typer.Option(help="Measure the other schemes too.")] = True,
-    eager: Annotated[bool, typer.Option("--eager", help="Engines without CUDA graphs: they start faster.")] = False,
+    updates: Annotated[
+        int, typer.Option(min=0, help="Refits for each row while requests run, to measure their stall.")
+    ] = 8,
+    references: Annotated[bool, typer.Option(help="Measure the plain link and other schemes too.")] = True,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Run engines without CUDA graphs, so that they start faster.")
+    ] = False,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time weights from trainer ranks into vLLM's parameters, beside the plain link and other schemes, bit by bit.
+    """Time refits, weights from trainer ranks into vLLM's parameters, against the plain link and other schemes.
 
-    Ends with 1 if any delivered weight differs from the one sent.
+    Exit code 1 if one bit of a delivered weight differs from what was sent.
     """
     from rlctl.bench.refit import RefitBench
     from rlctl.preflight.load import load
@@ -111,30 +110,30 @@ def grpo(
     model: TrainedModel = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="Devices of every run. Default: all.")] = None,
     trainers: Annotated[
-        int | None, typer.Option(min=1, help="Of them trainer ranks, when apart. Default: half.")
+        int | None, typer.Option(min=1, help="Trainer ranks among them, if not colocated. Default: half.")
     ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts a step.")] = 16,
-    generations: Annotated[int, typer.Option(min=2, help="Rollouts a prompt.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts in each step.")] = 16,
+    generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after some that are not.")] = 6,
-    age: Annotated[int, typer.Option(min=1, help="max_trajectory_age_steps of the run in flight.")] = 2,
+    age: Annotated[int, typer.Option(min=1, help="max_trajectory_age_steps of the in-flight run.")] = 2,
     lengths: Annotated[
         str | None,
-        typer.Option(help="Mean, sigma and cap of the log-normal lengths. Default: 600,1.0,4096, on CPU 32,1.0,192."),
+        typer.Option(help="Mean, sigma and cap of log-normal lengths. Default: 600,1.0,4096; on a CPU 32,1.0,192."),
     ] = None,
     modes: Annotated[
-        str | None, typer.Option(help="Of colocated, apart, drained, in-flight. Default: all that differ here.")
+        str | None, typer.Option(help="Any of colocated, apart, drained, in-flight. Default: all that differ here.")
     ] = None,
     override: RunSettings = None,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time the same GRPO work synchronous and asynchronous, on as many devices, and say what each side waited for."""
+    """Time the same GRPO work synchronous and asynchronous, on as many devices, and what each side waited for."""
     from rlctl.bench.grpo import MODES, GrpoBench
 
     problems: list[Problem] = []
     installed = count_gpus()
     gpus = installed if gpus is None else gpus
-    # With one device, or none, nothing can stand apart that was colocated.
+    # With one device, or none, apart is colocated.
     usual = ",".join(MODES) if gpus > 1 else "colocated,drained,in-flight"
     bench = GrpoBench(
         model=model or ("qwen3-1.7b" if gpus else "tiny"),
@@ -163,23 +162,23 @@ def sft(
     model: TrainedModel = None,
     ranks: Annotated[int, typer.Option(min=1, help="Trainer ranks.")] = 1,
     seq_len: Annotated[
-        int | None, typer.Option(min=3, help="Tokens of every sample. Default: 4096, on CPU 128.")
+        int | None, typer.Option(min=3, help="Tokens of every sample. Default: 4096; on a CPU 128.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples a step. Default: 8 a rank.")] = None,
-    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens a rank packs into one pass.")] = 16384,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples in each step. Default: 8 for each rank.")] = None,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a rank packs into one pass.")] = 16384,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after the first.")] = 10,
     modes: Annotated[
         str | None,
         typer.Option(
-            help="Of eager, eager-graph, compiled, compiled-graph (by FSDP2; default: all, on CPU those that are "
-            "eager), megatron-tp2 and the like."
+            help="Any of eager, eager-graph, compiled, compiled-graph (with FSDP2), megatron-tp2 and the like. "
+            "Default: the first four; on a CPU the two eager ones."
         ),
     ] = None,
     override: RunSettings = None,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time a training step, eager and compiled, by ordinary calls and through a compiled graph, and say what costs."""
+    """Time a training step, eager and compiled, by ordinary calls and through a compiled graph, and its operations."""
     from rlctl.bench.sft import MODES, SftBench
 
     gpus = count_gpus()
@@ -207,20 +206,20 @@ def sft(
 )
 def offload(
     model: TrainedModel = None,
-    backend: Annotated[str, typer.Option(help="What trains: fsdp or megatron.")] = "fsdp",
+    backend: Annotated[str, typer.Option(help="The training backend: fsdp or megatron.")] = "fsdp",
     seq_len: Annotated[
-        int | None, typer.Option(min=3, help="Tokens of every sequence. Default: 4096, on CPU 128.")
+        int | None, typer.Option(min=3, help="Tokens of every sequence. Default: 4096; on a CPU 128.")
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
-    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one pass.")] = 16384,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in each step.")] = 8,
+    micro_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass.")] = 16384,
     steps: Annotated[int, typer.Option(min=1, help="Counted steps of each kind, after the first.")] = 5,
     override: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value of the trainer section; again for more.")
+        list[str] | None, typer.Option("--set", help="A key=value of the trainer section. Repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of the tables.")] = False,
+    as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time optimizer state on its way to the host and back, alone and beside a step, on one device."""
+    """Time the moves of optimizer state to the host and back, alone and during a step, on one device."""
     from rlctl.bench.offload import OffloadBench
 
     gpus = count_gpus()
@@ -244,13 +243,15 @@ def offload(
     )
 )
 def dispatch(
-    workers: Annotated[str, typer.Option(help="Sizes of the groups.")] = "1,2,4,8",
-    payloads: Annotated[str, typer.Option(help="What each worker gets with a call: bytes, KB or MB.")] = "1KB,1MB,8MB",
-    calls: Annotated[int, typer.Option(min=20, help="Calls a row; a row of slow ones ends after 10 s.")] = 1000,
+    workers: Annotated[str, typer.Option(help="Sizes of the worker groups.")] = "1,2,4,8",
+    payloads: Annotated[
+        str, typer.Option(help="What each worker gets with a call, in bytes, KB or MB.")
+    ] = "1KB,1MB,8MB",
+    calls: Annotated[int, typer.Option(min=20, help="Calls for each row. A row of slow ones ends after 10 s.")] = 1000,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time what one call to a group of workers costs the driver: ordinary calls against a Ray Compiled Graph."""
+    """Time one call to a group of workers, as the driver sees it: ordinary calls against a Ray Compiled Graph."""
     from rlctl.bench.dispatch import UNITS, DispatchBench
 
     problems: list[Problem] = []

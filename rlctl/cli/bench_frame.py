@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from rlctl.bench.frame import Bench, Line, Results, ResultTable, Say
+from rlctl.bench.frame import Bench, Line, Results, Say
 from rlctl.cli.output import FAILED, INTERRUPTED, OK, console
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
-
 
 # Columns of a terminal from which tables show everything, and of a pipe, which has room for everything.
 _WIDE, _PIPE = 120, 200
@@ -45,17 +43,24 @@ def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable
 
 def show(results: Results, out: "Console") -> None:
     """Print the report, as wide as the terminal is."""
+    from rich.table import Column, Table
     from rich.text import Text
 
     if not out.is_terminal:
         out.width = _PIPE
     for part in results.report(wide=out.width >= _WIDE):
-        if not isinstance(part, Line):
-            out.print(_table(part))
-        elif part.cut:
-            out.print(Text(part.text, part.style, overflow="ellipsis", no_wrap=True))
-        else:
-            out.print(Text(part.text, part.style))
+        if isinstance(part, Line):
+            out.print(Text(part.text, part.style, overflow="ellipsis" if part.cut else None, no_wrap=part.cut or None))
+            continue
+        first, *others = (name for name, _ in part.rows[0])
+        columns = (Column(name, justify="right", no_wrap=True) for name in others)
+        padding = (0, part.gap - 1, 0, 1)
+        table = Table(
+            Column(first, overflow="fold"), *columns, box=None, pad_edge=False, padding=padding, header_style="bold"
+        )
+        for index, cells in enumerate(part.rows):
+            table.add_row(*(text for _, text in cells), style="bold" if index in part.bold else "")
+        out.print(table)
 
 
 def _plot_problems(path: Path | None) -> Iterator[Problem]:
@@ -72,7 +77,7 @@ def _plot_problems(path: Path | None) -> Iterator[Problem]:
 
 
 def _measured(bench: Bench) -> Results:
-    """Measure in a folder that goes when all is well and after Ctrl-C; after an error its logs stay."""
+    """Measure in a folder that is removed when all is well and after Ctrl-C; after an error its logs stay."""
     from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 
     folder = Path(tempfile.mkdtemp(prefix="rlctl-bench-"))
@@ -95,23 +100,10 @@ def _measured(bench: Bench) -> Results:
 
 @contextmanager
 def _progress() -> Iterator[Say]:
-    """Show what is under way on stderr: a line that changes on a terminal, lines elsewhere."""
+    """Show progress on stderr: one line that changes on a terminal, several lines elsewhere."""
     err = console(stderr=True)
     if not sys.stderr.isatty():
         yield err.print
         return
     with err.status("starting") as status:
         yield status.update
-
-
-def _table(table: ResultTable) -> "Table":
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False, padding=(0, table.gap - 1, 0, 1), header_style="bold")
-    first, *others = (name for name, _ in table.rows[0])
-    shown.add_column(first, overflow="fold")
-    for name in others:
-        shown.add_column(name, justify="right", no_wrap=True)
-    for index, cells in enumerate(table.rows):
-        shown.add_row(*(text for _, text in cells), style="bold" if index in table.bold else "")
-    return shown

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlctl.cli.arguments import split
+from rlctl.cli.arguments import AsJson, Follow, Lines, split
 from rlctl.cli.output import FAILED, OK, console, examples, explained
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.cluster.state import ClusterState, ClusterStore
 
-app = typer.Typer(help="Ray clusters: this machine, hosts over ssh, Slurm, Kubernetes.", no_args_is_help=True)
+app = typer.Typer(
+    help="Start, show and stop Ray clusters: on this machine, over ssh, on Slurm, on Kubernetes.", no_args_is_help=True
+)
 
 UpArguments = Annotated[
     list[str] | None,
@@ -24,8 +26,7 @@ UpArguments = Annotated[
         show_default=False,
     ),
 ]
-Name = Annotated[str, typer.Argument(metavar="CLUSTER", help="Its name; the one that is up if left out.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable, on one line.")]
+Name = Annotated[str, typer.Argument(metavar="CLUSTER", help="The name of a cluster; if left out, the one that is up.")]
 _WATCH_S = 3.0
 
 
@@ -35,19 +36,23 @@ _WATCH_S = 3.0
         "rlctl cluster up local nodes=3            three Ray nodes on it, to try things",
         "rlctl cluster up ssh 'hosts=[gpu1, gpu2]' the first host is the head",
         "rlctl cluster up slurm nodes=2 gpus_per_node=8 time=4:00:00",
-        "rlctl cluster up pods.yaml --dry-run --job 'train grpo my.yaml --cluster here --wait'",
+        "rlctl cluster up pods.yaml --dry-run --job 'train grpo my.yaml --cluster here'",
         "rlctl cluster up my-cluster.yaml          yours, with `defaults: cluster/ssh.yaml`",
     )
 )
 def up(
     arguments: UpArguments = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, and no more.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be submitted, and start nothing.")
+    ] = False,
     job: Annotated[
         str | None,
-        typer.Option("--job", metavar="COMMAND", help="Kubernetes, with --dry-run: a RayJob of this rlctl command."),
+        typer.Option(
+            "--job", metavar="COMMAND", help="On Kubernetes, with --dry-run: print a RayJob that runs this command."
+        ),
     ] = None,
 ) -> None:
-    """Start a cluster, or what is gone of one that is up. What cannot start whole is stopped again."""
+    """Start a cluster, or restart what one that is up has lost. A cluster that cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
     from rlctl.cluster.status import summary
     from rlctl.config.load_cluster import load_cluster
@@ -80,10 +85,10 @@ def up(
 @app.command(epilog=examples("rlctl cluster status", "rlctl cluster status --watch", "rlctl cluster status --json"))
 def status(
     name: Name = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Again every 3 seconds, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Print it again every 3 seconds, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Nodes, what they have and have free, what listens, what is wrong. Exit code 1 unless it is up."""
+    """Show the nodes of a cluster, what is free, what listens and what is wrong. Exit code 1 unless it is up."""
     with explained():
         from rlctl.cli.cluster_view import render
         from rlctl.cluster.status import as_dict, look
@@ -107,9 +112,9 @@ def status(
 @app.command(epilog=examples("rlctl cluster down", "rlctl cluster down my-cluster"))
 def down(
     name: Name = "",
-    forget: Annotated[bool, typer.Option("--forget", help="Let hosts go that cannot be reached any more.")] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Give up hosts that cannot be reached any more.")] = False,
 ) -> None:
-    """Stop a cluster: no process and no file stays, but logs."""
+    """Stop a cluster. No process stays, and no file except logs."""
     from rlctl.cli.cluster_view import Progress
 
     with explained(), Progress() as progress:
@@ -122,11 +127,11 @@ def down(
 @app.command(epilog=examples("rlctl cluster logs", "rlctl cluster logs --node head --follow"))
 def logs(
     name: Name = "",
-    node: Annotated[str | None, typer.Option("--node", help="Of this node alone.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file.", min=0)] = 10,
+    node: Annotated[str | None, typer.Option("--node", help="Only the logs of this node.")] = None,
+    follow: Follow = False,
+    lines: Lines = 10,
 ) -> None:
-    """What Ray's processes and workers wrote; of a stopped cluster, what they left here."""
+    """Print the logs of Ray's processes and workers; of a stopped cluster, those that were kept here."""
     with explained():
         from rlctl.cluster.status import show_logs
 
@@ -136,7 +141,7 @@ def logs(
 
 @app.command("list", epilog=examples("rlctl cluster list"))
 def list_(as_json: AsJson = False) -> None:
-    """All clusters with their state."""
+    """List all clusters with their state."""
     from rlctl.cli.cluster_view import clusters_table
 
     with explained():
@@ -153,7 +158,7 @@ def list_(as_json: AsJson = False) -> None:
 
 @app.command(epilog=examples('eval "$(rlctl cluster env)"'))
 def env(name: Name = "") -> None:
-    """Lines for a shell, so that Ray programs started there find a cluster and its token."""
+    """Print lines for a shell, so that Ray programs in it find a cluster and its token."""
     with explained():
         from rlctl.cluster.launcher import launcher_of
 
@@ -174,7 +179,7 @@ def _find(name: str) -> "tuple[ClusterStore, ClusterState]":
 
 
 def _only(or_any: bool = False) -> str:
-    """The cluster that is meant when none is named: the one that stands. or_any: else the one that has logs."""
+    """Return the cluster that is meant if none is named: the one that is up. or_any: else the one that has logs."""
     from rlctl.cluster.state import NoSuchCluster, known_clusters, running_clusters
 
     names = running_clusters() or (known_clusters() if or_any else [])

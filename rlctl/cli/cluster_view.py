@@ -1,23 +1,24 @@
-"""How `rlctl cluster` looks: a line a host while it works, a table a cluster, what to type next."""
+"""The output of `rlctl cluster`: a line a host while it works, a table a cluster, what to type next."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
 
 from rlctl.cli.output import console
 from rlctl.cluster.launcher import ClusterStatus, NodeStatus, launcher_of
 from rlctl.cluster.requirements import GIB
 from rlctl.cluster.state import ClusterState
 from rlctl.cluster.status import open_ports, summary
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
+from rlctl.dashboard.formats import number
 
 _SIGNS = {"ok": ("ok", "green"), "bad": ("failed", "bold red"), "warning": ("warning", "yellow")}
 _COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow", "waiting": "yellow"}
 
 
 class Progress:
-    """Lines of what is done, and on a terminal a spinner beside what is being done."""
+    """Printed lines of what is done, and on a terminal a spinner with what is being done."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)
@@ -31,10 +32,7 @@ class Progress:
             self._status.stop()
 
     def say(self, sign: str, text: str) -> None:
-        """sign: ok, bad, warning, or doing: what a spinner shows until the next."""
-        from rich.padding import Padding
-        from rich.text import Text
-
+        """Print a line. sign: ok, bad, warning, or doing, which a spinner shows until the next line."""
         if sign == "doing":
             if self._status is not None:
                 self._status.update(text)
@@ -42,14 +40,10 @@ class Progress:
             return
         word, style = _SIGNS[sign]
         if self._console.is_terminal:
-            # Continued lines stand below the text, not below the sign.
-            from rich.table import Table
-
-            table = Table.grid(padding=(0, 1))
-            table.add_column(width=7)
-            table.add_column(overflow="fold")
+            # Continued lines are below the text, not below the sign.
+            table = Table.grid(Column(width=7), Column(overflow="fold"), padding=(0, 1))
             table.add_row(Text(word, style=style), Text(text))
-            self._console.print(Padding(table, 0))
+            self._console.print(table)
         else:
             self._console.print(Text(f"{word:7} {text}"))
 
@@ -71,11 +65,8 @@ def next_steps(state: ClusterState) -> str:
     return "\n".join(f"  {command:{width}}   {what}" for command, what in steps)
 
 
-def render(state: ClusterState, seen: ClusterStatus) -> "RenderableType":
-    """A cluster in 80 columns: what it is, its nodes, what listens, warnings."""
-    from rich.console import Group
-    from rich.text import Text
-
+def render(state: ClusterState, seen: ClusterStatus) -> RenderableType:
+    """Return a cluster in 80 columns: what it is, its nodes, what listens, warnings."""
     style = _COLOURS.get(seen.condition, "bold red")
     head = Text.assemble((state.name, "bold"), " ", (seen.condition, style), f": {summary(state, seen)}")
     parts: list[RenderableType] = [head, Text(""), _nodes_table(seen)]
@@ -97,17 +88,11 @@ def render(state: ClusterState, seen: ClusterStatus) -> "RenderableType":
     return Group(*parts)
 
 
-def runs_table(runs: list[dict[str, Any]]) -> "Table":
-    """What works on a cluster: a row a run, with the devices that each of its pools has."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from rlctl.dashboard.formats import number
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("run", overflow="fold")
-    for title in ("status", "step", "tok/s/device", "train", "generate"):
-        table.add_column(title, justify="right", no_wrap=True)
+def runs_table(runs: list[dict[str, Any]]) -> Table:
+    """Return the runs on a cluster, a row each, with the devices that each of its pools has."""
+    titles = ("status", "step", "tok/s/device", "train", "generate")
+    columns = (Column(title, justify="right", no_wrap=True) for title in titles)
+    table = Table(Column("run", overflow="fold"), *columns, box=None, pad_edge=False, header_style="bold")
     for run in runs:
         step = f"{run['step']}/{run['num_steps']}" if run.get("num_steps") else "–"
         status = run.get("status", "starting")
@@ -117,14 +102,10 @@ def runs_table(runs: list[dict[str, Any]]) -> "Table":
     return table
 
 
-def clusters_table(entries: list[dict[str, Any]]) -> "Table":
-    """A row a cluster."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("cluster", "kind", "state", "nodes", "address"):
-        table.add_column(title, overflow="fold")
+def clusters_table(entries: list[dict[str, Any]]) -> Table:
+    """Return all clusters, a row each."""
+    columns = (Column(title, overflow="fold") for title in ("cluster", "kind", "state", "nodes", "address"))
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for each in entries:
         colour = _COLOURS.get(each["condition"], "dim" if each["condition"] == "down" else "red")
         state = Text(each["condition"], style=colour)
@@ -132,34 +113,29 @@ def clusters_table(entries: list[dict[str, Any]]) -> "Table":
     return table
 
 
-def _nodes_table(seen: ClusterStatus) -> "Table":
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("node", overflow="fold")
-    table.add_column("state", no_wrap=True)
-    for title in ("CPUs free", "GPUs free", "GiB free", "disk"):
-        table.add_column(title, justify="right")
-    table.add_column("versions", overflow="fold")
+def _nodes_table(seen: ClusterStatus) -> Table:
+    columns = (
+        Column("node", overflow="fold"),
+        Column("state", no_wrap=True),
+        *(Column(title, justify="right") for title in ("CPUs free", "GPUs free", "GiB free", "disk")),
+        Column("versions", overflow="fold"),
+    )
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for each in seen.nodes:
         state = Text(each.condition, style=_COLOURS.get(each.condition, "bold red"))
         name = Text(each.node.name + (" *" if each.node.head and len(seen.nodes) > 1 else ""), style="cyan")
-        table.add_row(name, state, *_amounts(each), _versions(each))
+        versions = ""
+        if each.facts:
+            driver = f", driver {each.facts['driver']}" if each.facts["driver"] else ""
+            versions = f"Ray {each.facts['ray']}, Python {each.facts['python']}{driver}"
+        table.add_row(name, state, *_amounts(each), versions)
     return table
 
 
 def _amounts(each: NodeStatus) -> list[str]:
-    """Free of all: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
+    """Return what is free of all: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
     ray = [f"{each.free.get(name, 0):g}/{each.total.get(name, 0):g}" if each.in_ray else "–" for name in ("CPU", "GPU")]
     if not each.facts:
         return [*ray, "–", "–"]
     memory = f"{each.facts['memory_free'] / GIB:.0f}/{each.facts['memory'] / GIB:.0f}"
     return [*ray, memory, f"{each.facts['disk_free'] / GIB:.0f}"]
-
-
-def _versions(each: NodeStatus) -> str:
-    if not each.facts:
-        return ""
-    driver = f", driver {each.facts['driver']}" if each.facts["driver"] else ""
-    return f"Ray {each.facts['ray']}, Python {each.facts['python']}{driver}"

@@ -1,4 +1,4 @@
-"""`rlctl config`: what a run's config is, where each value comes from, and what is wrong with it."""
+"""`rlctl config`: shows a run's config, where each value comes from, what is wrong with it, and what each key means."""
 
 import shlex
 from typing import Annotated
@@ -9,7 +9,7 @@ from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import console, examples, note, say
 from rlctl.config.errors import ConfigError
 
-app = typer.Typer(help="The config of a run: show, check, compare.", no_args_is_help=True)
+app = typer.Typer(help="Show, check and compare the configs of runs.", no_args_is_help=True)
 
 DEFAULT = "grpo-tiny"
 
@@ -21,10 +21,10 @@ DEFAULT = "grpo-tiny"
 )
 def show(
     arguments: Arguments = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Where each value was written.")] = False,
-    doc: Annotated[bool, typer.Option("--doc", help="What each key means.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Add where each value was written.")] = False,
+    doc: Annotated[bool, typer.Option("--doc", help="Add what each key means.")] = False,
 ) -> None:
-    """The whole config as it would run, defaults included; as YAML."""
+    """Print the whole config as it would run, defaults included, as YAML."""
     from rlctl.cli.config_view import lines, print_lines
     from rlctl.preflight.load import draft
 
@@ -52,9 +52,10 @@ def check(
         bool, typer.Option("--try-rewards", help="Call each reward on the first row, in a process of its own.")
     ] = False,
 ) -> None:
-    """Everything that is wrong with a config, at once, without starting anything.
+    """Report everything that is wrong with a config, at once, and start nothing.
 
-    Of the data the first row is read; `rlctl train KIND --dry-run` reads them all, `rlctl data preview` tokenizes them.
+    Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, and `rlctl data preview`
+    tokenizes them.
     """
     from rlctl.cli.try_rewards import try_rewards
     from rlctl.config.provenance import show_path
@@ -77,7 +78,7 @@ def diff(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of the second.", show_default=False)
     ] = None,
 ) -> None:
-    """The values in which two configs differ."""
+    """List the values in which two configs differ."""
     from rlctl.cli.config_view import difference
     from rlctl.config.builtin import find_recipe
     from rlctl.config.compose import compose
@@ -87,3 +88,11 @@ def diff(
         typer.echo("no difference")
     else:
         console().print(table, soft_wrap=False)
+
+
+@app.command(epilog=examples("rlctl config reference > configs/README.md"))
+def reference() -> None:
+    """Print every key with its type, default, meaning and limits, as Markdown."""
+    from rlctl.config.reference import reference as text
+
+    typer.echo(text(), nl=False)

@@ -1,6 +1,8 @@
-"""`rlctl data`: what a run will see of its data, before it starts."""
+"""`rlctl data`: shows the data of a run before it starts."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
     from rlctl.data.tokenize import LengthReport
     from rlctl.training.micro_batching import PackingStats
 
-app = typer.Typer(help="The data of a run: text, masks, lengths, packs.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 DEFAULT = "sft-tiny"
 
 
 @app.callback()
 def data() -> None:
-    """The data of a run: text, masks, lengths, packs."""
+    """Show the data of a run: text, masks, lengths, packs."""
 
 
 @app.command(
@@ -41,13 +43,12 @@ def data() -> None:
 )
 def preview(
     arguments: Arguments = None,
-    samples: Annotated[int, typer.Option(min=0, help="Rows whose text is shown, as the run draws them.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Of each, at most so many tokens.")] = 256,
-    validation: Annotated[bool, typer.Option("--validation", help="data.validation instead of data.train.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="The counts alone, as JSON.")] = False,
+    samples: Annotated[int, typer.Option(min=0, help="The rows whose text is shown, as the run draws them.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="The most tokens that are shown of each row.")] = 256,
+    validation: Annotated[bool, typer.Option("--validation", help="Show data.validation, not data.train.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the counts alone, as JSON.")] = False,
 ) -> None:
-    """How rows become tokens: text, what is trained on of it, how long rows are and how well they pack."""
-    from rlctl.data.datasets import DataError
+    """Show how rows become tokens: text, the part that is trained on, lengths, and how well they pack."""
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
@@ -55,14 +56,11 @@ def preview(
     section = config.data.validation if validation else config.data.train
     if section.path is None:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
-    try:
-        with busy(f"reading {section.path}"):
-            if isinstance(config, SftConfig):
-                seen = _sft(config, section, samples, tokens)
-            else:
-                seen = _grpo(config, section, samples)
-    except DataError as error:
-        raise ConfigError([Problem("data", "", str(error))]) from error
+    with _reading(f"reading {section.path}"):
+        if isinstance(config, SftConfig):
+            seen = _sft(config, section, samples, tokens)
+        else:
+            seen = _grpo(config, section, samples)
     if as_json:
         typer.echo(json.dumps({"path": str(section.path), **seen.as_json()}, indent=1))
     else:
@@ -71,12 +69,14 @@ def preview(
 
 @dataclass(frozen=True)
 class _Seen:
-    """ends: the tokens that end an answer. trained: share of the tokens. trained and packs: of samples alone."""
+    """The facts about one data set that are shown."""
 
     report: "LengthReport"
+    # The tokens that end an answer.
     ends: "EndTokens"
     lengths: "Lengths"
     texts: list["Text"]
+    # Only of samples: the share of the tokens that is trained on, and how they pack.
     trained: float | None = None
     packs: "PackingStats | None" = None
 
@@ -89,17 +89,22 @@ class _Seen:
 def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
     from rlctl.data.load import load_samples, read_rows
     from rlctl.data.preview import Lengths, pieces, step_lengths
+    from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.backend import layout_of
+    from rlctl.preflight.plan import longest_sequence
     from rlctl.training.micro_batching import packing
 
     listed, chat = read_rows(config, section), run_chat(config)
-    rows, report = load_samples(config, section, chat, listed, _longest(config))
+    longest = longest_sequence(config, sizes_of(config.model.path))
+    if longest is None:
+        what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
+        raise ConfigError([Problem("model.max_length", "", what)])
+    rows, report = load_samples(config, section, chat, listed, longest)
     texts = [_sample(sample.id, pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
     packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, config.trainer.micro_batch_tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
-    return _Seen(
-        report, chat.ends, lengths, texts, sum(int(sample.mask.sum()) for sample in rows) / lengths.total, packs
-    )
+    trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
+    return _Seen(report, chat.ends, lengths, texts, trained, packs)
 
 
 def _grpo(config: GrpoConfig, section: DatasetSection, count: int) -> _Seen:
@@ -125,33 +130,37 @@ def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
 
 def read_ahead(config: RunConfig) -> "tuple[RowReader, RunRows]":
     """Read and check all rows of a run before anything starts. Raises ConfigError."""
-    from rlctl.data.datasets import DataError
     from rlctl.data.load import RowReader
 
     reader = RowReader(config)
-    try:
-        with busy("reading the data"):
-            return reader, reader.read()
-    except DataError as error:
-        raise ConfigError([Problem("data", "", str(error))]) from error
+    with _reading("reading the data"):
+        return reader, reader.read()
 
 
 def ends_of(config: RunConfig) -> "EndTokens | None":
-    """The tokens that end an answer; None where the model is not on this machine. Raises ConfigError."""
-    from rlctl.data.datasets import DataError
+    """Return the tokens that end an answer; None if the model is not on this machine. Raises ConfigError."""
     from rlctl.models.model_sizes import config_file
 
     if config_file(config.model.path) is None:
         return None
+    with _reading("loading the tokenizer"):
+        return _ends(config, run_chat(config))
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Show that data are read; turn their first mistake into a ConfigError."""
+    from rlctl.data.datasets import DataError
+
     try:
-        with busy("loading the tokenizer"):
-            return _ends(config, run_chat(config))
+        with busy(what):
+            yield
     except DataError as error:
         raise ConfigError([Problem("data", "", str(error))]) from error
 
 
 def run_chat(config: RunConfig) -> "Chat":
-    """The tokenizer and template of a config, with the end tokens of its model if that is on this machine."""
+    """Return the tokenizer and template of a config, with its model's end tokens if that is on this machine."""
     from rlctl.data.load import load_chat
     from rlctl.models.model_sizes import config_file
 
@@ -165,19 +174,8 @@ def _ends(config: RunConfig, chat: "Chat") -> "EndTokens":
     return chat.ends.with_further(config.generation.stop_token_ids, chat.tokenizer)
 
 
-def _longest(config: SftConfig) -> int:
-    from rlctl.models.model_sizes import sizes_of
-    from rlctl.preflight.plan import longest_sequence
-
-    longest = longest_sequence(config, sizes_of(config.model.path))
-    if longest is None:
-        what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
-        raise ConfigError([Problem("model.max_length", "", what)])
-    return longest
-
-
 def _sample(name: str, parts: list["Piece"]) -> "Text":
-    """What is trained on stands out in colour, or {+like this+} where there is none."""
+    """Return a row's text; the part that is trained on is in colour, or {+like this+} where there is none."""
     from rich.text import Text
 
     plain = not console().is_terminal or bool(console().no_color)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", where: str = "") -> None:
-    """End a dry run. where: the options that say where it would run; empty on this machine, where the data is too."""
+    """End a dry run. where: the options that name a cluster; empty on this machine, where the data is too."""
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.cli.resume import plan_of_resume
 
@@ -48,7 +48,7 @@ def refuse(composed: "Composed", why: str | None) -> None:
 
 
 def _write(composed: "Composed") -> Path:
-    """Write the resolved config beside the run directories, over the same recipe's, and return its path."""
+    """Write the resolved config next to the run directories, over the same recipe's, and return its path."""
     from rlctl.utils.files import foreign_link, write_whole
 
     run = composed.config.run

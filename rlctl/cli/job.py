@@ -13,14 +13,16 @@ from rlctl.run.run_dir import JobRecord
 
 
 def main() -> int:
-    """Return the run's exit code."""
+    """Drive the run, and return its exit code."""
     run, flags = Path(sys.argv[1]), sys.argv[2:]
     record = JobRecord.read(run)
     assert record is not None, f"{run} has no job.json"
     os.chdir(record.work)
     # Rewards of the user's own are modules of the working directory.
     sys.path.insert(0, record.work)
-    _take_secrets(run / SECRETS)
+    if (secrets := run / SECRETS).exists():
+        os.environ.update(json.loads(secrets.read_text(encoding="utf-8")))
+        secrets.unlink()
 
     from rlctl.launch.assembly import launch
     from rlctl.launch.cluster_runtime import ClusterRuntime
@@ -29,12 +31,6 @@ def main() -> int:
     composed = load(None, str(run / CONFIG), [], resume=True)
     runtime = ClusterRuntime("--wait" in flags)
     return launch(composed.config, composed.to_yaml(), runtime, run, probe_only="--probe" in flags)
-
-
-def _take_secrets(path: Path) -> None:
-    if path.exists():
-        os.environ.update(json.loads(path.read_text(encoding="utf-8")))
-        path.unlink()
 
 
 if __name__ == "__main__":

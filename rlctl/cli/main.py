@@ -1,4 +1,4 @@
-"""`rlctl`: the commands a user types. Nothing slow is imported before a command needs it.
+"""`rlctl`: the command line. Nothing slow is imported before a command needs it.
 
 Exit codes: 0 done, 2 bad input, 1 failed, 130 interrupted.
 """
@@ -11,16 +11,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from rlctl.cli import (
-    bench,
-    cluster,
-    config,
-    data,
-    doctor,
-    recipes,
-    runs,
-    train,
-)
+from rlctl.cli import bench, cluster, config, data, doctor, recipes, runs, train
 from rlctl.cli.output import BAD_INPUT, examples, report
 from rlctl.config.errors import ConfigError, Problem
 
@@ -28,7 +19,7 @@ _UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errn
 
 
 class _Commands(TyperGroup):
-    """Listed in the order in which a newcomer needs them."""
+    """The commands in the order in which a newcomer needs them."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         first = ["train", "runs", "config", "data", "recipes", "cluster", "bench", "doctor"]
@@ -45,17 +36,13 @@ app = typer.Typer(
     epilog=examples(
         "rlctl train grpo                        the tiny run, on two CPU cores",
         "rlctl train grpo my.yaml run.seed=1     your recipe, one value changed",
-        "rlctl train grpo my.yaml --dry-run      what it would do and need",
+        "rlctl train grpo my.yaml --dry-run      what a run would do and need",
+        "rlctl runs dash                         the newest run, live",
         "rlctl doctor                            is this machine ready?",
     ),
 )
-app.add_typer(train.app, name="train")
-app.add_typer(config.app, name="config")
-app.add_typer(data.app, name="data")
-app.add_typer(recipes.app, name="recipes")
-app.add_typer(runs.app, name="runs")
-app.add_typer(cluster.app, name="cluster")
-app.add_typer(bench.app, name="bench")
+for _part in (train, runs, config, data, recipes, cluster, bench):
+    app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2])
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 
@@ -69,13 +56,15 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="The version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Train language models with GRPO and SFT on Ray, from one command."""
 
 
 def main() -> None:
-    """The entry point. Bad input is one line each and exit code 2, never a traceback."""
+    """Run the command line. Bad input is one line each and exit code 2, never a traceback."""
     try:
         app()
     except ConfigError as error:

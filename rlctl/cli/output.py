@@ -1,4 +1,4 @@
-"""How the command line speaks: results on stdout, one line a problem on stderr, colour only on a terminal."""
+"""The output of the command line: results on stdout, one line a problem on stderr, colour only on a terminal."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -19,13 +19,16 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def examples(*lines: str) -> str:
-    """The epilog of a command: its examples, as they are typed."""
+    """Return the epilog of a command: its examples, as they are typed, each on a line of its own."""
     shown = "\n".join(f"  {line}" for line in lines).replace("[", r"\[")
     return f"[bold]Examples[/bold]\n{shown}"
 
 
 def console(*, stderr: bool = False) -> "Console":
-    """A console that breaks lines between words on a terminal and not at all in a pipe; rich honours NO_COLOR."""
+    """Return a console that breaks lines between words on a terminal, and not at all in a pipe.
+
+    rich itself honours NO_COLOR.
+    """
     from rlctl.dashboard.console import SafeConsole
 
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
@@ -33,20 +36,20 @@ def console(*, stderr: bool = False) -> "Console":
 
 
 def say(text: str, *, err: bool = False) -> None:
-    """Print a line in which names and messages of others may stand."""
+    """Print a line in which names and messages of others may be."""
     typer.echo(neutral(text), err=err)
 
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """A moving line on a terminal's stderr while something slow is done; elsewhere nothing."""
+    """Show a moving line on a terminal's stderr while something slow is done; elsewhere nothing."""
     out = console(stderr=True)
     with out.status(what) if out.is_terminal else nullcontext():
         yield
 
 
 def report(problems: Iterable[Problem]) -> None:
-    """Every problem on a line of its own, then how many there were."""
+    """Print every problem on a line of its own, then how many there were."""
     from rich.text import Text
 
     listed, out = list(problems), console(stderr=True)
@@ -68,7 +71,7 @@ def note(lines: Iterable[str]) -> None:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Ends a command in one line and the right exit code."""
+    """End a command that a cluster's error or Ctrl-C ends with one line and the right exit code."""
     from rlctl.cluster.state import ClusterError, NoSuchCluster
 
     try:

@@ -3,28 +3,26 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
 from rlctl.config.provenance import show_path
 from rlctl.dashboard.formats import count
 from rlctl.preflight.backend import STATES
 from rlctl.preflight.memory import Memory
 from rlctl.preflight.placement import Placement
-from rlctl.preflight.plan import BatchSize, RunPlan, Schedule
+from rlctl.preflight.plan import RunPlan, Schedule
 from rlctl.preflight.state_memory import PlacedState
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
-
     from rlctl.data.ends import EndTokens
     from rlctl.data.load import RunRows
 
 
-def format_plan(plan: RunPlan) -> "Group":
-    """Placement, batch, memory, where state stands, schedule, one under the other."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
+def format_plan(plan: RunPlan) -> Group:
+    """Return placement, batch, memory, the place of each state and the schedule, one under the other."""
     parts = {"where": _rows(_where(plan)), "one step": _rows(_step(plan))}
     if plan.memory:
         parts["memory a device"] = _memory(plan.memory)
@@ -34,17 +32,13 @@ def format_plan(plan: RunPlan) -> "Group":
     return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
 
 
-def format_rows(title: str, rows: list[tuple[str, str]]) -> "Group":
-    """One more part of a plan."""
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.text import Text
-
+def format_rows(title: str, rows: list[tuple[str, str]]) -> Group:
+    """Return one more part of a plan."""
     return Group(Text(title, "bold"), Padding(_rows(rows), (0, 0, 0, 2)))
 
 
 def data_rows(rows: "RunRows | None", ends: "EndTokens | None") -> list[tuple[str, str]]:
-    """What was read of the data, and the tokens that end an answer. Both are None where they are a hub's."""
+    """Return what was read of the data, and the tokens that end an answer. Both are None where they are a hub's."""
     known = str(ends) if ends else "not known: the model is not on this machine"
     if rows is None:
         return [
@@ -56,19 +50,11 @@ def data_rows(rows: "RunRows | None", ends: "EndTokens | None") -> list[tuple[st
     return [*shown, ("answers end at", known)]
 
 
-def _rows(rows: list[tuple[str, str]]) -> "Table":
-    table = _table(width=16)
-    table.add_column(overflow="fold")
+def _rows(rows: list[tuple[str, str]]) -> Table:
+    columns = (Column(style="cyan", width=16, no_wrap=True), Column(overflow="fold"))
+    table = Table(*columns, box=None, show_header=False, pad_edge=False)
     for name, text in rows:
         table.add_row(name, text)
-    return table
-
-
-def _table(width: int) -> "Table":
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="cyan", width=width, no_wrap=True)
     return table
 
 
@@ -93,7 +79,7 @@ def _where(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
-    """A row a node in use: who stands there, and what is reserved for them."""
+    """Return a row for each node in use: who is there, and what is reserved for them."""
     rows = []
     for node in placement.used:
         ranks = [str(i) for i, slot in enumerate(placement.trainers) if slot.node == node]
@@ -106,8 +92,13 @@ def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
 
 
 def _step(plan: RunPlan) -> list[tuple[str, str]]:
-    batch = plan.batch
-    rows = [("batch", _arithmetic(plan.kind, batch, "shard" if plan.layout else "rank"))]
+    batch, unit = plan.batch, "shard" if plan.layout else "rank"
+    if plan.kind == "sft":
+        arithmetic = f"{batch.prompts} samples, {batch.per_rank} a {unit}"
+    else:
+        shared = f"{batch.per_update} an update x {count(batch.updates, 'update')}, {batch.per_rank} a {unit}"
+        arithmetic = f"{batch.prompts} prompts x {batch.group} = {batch.rollouts} rollouts = {shared}"
+    rows = [("batch", arithmetic)]
     if batch.longest and batch.tokens:
         rows.append(("tokens", f"at most {batch.longest:,} a sequence, {batch.tokens:,} a step"))
         rows.append(("micro-batches", f"at most {batch.micro_batches} of {batch.full_sequences} full sequences a rank"))
@@ -116,16 +107,9 @@ def _step(plan: RunPlan) -> list[tuple[str, str]]:
     return rows
 
 
-def _arithmetic(kind: str, batch: BatchSize, unit: str) -> str:
-    if kind == "sft":
-        return f"{batch.prompts} samples, {batch.per_rank} a {unit}"
-    shared = f" = {batch.per_update} an update x {count(batch.updates, 'update')}, {batch.per_rank} a {unit}"
-    return f"{batch.prompts} prompts x {batch.group} = {batch.rollouts} rollouts{shared}"
-
-
-def _memory(memory: Memory) -> "Table":
-    table = _table(width=26)
-    table.add_column(justify="right")
+def _memory(memory: Memory) -> Table:
+    columns = (Column(style="cyan", width=26, no_wrap=True), Column(justify="right"))
+    table = Table(*columns, box=None, show_header=False, pad_edge=False)
     for part, items in (("trainer: ", memory.trainer), ("engine: ", memory.engine)):
         for name, amount in items.items():
             table.add_row(name if name.startswith("engines: ") else part + name, size(amount))
@@ -136,15 +120,11 @@ def _memory(memory: Memory) -> "Table":
     return table
 
 
-def _placed_states(memory: Memory) -> "Table":
-    """Phase by state, and what is on the device then."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="")
-    table.add_column(style="cyan", no_wrap=True)
+def _placed_states(memory: Memory) -> Table:
+    """Return the place of each state in each phase, and the sum on the device."""
     on_device = memory.state_peak > 0
-    for name in (*STATES, *["on the device"] * on_device):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = (Column(name, justify="right", no_wrap=True) for name in (*STATES, *["on the device"] * on_device))
+    table = Table(Column(style="cyan", no_wrap=True), *columns, box=None, pad_edge=False, header_style="")
     for phase, states in memory.placed_states.items():
         total = size(sum(each.device for each in states.values()))
         table.add_row(phase, *map(_place, states.values()), *[total] * on_device)
@@ -152,7 +132,7 @@ def _placed_states(memory: Memory) -> "Table":
 
 
 def _place(placed_states: PlacedState) -> str:
-    """`device 3.2 GiB`; what the host updates may stand in both places."""
+    """Return `device 3.2 GiB`; a state that the host updates may be in both places."""
     parts = {"host": placed_states.host, "device": placed_states.device}
     return "\n".join(f"{place} {size(amount)}" for place, amount in parts.items() if amount) or placed_states.place
 
@@ -168,7 +148,7 @@ def _run(schedule: Schedule) -> list[tuple[str, str]]:
 
 
 def size(count: int) -> str:
-    """Bytes in the unit that fits: 512 KiB, 12.3 MiB, 1.50 GiB."""
+    """Return bytes in the unit that fits: 512 KiB, 12.3 MiB, 1.50 GiB."""
     for unit, width in (("GiB", 30), ("MiB", 20)):
         if count >= 1 << width:
             value = count / (1 << width)

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -11,36 +12,38 @@ from rlctl.cli.output import console, examples
 from rlctl.config.builtin import RECIPES, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
-app = typer.Typer(help="Shipped recipes: list, show, copy.", no_args_is_help=True)
+app = typer.Typer(help="List, show and copy the recipes that come with rlctl.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="A name that `rlctl recipes list` shows.", show_default=False)]
+Name = Annotated[str, typer.Argument(help="A name from `rlctl recipes list`.", show_default=False)]
 
 
 @app.command("list", epilog=examples("rlctl recipes list"))
 def list_() -> None:
-    """Every recipe with what it reaches."""
-    from rich.table import Table
+    """List every recipe with what it reaches."""
+    from rich.table import Column, Table
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("recipe", no_wrap=True, style="cyan")
-    table.add_column("what it is")
+    table = Table(
+        Column("recipe", no_wrap=True, style="cyan"), "what it is", box=None, pad_edge=False, header_style="bold"
+    )
     for name in recipe_names():
-        table.add_row(name, _summary(RECIPES / f"{name}.yaml"))
+        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        opening = takewhile(lambda line: line.startswith("#"), lines)
+        table.add_row(name, " ".join(line.lstrip("# ") for line in opening))
     console().print(table, soft_wrap=False)
 
 
 @app.command(epilog=examples("rlctl recipes show grpo-tiny", "rlctl config show grpo-tiny --origin"))
 def show(name: Name) -> None:
-    """A recipe as it is written; `rlctl config show NAME` adds the defaults."""
+    """Print a recipe as it is written; `rlctl config show NAME` adds the defaults."""
     typer.echo(_find(name).read_text(encoding="utf-8"), nl=False)
 
 
 @app.command(epilog=examples("rlctl recipes copy grpo-tiny", "rlctl recipes copy grpo-tiny experiments/sums.yaml"))
 def copy(
     name: Name,
-    to: Annotated[Path | None, typer.Argument(help="File or folder; NAME.yaml here if left out.")] = None,
+    to: Annotated[Path | None, typer.Argument(help="A file or folder; NAME.yaml here if left out.")] = None,
 ) -> None:
-    """A copy to change."""
+    """Copy a recipe, to change it."""
     from rlctl.config.compose import compose
     from rlctl.config.provenance import plain
 
@@ -64,10 +67,3 @@ def _find(name: str) -> Path:
         hint = did_you_mean(name, recipe_names()) or "; see `rlctl recipes list`"
         raise ConfigError([Problem(name, "", f"no such recipe{hint}")])
     return path
-
-
-def _summary(path: Path) -> str:
-    """The comment that opens a recipe."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    count = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return " ".join(line.lstrip("# ") for line in lines[:count])

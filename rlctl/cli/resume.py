@@ -1,4 +1,4 @@
-"""`rlctl train --resume`: which run is meant, what a checkpoint of it contradicts, and what is left to do."""
+"""`rlctl train --resume`: finds the run, checks it against its newest checkpoint, and shows what is left to do."""
 
 import shlex
 from collections.abc import Iterator
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that is to go on. run: its directory. asked: how it was named. overrides: of its config."""
+    """A run that is to go on."""
 
+    # Its directory.
     run: Path
+    # The name or path that was typed.
     asked: Path
     overrides: list[str]
 
     def command(self, kind: str, where: str) -> str:
-        """Return what does what a dry run showed, to be pasted. where: the options of a cluster."""
+        """Return the command that does what a dry run showed. where: the options of a cluster."""
         return shlex.join(["rlctl", "train", kind, "--resume", str(self.asked), *self.overrides]) + where
 
 
@@ -43,9 +45,9 @@ def find_resumed(text: Path, overrides: list[str]) -> Resumed:
 
 
 def refuse_contradictions(composed: "Composed", run: Path) -> None:
-    """Raise ConfigError with all that the run's newest checkpoint contradicts, as far as its files are here.
+    """Raise ConfigError with every value that the run's newest checkpoint contradicts, if its files are here.
 
-    A state that is not as it was written says nothing.
+    A state that is not as it was written contradicts nothing.
     """
     from rlctl.run.checkpoints import EarlierVersion
 
@@ -63,9 +65,9 @@ def refuse_contradictions(composed: "Composed", run: Path) -> None:
 
 
 def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
-    """Read the run's checkpoints; return rows of what a resume goes on from, what is left and what changes.
+    """Return rows of what a resume goes on from, what is left and what changes.
 
-    Raises ConfigError if none is whole.
+    Raises ConfigError if no checkpoint is whole.
     """
     from rlctl.preflight.resolved import Resolved
     from rlctl.run.checkpoints import NoWholeCheckpoint
@@ -112,7 +114,7 @@ def _contradictions(config: "RunConfig", newest: "Checkpoint") -> Iterator[tuple
 
 
 def _changes(composed: "Composed", run: Path) -> Iterator[str]:
-    """`key: old -> new` of every value that is not the run's own."""
+    """Yield `key: old -> new` for every value that is not the run's own."""
     from rlctl.config.provenance import leaves
     from rlctl.preflight.load import draft
 

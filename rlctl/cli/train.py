@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from rlctl.preflight.load import Composed
     from rlctl.preflight.plan import RunPlan
 
-app = typer.Typer(help="Train a model: GRPO, SFT.", no_args_is_help=True)
+app = typer.Typer(help="Train a model with GRPO or SFT.", no_args_is_help=True)
 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show the plan, read all rows, write the resolved config, start nothing.")
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN", help="Continue this run, by name or directory, with its config; overrides apply."),
+    typer.Option(metavar="RUN", help="Continue a run, by name or directory, with its own config and these overrides."),
 ]
 CompiledGraph = Annotated[
     bool, typer.Option("--compiled-graph", help="Call the ranks through a Ray Compiled Graph, after a warm-up.")
@@ -36,25 +36,29 @@ CompiledGraph = Annotated[
 OnCluster = Annotated[
     str | None,
     typer.Option(
-        "--cluster", metavar="NAME", help="Run on this cluster, as a job that outlives this terminal; here: within one."
+        "--cluster", metavar="NAME", help="Run on this cluster, as a job that outlives this terminal. In a job: here."
     ),
 ]
-Wait = Annotated[bool, typer.Option("--wait", help="With --cluster: wait until it has room.")]
+Wait = Annotated[bool, typer.Option("--wait", help="With --cluster: wait until the cluster has room.")]
 Detach = Annotated[bool, typer.Option("--detach", help="With --cluster: do not watch the run.")]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", metavar="VARIABLE", help="With --cluster: a secret of this shell for the driver there."),
+    typer.Option(
+        "--env", metavar="VARIABLE", help="With --cluster: give this secret of the shell to the driver. Repeatable."
+    ),
 ]
-Probe = Annotated[bool, typer.Option("--probe", help="Compare trainer and generator after one refit, then stop.")]
+Probe = Annotated[
+    bool, typer.Option("--probe", help="Compare trainer and generator, weights and log-probs, then stop.")
+]
 
 
 @app.command(
     epilog=examples(
         "rlctl train grpo",
         "rlctl train grpo my.yaml grpo.num_steps=20 trainer.optimizer.lr=1e-5",
-        "rlctl train grpo my.yaml 'rewards=[{name: exact}, {name: my_rewards:brevity, weight: 0.1}]'",
+        "rlctl train grpo my.yaml 'rewards=[exact, {name: mine.py:short, weight: 0.1}]'",
         "rlctl train grpo my.yaml --dry-run",
-        "rlctl train grpo --resume runs/grpo--tiny--1",
+        "rlctl train grpo --resume grpo--qwen3-tiny--1",
         "rlctl train grpo my.yaml --cluster my-cluster",
     )
 )
@@ -68,7 +72,7 @@ def grpo(
     detach: Detach = False,
     env: Env = None,
 ) -> None:
-    """Reinforcement learning against rewards; with no recipe, the tiny one that learns sums on a CPU."""
+    """Train with reinforcement learning (GRPO). Without a recipe, a tiny model learns sums on a CPU."""
     where = Where(cluster, wait, detach, env or [], probe)
     raise typer.Exit(_train("grpo", arguments, resume, dry_run, where))
 
@@ -78,7 +82,7 @@ def grpo(
         "rlctl train sft",
         "rlctl train sft my.yaml data.train.path=chats.jsonl sft.batch_size=32",
         "rlctl train sft --compiled-graph",
-        "rlctl train sft --resume runs/sft--tiny--1",
+        "rlctl train sft --resume sft--qwen3-tiny--1",
     )
 )
 def sft(
@@ -91,7 +95,7 @@ def sft(
     detach: Detach = False,
     env: Env = None,
 ) -> None:
-    """Supervised fine-tuning on chats or on prompts with answers."""
+    """Fine-tune (SFT) on chats, or on prompts with answers. Without a recipe, a tiny model learns sums on a CPU."""
     if compiled_graph:
         arguments = [*(arguments or []), "ray_compiled_graph.enabled=true"]
     where = Where(cluster, wait, detach, env or [])

@@ -1,4 +1,4 @@
-"""`rlctl train --cluster`: checks a run against a cluster, hands it over, and watches it from here."""
+"""`rlctl train --cluster`: checks a run against a cluster, submits it, and watches it from here."""
 
 import os
 import sys
@@ -24,16 +24,17 @@ _CODES = {"done": OK, "failed": FAILED, "died": FAILED, "interrupted": INTERRUPT
 
 @dataclass(frozen=True)
 class Where:
-    """What the options say of where a run is to be, and how. secrets: names of environment variables."""
+    """The options that say where a run is to be, and how."""
 
     cluster: str | None
     wait: bool
     detach: bool
+    # Names of environment variables.
     secrets: list[str]
     probe: bool = False
 
     def target(self) -> "TargetCluster | None":
-        """The cluster that gets the run; None: this process drives it. Ends the command where it takes no runs."""
+        """Return the cluster that gets the run; None: this process drives it. End the command if it takes no runs."""
         if self.cluster is None or self.cluster == HERE:
             given = {"--wait": self.wait and self.cluster is None, "--detach": self.detach, "--env": bool(self.secrets)}
             if wrong := [name for name, is_given in given.items() if is_given]:
@@ -45,7 +46,7 @@ class Where:
             return find_cluster(self.cluster)
 
     def runtime(self) -> "Runtime":
-        """What a run stands on that this process drives."""
+        """Return the runtime of a run that this process drives."""
         from rlctl.launch.cluster_runtime import ClusterRuntime
         from rlctl.launch.runtime import LocalRuntime
 
@@ -59,7 +60,7 @@ class Where:
 def train_there(
     where: Where, target: "TargetCluster", composed: "Composed", resumed: "Resumed | None", dry_run: bool
 ) -> int:
-    """Returns the exit code: the run's own, if it is watched to its end."""
+    """Submit a run, or show its plan; return the exit code: the run's own, if it is watched to its end."""
     from rlctl.cli.dry_run import refuse, show_plan
     from rlctl.cluster.jobs.submit import Submission, submit
     from rlctl.config.builtin import RECIPES
@@ -86,8 +87,7 @@ def train_there(
 
 
 def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
-    """Shows a run that a job drives until it ends or Ctrl-C, which leaves it running; returns its exit code."""
-
+    """Show a run that a job drives until it ends or Ctrl-C, which leaves it running; return its exit code."""
     from rlctl.cluster.jobs.watch import follow_run, refresh_run
     from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.state import read_state
@@ -98,7 +98,8 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     with suppress(KeyboardInterrupt), follow_run(run) as following:
         # What is here may be the end of an earlier attempt.
         refresh_run(run)
-        view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, _begun(run))
+        submitted = (run / "job.json").stat().st_mtime
+        view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, submitted)
         with view:
             view.wait(following.is_lost)
         if following.lost:
@@ -108,11 +109,6 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
     if status not in _CODES:
         say(f"{run.name} runs on; {_later(run)}", err=True)
     return _CODES.get(status, INTERRUPTED)
-
-
-def _begun(run: Path) -> float:
-    """When the attempt that is to be watched was submitted."""
-    return (run / "job.json").stat().st_mtime
 
 
 def _later(run: Path) -> str:

@@ -4,26 +4,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.schema import GrpoConfig, RunConfig
 
 if TYPE_CHECKING:
-    from rlctl.config.schema import RunConfig
     from rlctl.preflight.load import Composed
 
 
-def runs_others_code(config: "RunConfig") -> bool:
-    """True if a reward is a function of the user's."""
-    from rlctl.config.schema import GrpoConfig
-
+def runs_others_code(config: RunConfig) -> bool:
+    """Return True if a reward is a function of the user's."""
     return isinstance(config, GrpoConfig) and any(":" in reward.name for reward in config.rewards)
 
 
 def try_rewards(composed: "Composed", *, fetch: bool) -> str:
-    """One line on what the rewards gave, or why they were not tried. Raises ConfigError for those that are no use.
+    """Return one line on what the rewards gave, or why they were not tried. Raises ConfigError for unusable ones.
 
     fetch: a model or data of a hub may be fetched for it.
     """
-    from rlctl.config.schema import GrpoConfig
-
     config = composed.config
     if not isinstance(config, GrpoConfig):
         return "rewards: an SFT run has none"
@@ -41,12 +37,12 @@ def try_rewards(composed: "Composed", *, fetch: bool) -> str:
     except DataError as error:
         raise ConfigError([Problem("", "", str(error))]) from error
     except UnusableError as error:
-        raise ConfigError([_problem(composed, index, reason) for index, reason in error.problems]) from error
+        problems = []
+        for index, reason in error.problems:
+            key = f"rewards.{index or 0}.name"
+            where = str(composed.origins.get(key, ""))
+            problems.append(Problem(where, "rewards" if index is None else key, reason))
+        raise ConfigError(problems) from error
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
     judged = "right" if score.right else "not right"
-    return f"rewards: tried on the first row of {composed.config.data.train.path}: {parts}; its own answer is {judged}"
-
-
-def _problem(composed: "Composed", index: int | None, reason: str) -> Problem:
-    key = f"rewards.{index or 0}.name"
-    return Problem(str(composed.origins.get(key, "")), key if index is not None else "rewards", reason)
+    return f"rewards: tried on the first row of {config.data.train.path}: {parts}; its own answer is {judged}"

@@ -115,7 +115,7 @@ class Converter(Generic[T]):
         value = _scalar(node, hint)
         if value is None:
             hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))
-            return self._wrong(node, key, f"must be {_describe(hint)}, not {_shown(node)}{hint_of_word}")
+            return self._wrong(node, key, f"must be {describe(hint)}, not {_shown(node)}{hint_of_word}")
         if isinstance(value, str) and re.search("[\0\ud800-\udfff]", value):
             return self._wrong(node, key, "must be text that UTF-8 and file names can hold, without NUL or surrogates")
         if isinstance(value, int | float) and (bound := _passed(node, value, limits)):
@@ -181,7 +181,8 @@ def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     return f"{describe_limits(limits) or 'finite'}, not {node.value}"
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
+    """Return a type in words."""
     words = literals(hint)
     names = [", ".join(words)] if words else []
     names += [TYPE_NAMES[each] for each in alternatives(hint) if not get_args(each)]

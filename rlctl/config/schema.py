@@ -253,7 +253,7 @@ class TensorBoardSection:
 @dataclass
 class WandbSection:
     name: Literal["wandb"] = spec("Weights & Biases.")
-    project: str = spec("The Weights & Biases project, for example {name: wandb, project: arithmetic}.")
+    project: str = spec("Only for wandb: the project, for example {name: wandb, project: arithmetic}.")
 
 
 @dataclass
