@@ -1,4 +1,4 @@
-"""What is wrong with a config: every problem is one line that says where, which key, what, and what is right."""
+"""Mistakes in a config: every problem is one line that says where, which key, what, and what is right."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ _OPENING = re.compile(r"(\\*)\$\{")
 
 
 class _ReferenceError(Exception):
-    """What is wrong with a reference. too_large: the rest of the config is not looked at."""
+    """A reference that cannot be filled in. too_large: the rest of the config is not looked at."""
 
     def __init__(self, what: str, too_large: bool = False) -> None:
         super().__init__(what)

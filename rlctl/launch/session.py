@@ -321,7 +321,8 @@ def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]
     resume = f"rlctl train {config.kind} --resume {shlex.quote(known)}{there}"
     if status != "done":
         return [resume, f"rlctl runs logs {shlex.quote(known)}"] if status == "failed" else [resume]
-    return [
-        f"rlctl runs dash {shlex.quote(known)}",
-        f"{resume} {config.kind}.num_steps={2 * Resolved(config).num_steps}",
-    ]
+    steps = Resolved(config).num_steps
+    if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
+        # A probe: it ends before the steps that are left.
+        return [resume]
+    return [f"rlctl runs dash {shlex.quote(known)}", f"{resume} {config.kind}.num_steps={2 * steps}"]

@@ -92,3 +92,19 @@ def test_what_comes_from_the_environment_is_on_no_disk_and_a_resume_reads_it_aga
     again = load("sft", str(run / "config.yaml"), [], resume=True).config
     assert again.data.system_prompt == SECRET
     assert again.checkpoint.metric == f"validation/{SECRET}"
+
+
+@pytest.mark.parametrize(
+    ("trained", "offered"),
+    [(0, "rlctl train sft --resume {run}"), (800, "rlctl train sft --resume {run} sft.num_steps=1600")],
+)
+def test_a_run_offers_more_steps_only_when_its_own_are_done(tmp_path: Path, trained: int, offered: str) -> None:
+    """A probe ends before the first step."""
+
+    def train(session: Session) -> None:
+        for step in (trained - 1, trained) if trained else ():
+            session.recorder.metrics.write("step", step, {})
+
+    assert ran("sft-tiny", tmp_path, train) == 0
+    events = [json.loads(line) for line in (tmp_path / "x/events.jsonl").read_text().splitlines()]
+    assert events[-1]["next"][-1] == offered.format(run=tmp_path / "x")
