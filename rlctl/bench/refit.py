@@ -26,8 +26,8 @@ from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.launch.assemble_grpo import shared_memory
 from rlctl.launch.local_ray import local_ray
-from rlctl.launch.worker_specs import trainer_environment, usual_transport
-from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine
+from rlctl.launch.worker_specs import trainer_environment
+from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine, usual_transport
 from rlctl.refit.protocol import Checks, Kind, Mode, TransportSpec
 from rlctl.refit.refit import EngineEnd, Options, Refit
 from rlctl.utils.cores import usable_cores

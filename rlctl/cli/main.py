@@ -48,7 +48,7 @@ app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from rlctl.preflight.package import own_version
+        from rlctl.preflight.version import own_version
 
         typer.echo(f"rlctl {own_version()}")
         raise typer.Exit
@@ -86,7 +86,7 @@ def main() -> None:
 
 def _package(error: ModuleNotFoundError) -> str | None:
     """Return the package that is missing, if one of rlctl's extras has it; another module's absence is a defect."""
-    from rlctl.preflight.package import requirements
+    from rlctl.preflight.version import requirements
 
     name = (error.name or "").partition(".")[0]
     known = {

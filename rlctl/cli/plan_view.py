@@ -11,10 +11,9 @@ from rich.text import Text
 from rlctl.config.provenance import show_path
 from rlctl.dashboard.formats import count
 from rlctl.preflight.backend import STATES
-from rlctl.preflight.memory import Memory
+from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import RunPlan, Schedule
-from rlctl.preflight.state_memory import PlacedState
 
 if TYPE_CHECKING:
     from rlctl.data.ends import EndTokens

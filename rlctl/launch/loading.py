@@ -16,6 +16,7 @@ from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
+from rlctl.preflight.resolved import Resolved
 from rlctl.run.fingerprint import digest_rows
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def load_run_prompts(
     """Tokenize the prompts, and try the rewards on the first one. Raises DataError or RewardError."""
     from rlctl.rollout.scoring import sample_item
 
-    length, answer = config.model.max_length or files.max_length, config.generation.max_new_tokens
+    length, answer = Resolved(config).max_length(files.max_length), config.generation.max_new_tokens
     found: dict[str, list[Task]] = {"validation": []}
     with session.starting("data"):
         for name, section, listed in rows.parts(config.data):
@@ -85,7 +86,7 @@ def load_run_samples(
     """Tokenize the samples, and tell how they pack. Raises DataError."""
     from rlctl.training.micro_batching import packing
 
-    length = config.model.max_length or files.max_length
+    length = Resolved(config).max_length(files.max_length)
     found: dict[str, list[SupervisedSample]] = {"validation": []}
     with session.starting("data"):
         for name, section, listed in rows.parts(config.data):

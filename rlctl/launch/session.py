@@ -23,9 +23,9 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.datasets import DataError
-from rlctl.preflight.earlier_version import earlier_version
 from rlctl.preflight.placement import PlacementError
 from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.version import earlier_version
 from rlctl.refit.protocol import RefitError
 from rlctl.rewards.base import RewardError
 from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint

@@ -11,9 +11,8 @@ from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.placement import Placement, PlacementError
+from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.resolved import Resolved
-from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import Options
 from rlctl.telemetry.throughput import flops_per_token
 from rlctl.training.profile import ProfileSpec
@@ -87,7 +86,7 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callab
 
 def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Return the slot of each engine. waits: explains calls that an engine does not answer."""
-    reads = _transport(config, allocation.placement) == "ipc"
+    reads = transport_of(config, allocation.placement) == "ipc"
     slots = []
     for slot in allocation.placement.engines:
         beside = allocation.beside(slot) if reads else []
@@ -99,7 +98,7 @@ def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> li
 def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
     """Return the spec that every engine is built from. stops: the tokens that end an answer."""
     generation, resolved = config.generation, Resolved(config, placement.device)
-    longest = config.model.max_length or files.max_length
+    longest = resolved.max_length(files.max_length)
     if config.data.max_prompt_length:
         longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
@@ -128,13 +127,8 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
     """Return the options of a refit on these devices, with every `auto` resolved that needs no device to be asked."""
     refit, cpu = config.refit, placement.device == "cpu"
     engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
-    if len(placement.used) > 1 and refit.transport not in ("auto", "broadcast"):
-        nodes = ", ".join(placement.nodes[node] for node in placement.used)
-        raise PlacementError(
-            f"refit.transport={refit.transport} stays on a node, the run is on {nodes}: broadcast, or auto"
-        )
     return Options(
-        kind=_transport(config, placement),
+        kind=transport_of(config, placement),
         dtype=dtype,
         mode=refit.mode,
         num_buffers=refit.num_buffers,
@@ -145,26 +139,6 @@ def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: 
         colocated=placement.shared and not cpu and config.trainer.num_ranks == engines * workers == 1,
         in_flight=config.async_.enabled and config.async_.in_flight_weight_updates,
     )
-
-
-def _transport(config: GrpoConfig, placement: Placement) -> Kind:
-    given = config.refit.transport
-    return usual_transport(placement, config.generation.num_engines) if given == "auto" else given
-
-
-def usual_transport(placement: Placement, engines: int) -> Kind:
-    """Return the transport that `auto` means.
-
-    On CPU the mapping of shared memory is the only copy. Several engines that read the trainers' memory share its
-    link (2 ranks to 2 engines on H200s: 62.3 ms, by broadcast 48.4), and one engine gets the parts of several ranks
-    sooner by broadcast too (from 3 ranks 44.8 ms, reading 46.9; both while engines saw no other devices). Two NCCL
-    ranks cannot share a device. Other nodes have neither this one's memory nor its GPUs.
-    """
-    if len(placement.used) > 1:
-        return "broadcast"
-    if placement.device == "cpu":
-        return "shm"
-    return "ipc" if placement.shared or engines == len(placement.trainers) == 1 else "broadcast"
 
 
 def trainer_environment(devices: list[str], threads: int) -> dict[str, str]:

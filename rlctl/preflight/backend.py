@@ -1,15 +1,18 @@
 """Interface of a training backend before anything starts: layout rules, memory facts, checks. No torch.
 
-A backend NAME is two things: `preflight/backends/NAME.py`, whose `BACKEND` implements `Backend`, and
+A backend NAME is two things: `preflight/backends/NAME.py`, whose `BACKEND` is a `Backend`, and
 `training/NAME/trainer.py`, whose `TRAINER` trains. Nothing else knows a backend by name.
 """
 
 import importlib
 import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple
 
+from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.parallel_layout import Layout
@@ -17,8 +20,26 @@ from rlctl.preflight.parallel_layout import Layout
 FLOAT32 = 4
 State = Literal["parameters", "gradients", "optimizer"]
 STATES: tuple[State, ...] = ("parameters", "gradients", "optimizer")
-# (key, what is wrong, other keys that it contradicts)
-Found = Iterator[tuple[str, str, tuple[str, ...]]]
+
+
+class Finding(NamedTuple):
+    """One contradiction that a check found."""
+
+    key: str
+    what: str
+    # Keys that `key` contradicts.
+    others: tuple[str, ...] = ()
+    # Place outside the config, such as a line of a data file; empty: where `key` or one of `others` was written.
+    where: str = ""
+
+
+Findings = Iterator[Finding]
+
+
+def unbroken(findings: Findings) -> Findings:
+    """Yield the findings of a check up to a value that is broken."""
+    with suppress(BrokenValueError):
+        yield from findings
 
 
 @dataclass(frozen=True)
@@ -40,75 +61,75 @@ class ShardCounts:
     experts: int
     optimizer: int
 
-    def of(self, architecture: ModelSizes) -> int:
+    def of(self, sizes: ModelSizes) -> int:
         """Return the number of parameters of one rank."""
-        dense = architecture.parameters - architecture.expert_parameters
-        return -(-dense // self.weights) + -(-architecture.expert_parameters // self.experts)
+        dense = sizes.parameters - sizes.expert_parameters
+        return -(-dense // self.weights) + -(-sizes.expert_parameters // self.experts)
 
 
-class Backend(Protocol):
-    """Facts and rules of one backend. Every method is pure."""
+class Backend(ABC):
+    """Facts and rules of one backend. Every method is pure. Checks find nothing unless a backend has something."""
 
     # A data-parallel shard, as messages call it.
     shard_name: str
     # True if ranks can be laid out in more ways than one, so that the plan shows the layout.
     has_layouts: bool
 
+    @abstractmethod
     def layout(self, trainer: TrainerSection) -> Layout:
         """Return how the ranks share the work."""
-        ...
 
-    def check_keys(self, trainer: TrainerSection) -> Found:
+    def check_keys(self, trainer: TrainerSection) -> Findings:
         """Yield what the backend itself lacks, such as its package."""
-        ...
+        yield from ()
 
-    def check_unused(self, trainer: TrainerSection) -> Found:
+    def check_unused(self, trainer: TrainerSection) -> Findings:
         """Yield keys of this backend that ask for something while another one trains."""
-        ...
+        yield from ()
 
-    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Found:
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Findings:
         """Yield contradictions of the layout. sizes: None when unknown. sequences: of an update, None when wrong."""
-        ...
+        yield from ()
 
-    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
-        """Yield what of the model the backend has no layers for."""
-        ...
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
+        """Yield parts of the model that the backend has no layers for."""
+        yield from ()
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
         """Yield contradictions of where the optimizer runs."""
-        ...
+        yield from ()
 
     def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
         """Return keys that are set and change nothing, with the reason."""
-        ...
+        return {}
 
     def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
         """Return the overrides of the nearest layout that `sequences` an update can feed, as `; try ...`, or ''."""
-        ...
+        return ""
 
+    @abstractmethod
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
         """Return among how many ranks each state is shared."""
-        ...
 
-    def states(self, trainer: TrainerSection, architecture: ModelSizes, size: int) -> dict[State, StateBytes]:
+    @abstractmethod
+    def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return the bytes of one rank's states. size: bytes of one number of the compute dtype."""
-        ...
 
     def optimizer_on_host(self, trainer: TrainerSection) -> bool:
         """Return True if optimizer state lives on the host and is updated there; it then never moves."""
-        ...
+        return False
 
     def residual_bytes(self, trainer: TrainerSection, size: int) -> int:
-        """Return the bytes of one number of the residual that layers add to."""
-        ...
+        """Return the bytes of one number of the residual that layers add to. size: as in `states`."""
+        return size
 
+    @abstractmethod
     def gathers_layers(self, trainer: TrainerSection, size: int) -> bool:
         """Return True if a rank gathers whole layers while it works on them."""
-        ...
 
+    @abstractmethod
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
         """Return advice for states of `peak` bytes a device that holds `capacity`."""
-        ...
 
 
 def backend_of(trainer: TrainerSection) -> Backend:

@@ -1,6 +1,6 @@
-"""What a config names outside itself: data files, rewards, the run's directory. Nothing is imported or run.
+"""Checks of what a config names outside itself: data files, rewards, the run's directory. Nothing is imported or run.
 
-And whether megatron-core, which only backend megatron needs, is installed.
+megatron-core, which only backend megatron needs, is looked for too.
 """
 
 import ast
@@ -14,31 +14,51 @@ from shlex import quote
 
 from rlctl.config.errors import did_you_mean, shortened
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.config.plugins import REWARDS
+from rlctl.config.plugins import REWARDS, needs_answers
 from rlctl.config.provenance import show_path
-from rlctl.config.schema import DatasetSection, RunSection
-from rlctl.data.datasets import first_line
+from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
+from rlctl.data.datasets import FILE_SUFFIXES, first_line
+from rlctl.preflight.backend import Finding, Findings
 
-# Of most file systems, less what is put before or behind it.
+# Bytes of a name in most file systems, less what is put before or after it.
 _LONGEST_NAME = 200
 # Linux takes 4,096.
 _LONGEST_PATH = 3000
-DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def check_dataset(dataset: DatasetSection, *, answered: bool) -> Iterator[tuple[str, str, str]]:
-    """(where, key, what) for a file that cannot be used; `where` is empty when it is the config's own line.
+def check_data(config: RunConfig) -> Findings:
+    """Find data files that cannot be used. Hub names and folders are not looked into."""
+    data = config.data
+    if data.train.path is None:
+        yield Finding("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
+    answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
+    for name, dataset in (("train", data.train), ("validation", data.validation)):
+        for where, key, what in _check_dataset(dataset, answered):
+            yield Finding(f"data.{name}.{key}", what, where=where)
 
-    answered: rows need an answer, which a chat holds itself. Hub names and folders are not looked into.
+
+def check_validation(config: RunConfig) -> Findings:
+    """Find several answers that would all be the same."""
+    count = config.validation.num_generations
+    if count > 1 and config.validation.temperature == 0:
+        what = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
+        yield Finding("validation.num_generations", what, ("validation.temperature",))
+
+
+def _check_dataset(dataset: DatasetSection, answered: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (where, key, what) for a file that cannot be used; where: empty for the config's own line.
+
+    answered: rows need an answer, which a chat holds itself.
     """
     path = Path(dataset.path) if dataset.path is not None else None
     if path is None or not os.path.isfile(path):
         return
-    if path.suffix not in DATA_SUFFIXES:
-        yield "", "path", f"{show_path(path)} is no {' or '.join(DATA_SUFFIXES)} file"
+    if path.suffix not in FILE_SUFFIXES:
+        yield "", "path", f"{show_path(path)} is no {' or '.join(FILE_SUFFIXES)} file"
         return
     try:
-        line, columns = _first_row(path)
+        parquet = path.suffix == ".parquet"
+        line, columns = (1, _parquet_columns(path)) if parquet else first_line(str(path))
     except (OSError, ValueError) as error:
         what = str(error).removeprefix(str(path)).removeprefix(": ")
         yield "", "path", f"{show_path(path)}{what}" if what.startswith(":") else f"{show_path(path)}: {what}"
@@ -48,91 +68,83 @@ def check_dataset(dataset: DatasetSection, *, answered: bool) -> Iterator[tuple[
     where = f"{show_path(path)}:{line}"
     if dataset.messages_key in columns:
         return
+    listed = f"; it has {', '.join([*columns][:8])}"
     if dataset.prompt_key not in columns:
         wanted = f"no column {dataset.prompt_key} or {dataset.messages_key}"
-        yield where, "prompt_key", wanted + (did_you_mean(dataset.prompt_key, columns) or _listed(columns))
+        yield where, "prompt_key", wanted + (did_you_mean(dataset.prompt_key, columns) or listed)
     if answered and dataset.answer_key not in columns:
-        hint = did_you_mean(dataset.answer_key, columns) or _listed(columns)
+        hint = did_you_mean(dataset.answer_key, columns) or listed
         yield where, "answer_key", f"no column {dataset.answer_key}{hint}"
 
 
 def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
-    """(key, what) for a reward that cannot work."""
-    if reward.name == "regex":
-        yield from _check_pattern(reward.pattern)
-    elif reward.pattern is not None:
+    """Yield (key, what) for a reward that cannot work."""
+    if reward.name == "regex" and reward.pattern is None:
+        yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"
+    elif reward.pattern is not None and reward.name != "regex":
         yield "pattern", f"only regex has a pattern, {reward.name} has none"
+    elif reward.pattern is not None:
+        try:
+            groups = re.compile(reward.pattern).groups
+        except (re.error, OverflowError, RecursionError) as error:
+            yield "pattern", f"no regular expression: {error}"
+        else:
+            if groups == 0:
+                advice = "put what is compared with the answer in brackets"
+                yield "pattern", f"has no group: {advice}, not {shortened(reward.pattern)}"
     if what := missing_plugin(reward.name, REWARDS, "function"):
         yield "name", what
 
 
-def check_run_name(run: RunSection) -> Iterator[str]:
-    """A name that is no folder name, or that another run has."""
+def check_run_name(config: RunConfig) -> Findings:
+    """Find a name that is no folder name, or that another run has."""
+    run = config.run
     if run.name is None:
         return
+    folder = Path(run.dir) / str(run.name)
     if not re.fullmatch(r"\w[\w.+=-]*", str(run.name)):
-        yield f"must be letters, digits and any of . _ - + =, not {shortened(repr(run.name))}"
+        what = f"must be letters, digits and any of . _ - + =, not {shortened(repr(run.name))}"
+    elif len(os.fsencode(run.name)) > _LONGEST_NAME:
+        what = f"must be at most {_LONGEST_NAME} letters, since it names a folder, not {len(run.name)}"
+    elif not os.path.exists(folder):
         return
-    folder = Path(run.dir) / run.name
-    if len(os.fsencode(run.name)) > _LONGEST_NAME:
-        yield f"must be at most {_LONGEST_NAME} letters, since it names a folder, not {len(run.name)}"
-    elif os.path.exists(folder):
-        resumable = (folder / "config.yaml").is_file()
-        yield (
-            f"{folder} exists: "
-            + (f"continue it with --resume {quote(str(folder))}, or " * resumable)
-            + "choose another name"
-        )
+    else:
+        resume = f"continue it with --resume {quote(str(folder))}, or " * (folder / "config.yaml").is_file()
+        what = f"{folder} exists: {resume}choose another name"
+    yield Finding("run.name", what)
 
 
-def check_run_folder(run: RunSection) -> Iterator[str]:
-    """A folder that cannot be made or written to."""
-    if run.dir.startswith("~"):
-        yield f"{shortened(run.dir.partition('/')[0])} is no user of this machine"
-        return
-    folder = Path(os.path.abspath(run.dir))
+def check_run_folder(config: RunConfig) -> Findings:
+    """Find a folder that cannot be made or written to."""
+    if what := _unwritable(config.run.dir):
+        yield Finding("run.dir", what)
+
+
+def _unwritable(directory: str) -> str:
+    """Return why a folder cannot be made or written to; empty if it can."""
+    if directory.startswith("~"):
+        return f"{shortened(directory.partition('/')[0])} is no user of this machine"
+    folder = Path(os.path.abspath(directory))
     if len(os.fsencode(folder)) > _LONGEST_PATH:
-        yield f"is {len(os.fsencode(folder)):,} letters long: at most {_LONGEST_PATH:,} leave room for a run's files"
-        return
+        return f"is {len(os.fsencode(folder)):,} letters long: at most {_LONGEST_PATH:,} leave room for a run's files"
     while not os.path.lexists(folder) and folder != folder.parent:
         if len(os.fsencode(folder.name)) > _LONGEST_NAME:
-            yield f"{shortened(folder.name)} is longer than a folder's name can be, {_LONGEST_NAME} letters"
-            return
+            return f"{shortened(folder.name)} is longer than a folder's name can be, {_LONGEST_NAME} letters"
         folder = folder.parent
     if not os.path.isdir(folder):
-        yield f"{show_path(folder)} is no folder: choose another one"
-    elif not os.access(folder, os.W_OK | os.X_OK):
-        yield f"{show_path(folder)} cannot be written to by this user: choose another folder"
+        return f"{show_path(folder)} is no folder: choose another one"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{show_path(folder)} cannot be written to by this user: choose another folder"
+    return ""
 
 
 def missing_megatron() -> str | None:
-    """What to type when megatron-core is not installed. Its namespace is looked for: finding its core would import."""
+    """Return what to type if megatron-core is not installed. To look for more than its namespace would import it."""
     return None if find_spec("megatron") else "megatron needs megatron-core: pip install 'rlctl[megatron]'"
 
 
-def _check_pattern(pattern: str | None) -> Iterator[tuple[str, str]]:
-    if pattern is None:
-        yield "name", r"regex needs a pattern, for example 'answer is (\d+)'"
-        return
-    try:
-        groups = re.compile(pattern).groups
-    except (re.error, OverflowError, RecursionError) as error:
-        yield "pattern", f"no regular expression: {error}"
-        return
-    if groups == 0:
-        advice = "put what is compared with the answer in brackets"
-        yield "pattern", f"has no group: {advice}, not {shortened(pattern)}"
-
-
-def _first_row(path: Path) -> tuple[int, list[str] | None]:
-    """(line, column names) of the first row; names None when they cannot be read here. Raises ValueError: no row."""
-    if path.suffix == ".parquet":
-        return 1, _parquet_columns(path)
-    number, row = first_line(str(path))
-    return number, list(row)
-
-
 def _parquet_columns(path: Path) -> list[str] | None:
+    """Return the columns of a Parquet file; None where they cannot be read here. Raises ValueError: no row."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -157,26 +169,22 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
     if ":" not in name:
         return f"must be {', '.join(known)} or module:{kind}, not {name}{did_you_mean(name, known)}"
     module, _, attribute = name.rpartition(":")
-    file = Path(module) if module.endswith(".py") else _module_file(module)
+    file: Path | None = Path(module)
+    if not module.endswith(".py"):
+        names = module.split(".")
+        folders = [Path.cwd(), *map(Path, sys.path)] if all(name.isidentifier() for name in names) else []
+        forms = (Path(*names).with_suffix(".py"), Path(*names) / "__init__.py")
+        files = (folder / form for folder in folders for form in forms)
+        file = next((each for each in files if os.path.isfile(each)), None)
     if file is None:
         return f"no module {shortened(module)} beside the recipe, in the current directory or on the Python path"
     try:
-        names = _defined_names(file)
+        defined = _defined_names(file)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"{show_path(file)} is not Python: {error}"
-    if attribute in names:
+    if attribute in defined:
         return ""
-    return f"{show_path(file)} defines no {attribute or kind}{did_you_mean(attribute, names)}"
-
-
-def _module_file(module: str) -> Path | None:
-    names = module.split(".")
-    if not all(name.isidentifier() for name in names):
-        return None
-    relative = Path(*names)
-    folders = [Path.cwd(), *map(Path, sys.path)]
-    forms = (relative.with_suffix(".py"), relative / "__init__.py")
-    return next((folder / form for folder in folders for form in forms if os.path.isfile(folder / form)), None)
+    return f"{show_path(file)} defines no {attribute or kind}{did_you_mean(attribute, defined)}"
 
 
 def _defined_names(file: Path) -> set[str]:
@@ -189,7 +197,3 @@ def _defined_names(file: Path) -> set[str]:
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
-
-
-def _listed(columns: list[str]) -> str:
-    return f"; it has {', '.join(columns[:8])}"

@@ -17,8 +17,8 @@ from shutil import which
 from typing import Literal
 
 from rlctl.preflight.machine import Machine, read_machine
-from rlctl.preflight.package import installed_version, own_version, requirements
 from rlctl.preflight.stub_wheels import LOCAL, STUBS
+from rlctl.preflight.version import installed_version, own_version, requirements
 from rlctl.workers.reaper import leftovers
 
 State = Literal["ok", "warning", "broken"]

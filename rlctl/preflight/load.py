@@ -1,4 +1,4 @@
-"""`load`: the one way to a config that may run. It is composed, typed and checked, or every problem is raised."""
+"""Loading of configs that may run. `load` composes, types and checks a config, or raises every problem."""
 
 import re
 from dataclasses import asdict, dataclass, replace
@@ -12,38 +12,41 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import FURTHER, key_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
 from rlctl.config.schema import KINDS, RunConfig
-from rlctl.preflight.checks import check, notes
-from rlctl.preflight.earlier_version import earlier_version
+from rlctl.preflight.checks import check
+from rlctl.preflight.notes import notes
+from rlctl.preflight.version import earlier_version
 
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A config fit to run. recipe: the file it came from. origins: dotted key -> where its value was written.
-
-    notes: one line each, about overrides that change nothing and best checkpoints that are lost; no reason to stop.
-    secrets: dotted key -> the interpolation by which its value came from the environment.
-    """
+    """A config fit to run."""
 
     config: RunConfig
+    # File that it came from.
     recipe: Path
+    # Dotted key -> place where its value was written.
     origins: dict[str, Origin]
+    # One line each, about overrides that change nothing and best checkpoints that are lost; no reason to stop.
     notes: list[str]
+    # Dotted key -> the interpolation by which its value came from the environment.
     secrets: dict[str, str]
 
     def to_yaml(self) -> str:
-        """The resolved config: no `defaults:`, paths absolute; runs again as it is.
+        """Return the resolved config, which runs again as it is: no `defaults:`, paths absolute.
 
-        Of `${...}` what reads the environment stays as it was written: a secret in it is on no disk.
+        A `${...}` that reads the environment stays as it was written: a secret in it is on no disk.
         """
         return dump(self.written(Interpolation))
 
     def written(self, kind: type[str] = str) -> dict[str, Any]:
-        """Return `values`, but what came from the environment as it was written, as text of a `kind`."""
+        """Return `values` with those of the environment as they were written, as text of a `kind`."""
         values = self.values()
         for key, text in self.secrets.items():
-            _set(values, key.split("."), kind(text))
+            *names, last = key.split(".")
+            parent = _get(values, names)
+            parent[int(last) if isinstance(parent, list) else last] = kind(text)
         return values
 
     def variables(self) -> list[str]:
@@ -51,17 +54,17 @@ class Composed:
         return sorted({name for text in self.secrets.values() for name in re.findall(r"oc\.env:\s*(\w+)", text)})
 
     def values(self) -> dict[str, Any]:
-        """The resolved config as plain values, by the keys that a YAML file has."""
+        """Return the resolved config as plain values, by the keys that a YAML file has."""
         return asdict(self.config, dict_factory=_by_key)
 
 
 def load(
     kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
 ) -> Composed:
-    """The config of a run. kind: "grpo" or "sft"; None: what the recipe says. recipe None: the tiny one.
+    """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
 
-    resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may stand that are
-    not here. Raises ConfigError with every problem at once.
+    resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
+    here. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
     root, config, problems = _checked(kind, file, overrides, resume, away, run=file.parent if resume else None)
@@ -78,7 +81,7 @@ def load(
 
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:
-    """The composed tree, to be shown, and what is wrong with it. Raises ConfigError if it cannot be composed."""
+    """Return the composed tree, to be shown, and its problems. Raises ConfigError if it cannot be composed."""
     root, _, problems = _checked(kind, find_recipe(recipe), overrides, resume=True)
     return root, problems
 
@@ -86,9 +89,20 @@ def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNo
 def _checked(
     kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False, run: Path | None = None
 ) -> tuple[ConfigNode, RunConfig, list[Problem]]:
-    """run: the directory of a run that goes on, whose config was written whole."""
+    """Return (tree, config with wrong values BROKEN, problems). run: directory of a run that goes on."""
     root = compose(file, overrides)
-    config, converter = _typed(root, kind, file, away)
+    assert isinstance(root.value, dict)
+    stated = root.value.get("kind")
+    if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
+        where = str(stated.origin) if stated else show_path(file)
+        what = f"must be one of {', '.join(KINDS)}: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+        raise ConfigError([Problem(where, "kind", what)])
+    if kind not in (None, stated.value):
+        what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
+        raise ConfigError([Problem(str(stated.origin), "kind", what)])
+    converter: Converter[Any] = Converter(KINDS[stated.value], show_path(file), away=away)
+    config: RunConfig = converter.convert(root)
+    # The config of a run was written whole.
     if run and converter.missing:
         sign = f"its config has no {', '.join(converter.missing[:3])}"
         raise ConfigError([Problem(show_path(file), "", earlier_version(Path(show_path(run)), sign))])
@@ -106,23 +120,3 @@ def _get(values: Any, names: list[str]) -> Any:
     for name in names:
         values = values[int(name)] if isinstance(values, list) else values[name]
     return values
-
-
-def _set(values: dict[str, Any], names: list[str], value: Any) -> None:
-    parent = _get(values, names[:-1])
-    parent[int(names[-1]) if isinstance(parent, list) else names[-1]] = value
-
-
-def _typed(root: ConfigNode, kind: str | None, file: Path, away: bool) -> tuple[RunConfig, Converter[Any]]:
-    """The typed config, what is wrong in it BROKEN, and the converter, which has the problems."""
-    assert isinstance(root.value, dict)
-    stated = root.value.get("kind")
-    if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
-        where = str(stated.origin) if stated else show_path(file)
-        what = f"must be one of {', '.join(KINDS)}: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
-        raise ConfigError([Problem(where, "kind", what)])
-    if kind not in (None, stated.value):
-        what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
-        raise ConfigError([Problem(str(stated.origin), "kind", what)])
-    converter: Converter[Any] = Converter(KINDS[str(stated.value)], show_path(file), away=away)
-    return converter.convert(root), converter

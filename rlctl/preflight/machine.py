@@ -1,4 +1,4 @@
-"""What this machine has: cores, memory, disk, GPUs. Asked of the system and the driver, never of torch."""
+"""Cores, memory, disk and GPUs of this machine, as the system and the driver report them, without torch."""
 
 import shutil
 import subprocess
@@ -12,7 +12,7 @@ from rlctl.utils.devices import visible_gpus
 
 @dataclass(frozen=True)
 class Gpu:
-    """memory: bytes in all."""
+    """One GPU. memory: bytes in all."""
 
     name: str
     memory: int
@@ -20,20 +20,22 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes throughout. shm: size of /dev/shm, 0 without one. disk_free: of the folder runs are written to."""
+    """One machine. Sizes are in bytes."""
 
     python: str
     cores: int
     memory: int
     memory_free: int
+    # Size of /dev/shm; 0 without one.
     shm: int
+    # In the folder that runs are written to.
     disk_free: int
     gpus: list[Gpu]
     driver: str | None
 
 
 def read_machine(folder: Path) -> Machine:
-    """The machine this process runs on; `folder`: where runs will be written (its nearest existing parent)."""
+    """Return the machine of this process. folder: where runs will be written; its nearest existing parent counts."""
     import psutil
 
     while not folder.exists():
@@ -53,7 +55,7 @@ def read_machine(folder: Path) -> Machine:
 
 
 def _nvidia() -> tuple[list[Gpu], str | None]:
-    """The visible GPUs and the driver's version, as nvidia-smi tells; nothing without it."""
+    """Return the visible GPUs and the driver's version, as nvidia-smi reports them; nothing without it."""
     if not shutil.which("nvidia-smi"):
         return [], None
     query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -64,10 +66,8 @@ def _nvidia() -> tuple[list[Gpu], str | None]:
         return [], None
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
     rows = [row for row in rows if len(row) == 5]
-    visible = [row for row in rows if any(_is_named(name, row[0], row[1]) for name in names)]
+    # CUDA_VISIBLE_DEVICES names a device by its index or by a beginning of its UUID.
+    indices = {name for name in names if name.isdigit()}
+    uuids = tuple(name for name in names if not name.isdigit())
+    visible = [row for row in rows if row[0] in indices or row[1].startswith(uuids)]
     return [Gpu(row[2], int(row[3]) << 20) for row in visible if row[3].isdigit()], rows[0][4] if rows else None
-
-
-def _is_named(name: str, index: str, uuid: str) -> bool:
-    """Whether CUDA_VISIBLE_DEVICES means that device by `name`: its index, or a beginning of its UUID."""
-    return name == index if name.isdigit() else uuid.startswith(name)

@@ -1,47 +1,61 @@
-"""Forecast of a run's memory, in bytes per device, from the model's sizes.
+"""Forecast of a run's memory, in bytes per device, from the model's sizes. Pure.
 
-`placed_states` counts weights, gradients and optimizer state. Activations are an estimate after Korthikanti et al.
-(arXiv 2205.05198, section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a
-gated MLP and attention that stores no scores. The reference is left out where there are GPUs: it is in host memory,
-and its weights take the policy's own place while they are needed.
+`placed_states` counts weights, gradients and optimizer state: exactly for FSDP (float32, sharded over the ranks), for
+Megatron-core as if its stages were alike. Activations are an estimate after Korthikanti et al. (arXiv 2205.05198,
+section 4): what a layer keeps of each token for its backward pass, counted tensor by tensor for a gated MLP and
+attention that stores no scores. The reference is left out where there are GPUs: it is in host memory, and its weights
+take the policy's own place while they are needed.
 """
 
 from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.backend import FLOAT32, State, backend_of
-from rlctl.preflight.offload_plan import Phase
+from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
+from rlctl.preflight.offload_plan import Phase, Place, phases, residency
 from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
-from rlctl.preflight.state_memory import PlacedState, placed_states
 
-# Of a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
+# Bytes a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
 
 
 @dataclass(frozen=True)
-class Memory:
-    """trainer: of one rank; engine: of one device of an engine (empty without one), by purpose.
+class PlacedState:
+    """Place of one rank's state in one phase, and its bytes on the device and in host memory.
 
-    capacity: memory of the device, None when unknown. shared: rank and engine share it. kv_sequences: sequences of
-    the longest kind that an engine's cache holds at a time, None when unknown. standing: of one rank, by phase.
+    It has both at once where the host updates a part of the optimizer state.
     """
 
+    place: Place
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Forecast of one device."""
+
+    # Bytes of one rank by purpose.
     trainer: dict[str, int]
+    # Bytes of one device of an engine by purpose; empty without engines.
     engine: dict[str, int]
+    # Bytes of the device; None when unknown.
     capacity: int | None
+    # True if rank and engine share the device.
     shared: bool
+    # Sequences of the longest kind that an engine's cache holds at a time; None when unknown.
     kv_sequences: int | None
+    # States of one rank by phase.
     placed_states: dict[Phase, dict[State, PlacedState]]
 
     @property
     def state_peak(self) -> int:
-        """Most that weights, gradients and optimizer state alone take of a device: no estimate is in it."""
+        """Largest sum of weights, gradients and optimizer state on a device. No estimate is in it."""
         return max(sum(each.device for each in states.values()) for states in self.placed_states.values())
 
     @property
     def peak(self) -> int:
-        """Most that is used of one device at a time."""
+        """Largest sum on one device at a time."""
         trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
         if not self.shared:
             return max(trainer, engine)
@@ -49,14 +63,14 @@ class Memory:
         return max(trainer, resident + engine)
 
 
-def forecast(resolved: Resolved, architecture: ModelSizes, longest: int | None, device_memory: int | None) -> Memory:
+def forecast(resolved: Resolved, sizes: ModelSizes, longest: int | None, device_memory: int | None) -> Memory:
     """Return the forecast. On a CPU ranks and engines share `device_memory` at all times."""
     config = resolved.config
-    trainer = _trainer(resolved, architecture)
-    where = placed_states(resolved, architecture)
+    trainer = _trainer(resolved, sizes)
+    where = placed_states(resolved, sizes)
     if not isinstance(config, GrpoConfig):
         return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, placed_states=where)
-    engine, per_token = _engine(resolved, config, architecture, device_memory)
+    engine, per_token = _engine(resolved, config, sizes, device_memory)
     held = engine.get("key-value cache")
     sequences = held // (per_token * longest) if held is not None and longest else None
     if resolved.device == "cpu":
@@ -69,61 +83,85 @@ def forecast(resolved: Resolved, architecture: ModelSizes, longest: int | None, 
     return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, placed_states=where)
 
 
-def refit_bytes(resolved: Resolved, architecture: ModelSizes) -> int:
+def placed_states(resolved: Resolved, sizes: ModelSizes) -> dict[Phase, dict[State, PlacedState]]:
+    """Return the states by phase of the run. Without a GPU all of them are in host memory."""
+    config = resolved.config
+    table = residency(config.trainer, resolved.shares_devices)
+    held = backend_of(config.trainer).states(config.trainer, sizes, DTYPE_BYTES[resolved.dtype])
+    cpu = resolved.device == "cpu"
+    return {
+        phase: {state: _place_state(table[phase][state], held[state], cpu) for state in STATES}
+        for phase in phases(config)
+    }
+
+
+def _place_state(place: Place, held: StateBytes, cpu: bool) -> PlacedState:
+    if place == "none":
+        return PlacedState("none", 0, 0)
+    if cpu:
+        return PlacedState("host", 0, held.device + held.host)
+    # State that lives on the host may have a part on the device, which stays; state that moves there moves whole.
+    moved = place == "host" and held.host == 0
+    return PlacedState(place, 0, held.device) if moved else PlacedState(place, held.device, held.host)
+
+
+def refit_bytes(resolved: Resolved, sizes: ModelSizes) -> int:
     """Return the bytes that one refit brings to each engine: every parameter once, tied embeddings too."""
-    return architecture.parameters * DTYPE_BYTES[resolved.generation_dtype]
+    return sizes.parameters * DTYPE_BYTES[resolved.generation_dtype]
 
 
-def activation_bytes(architecture: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
-    """Bytes kept for the backward pass of `tokens` tokens; a number takes `size` bytes, one of the residual `residual`.
+def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, checkpointing: bool) -> int:
+    """Return the bytes kept for the backward pass of `tokens` tokens.
+
+    size: bytes of a number; residual: bytes of a number of the residual.
 
     A layer keeps the inputs and outputs of its two norms, q, k and v (twice with norms of their own), the
     attention's output, and of the MLP: gate, up, their activation and product. With checkpointing every layer
-    keeps its input, and one layer at a time everything. The residual is what layers and norms take in.
+    keeps its input, and one layer at a time everything. The residual is the input of layers and norms.
     """
-    hidden, queries = architecture.hidden, architecture.heads * architecture.head_dim
-    keys = architecture.kv_heads * architecture.head_dim
-    width = architecture.intermediate
-    if architecture.sparse_layers:
-        width = architecture.experts_per_token * architecture.expert_intermediate
-    normed = queries + keys if architecture.qk_norm else 0
+    hidden, queries = sizes.hidden, sizes.heads * sizes.head_dim
+    keys = sizes.kv_heads * sizes.head_dim
+    width = sizes.intermediate
+    if sizes.sparse_layers:
+        width = sizes.experts_per_token * sizes.expert_intermediate
+    normed = queries + keys if sizes.qk_norm else 0
     layer = 2 * hidden * residual + (2 * hidden + 2 * queries + 2 * keys + normed + 4 * width) * size
-    per_token = architecture.layers * hidden * residual + layer if checkpointing else architecture.layers * layer
+    per_token = sizes.layers * hidden * residual + layer if checkpointing else sizes.layers * layer
     return tokens * per_token
 
 
-def _trainer(resolved: Resolved, architecture: ModelSizes) -> dict[str, int]:
+def _trainer(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
     config, cpu = resolved.config, resolved.device == "cpu"
     trainer, size = config.trainer, DTYPE_BYTES[resolved.dtype]
     backend = backend_of(trainer)
     shared = backend.shard_counts(trainer)
     # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
-    gathered = (1 if architecture.tied else 2) * architecture.embedding_parameters + 2 * architecture.largest_layer
+    gathered = (1 if sizes.tied else 2) * sizes.embedding_parameters + 2 * sizes.largest_layer
     residual = backend.residual_bytes(trainer, size)
     tokens, checkpointing = trainer.micro_batch_tokens, trainer.activation_checkpointing
-    kept = activation_bytes(architecture, tokens, size, residual, checkpointing)
-    held = backend.states(trainer, architecture, size).values()
+    kept = activation_bytes(sizes, tokens, size, residual, checkpointing)
+    held = backend.states(trainer, sizes, size).values()
     logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
     items = {each.name: each.device + each.host * cpu for each in held} | {
         "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
-        "logits": trainer.logprob_chunk_tokens * architecture.vocab * logit // shared.tensor,
+        "logits": trainer.logprob_chunk_tokens * sizes.vocab * logit // shared.tensor,
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
-        "output's gradient": (FLOAT32 + size) * architecture.embedding_parameters // shared.tensor,
+        "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
     if cpu and isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
-        items["reference"] = shared.of(architecture) * size
+        items["reference"] = shared.of(sizes) * size
     return {name: count for name, count in items.items() if count}
 
 
 def _engine(
-    resolved: Resolved, config: GrpoConfig, architecture: ModelSizes, device_memory: int | None
+    resolved: Resolved, config: GrpoConfig, sizes: ModelSizes, device_memory: int | None
 ) -> tuple[dict[str, int], int]:
-    """(memory of one device of an engine by purpose, bytes of a cached token on it)."""
+    """Return (memory of one device of an engine by purpose, bytes of a cached token on it)."""
     size, devices = DTYPE_BYTES[resolved.generation_dtype], config.generation.tensor_parallel_size
-    per_token = -(-architecture.kv_values_per_token * size // min(devices, architecture.kv_heads))
-    items = {"weights": -(-architecture.parameters * size // devices)}
+    per_token = -(-sizes.kv_values_per_token * size // min(devices, sizes.kv_heads))
+    items = {"weights": -(-sizes.parameters * size // devices)}
     if resolved.device == "cpu":
         items["key-value cache"] = config.generation.kv_cache_mib << 20
     elif device_memory is not None:

@@ -1,6 +1,6 @@
-"""Where a trainer's state stands in each phase of a step: one table, whatever trains behind it. Pure.
+"""Table of where a trainer's state is in each phase of a step, for any backend. Pure.
 
-A backend holds its tensors to it (`training.moving`), the forecast counts by it, `--dry-run` prints it.
+A backend moves its tensors by it (`training.offload`), the forecast counts by it, `--dry-run` prints it.
 """
 
 from typing import Literal
@@ -10,7 +10,7 @@ from rlctl.preflight.backend import State, backend_of
 from rlctl.preflight.resolved import Resolved
 
 Phase = Literal["generate", "log_probs", "train", "refit", "checkpoint"]
-# none: freed, and made anew when it is needed.
+# none: freed, and allocated again when it is needed.
 Place = Literal["device", "host", "none"]
 Residency = dict[Phase, dict[State, Place]]
 
@@ -18,11 +18,11 @@ PHASES: tuple[Phase, ...] = ("generate", "log_probs", "train", "refit", "checkpo
 
 
 def residency(trainer: TrainerSection, shared: bool) -> Residency:
-    """The table. shared: engines stand on the trainer's devices and sleep while it trains.
+    """Return the table. shared: engines are on the trainer's devices and sleep while it trains.
 
-    generate: engines are awake, the trainer rests. A refit and a checkpoint follow while they are or wake up, so
-    what made room for them stays out. log_probs: those of policy and reference, before the update; what was out
-    until then comes back for the update alone.
+    generate: engines are awake, the trainer rests. A refit and a checkpoint come while engines are awake or wake up, so
+    state that made room for them stays away. log_probs: the pass of policy and reference before the update; state that
+    was away until then comes back for the update alone.
     """
     pinned = backend_of(trainer).optimizer_on_host(trainer)
     for_engines = pinned or (shared and trainer.offload_optimizer_for_generation)
@@ -45,7 +45,7 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
 
 
 def phases(config: RunConfig) -> tuple[Phase, ...]:
-    """Those that a run goes through, in the order of a step. Without shared devices nothing waits for engines."""
+    """Return the phases of a run in the order of a step. Without shared devices nothing waits for engines."""
     if not isinstance(config, GrpoConfig):
         return ("train", "checkpoint")
     left_out: set[Phase] = set()

@@ -1,7 +1,7 @@
-"""What a run will do and need, worked out from its config alone: the `--dry-run` plan, as plain data.
+"""Plan of a run, worked out from its config alone, as plain data: `--dry-run` shows it.
 
-Pure: the model's sizes and the machine come in as values. Bytes and tokens throughout; a forecast that cannot be
-made (the model's config.json is not on this machine) is None.
+Pure: the model's sizes and the machine are values. Units are bytes and tokens. A forecast that cannot be made (the
+model's config.json is not on this machine) is None.
 """
 
 from collections.abc import Sequence
@@ -12,99 +12,105 @@ from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.memory import Memory, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.placement import NodeResources, Placement, place, resources, this_machine
+from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources, this_machine
 from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, device_of
 
 
 @dataclass(frozen=True)
 class BatchSize:
-    """One step. longest: tokens of the longest sequence allowed. tokens: of a step at most.
-
-    per_rank: sequences a rank trains in an update, at most; the ranks of a shard train the same. micro_batches: forward
-    passes a rank needs for one update, at most. full_sequences: sequences of the longest kind that fit into one.
-    """
+    """Sizes of one step."""
 
     prompts: int
     group: int
     rollouts: int
     updates: int
     per_update: int
+    # Most sequences that a rank trains in an update; the ranks of a shard train the same.
     per_rank: int
+    # Tokens of the longest sequence allowed.
     longest: int | None
+    # Most tokens of a step.
     tokens: int | None
+    # Sequences of the longest kind that fit into one micro-batch.
     full_sequences: int | None
+    # Most forward passes that a rank needs for one update.
     micro_batches: int | None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps of the run and how often it stops to validate and to save. checkpoint_bytes: of one, with export."""
+    """Steps of the run, and how often it stops to validate and to save."""
 
     steps: int
     updates: int
     validations: int
     checkpoints: int
     kept: int
+    # Bytes of one, with its export.
     checkpoint_bytes: int | None
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """placement is None when the machine has too few devices; `misplaced` then says so. layout: of megatron alone.
-    too_large: what cannot fit into a device's memory, whatever the estimates are worth; None if nothing is known to be.
-    """
+    """All that a dry run shows."""
 
     kind: str
     model: str
     parameters: int | None
+    # None when the machine has too few devices; `misplaced` has the reason.
     placement: Placement | None
     misplaced: str | None
+    # None for a backend that has one layout.
     layout: Layout | None
     batch: BatchSize
     memory: Memory | None
+    # Reason why states cannot fit into a device's memory, without any estimate; None if they may.
     too_large: str | None
     schedule: Schedule
+    # Bytes of a refit to each engine.
     refit: int | None
     notes: list[str]
 
 
 def make_plan(
     config: RunConfig,
-    architecture: ModelSizes | None,
+    sizes: ModelSizes | None,
     gpus: int,
     device_memory: int | None,
-    rooms: Sequence[NodeResources] | None = None,
+    nodes: Sequence[NodeResources] | None = None,
 ) -> RunPlan:
-    """The plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
+    """Return the plan of `config` on a machine with `gpus` GPUs (0: its CPU) of `device_memory` bytes each.
 
-    rooms: the nodes of a cluster instead, which have `gpus` in all.
+    nodes: those of a cluster instead, which have `gpus` in all.
     """
     backend, resolved = backend_of(config.trainer), Resolved(config, device_of(gpus))
-    placement, misplaced = _placement(config, gpus, this_machine(gpus) if rooms is None else rooms)
-    longest = longest_sequence(config, architecture)
-    memory = forecast(resolved, architecture, longest, device_memory) if architecture else None
-    schedule = _schedule(resolved, architecture)
+    placement, misplaced = None, None
+    try:
+        placement = place(this_machine(gpus) if nodes is None else nodes, resources(config), device_of(gpus))
+    except PlacementError as error:
+        misplaced = str(error)
+    longest = longest_sequence(config, sizes)
+    memory = forecast(resolved, sizes, longest, device_memory) if sizes else None
+    schedule = _schedule(resolved, sizes)
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
-        parameters=architecture.parameters if architecture else None,
+        parameters=sizes.parameters if sizes else None,
         placement=placement,
         misplaced=misplaced,
         layout=backend.layout(config.trainer) if backend.has_layouts else None,
-        batch=_batch(config, longest),
+        batch=_batch(resolved, longest),
         memory=memory,
         too_large=_too_large(config, memory) if gpus else None,
         schedule=schedule,
-        refit=refit_bytes(resolved, architecture) if architecture and isinstance(config, GrpoConfig) else None,
+        refit=refit_bytes(resolved, sizes) if sizes and isinstance(config, GrpoConfig) else None,
         notes=_notes(config, schedule.updates, memory, gpus),
     )
 
 
-def longest_sequence(config: RunConfig, architecture: ModelSizes | None) -> int | None:
-    """Tokens of the longest sequence of the run, as far as it is known before the data is read."""
-    own = config.model.max_length
-    if own is None and architecture is not None:
-        own = architecture.max_positions
+def longest_sequence(config: RunConfig, sizes: ModelSizes | None) -> int | None:
+    """Return the tokens of the longest sequence of the run, if they are known before the data is read."""
+    own = Resolved(config).max_length(sizes.max_positions) if sizes else config.model.max_length
     prompt = config.data.max_prompt_length
     if prompt is None or not isinstance(config, GrpoConfig):
         return own
@@ -112,28 +118,22 @@ def longest_sequence(config: RunConfig, architecture: ModelSizes | None) -> int 
     return both if own is None else min(own, both)
 
 
-def _placement(config: RunConfig, gpus: int, rooms: Sequence[NodeResources]) -> tuple[Placement | None, str | None]:
-    try:
-        return place(rooms, resources(config), device_of(gpus)), None
-    except ValueError as error:
-        return None, str(error)
-
-
-def _batch(config: RunConfig, longest: int | None) -> BatchSize:
+def _batch(resolved: Resolved, longest: int | None) -> BatchSize:
+    config = resolved.config
     if isinstance(config, GrpoConfig):
         prompts, group = config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt
         updates = config.grpo.updates_per_step
     else:
         prompts, group, updates = config.sft.batch_size, 1, 1
     rollouts = prompts * group
-    per_rank = -(-rollouts // updates // layout_of(config.trainer).data)
+    per_rank = -(-resolved.sequences_per_update // layout_of(config.trainer).data)
     full = config.trainer.micro_batch_tokens // longest if longest else None
     return BatchSize(
         prompts=prompts,
         group=group,
         rollouts=rollouts,
         updates=updates,
-        per_update=rollouts // updates,
+        per_update=resolved.sequences_per_update,
         per_rank=per_rank,
         longest=longest,
         tokens=rollouts * longest if longest else None,
@@ -142,7 +142,7 @@ def _batch(config: RunConfig, longest: int | None) -> BatchSize:
     )
 
 
-def _schedule(resolved: Resolved, architecture: ModelSizes | None) -> Schedule:
+def _schedule(resolved: Resolved, sizes: ModelSizes | None) -> Schedule:
     config, steps = resolved.config, resolved.num_steps
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
@@ -153,16 +153,16 @@ def _schedule(resolved: Resolved, architecture: ModelSizes | None) -> Schedule:
     often, at_end = config.checkpoint.every, config.checkpoint.at_end
     checkpoints = steps // often + (at_end and steps % often > 0) if often else int(at_end)
     size = None
-    if architecture:
+    if sizes:
         # Weights and AdamW's two moments in float32, and the exported weights.
         exported = DTYPE_BYTES[resolved.export_dtype] * config.checkpoint.export
-        size = architecture.parameters * (12 + exported)
+        size = sizes.parameters * (12 + exported)
     kept = min(checkpoints, config.checkpoint.keep_last + config.checkpoint.keep_best)
     return Schedule(steps, updates, validations, checkpoints, kept, size)
 
 
 def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
-    """Weights, gradients and optimizer state that no device can hold: what is exact of the forecast."""
+    """Return why no device can hold weights, gradients and optimizer state. They are the exact part of the forecast."""
     if memory is None or memory.capacity is None or memory.state_peak <= memory.capacity:
         return None
     taken, room = (f"{count / 2**30:.1f} GiB" for count in (memory.state_peak, memory.capacity))

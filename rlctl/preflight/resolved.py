@@ -1,4 +1,8 @@
-"""Values behind every `auto` and null of a config, and values that follow others: one frozen value for all. Pure."""
+"""Values behind the `auto`s and nulls of a config, and values that follow from others: one frozen value for all. Pure.
+
+`refit.transport` follows from the placement (`placement.transport_of`), `refit.mode` from an engine's free memory
+(`generation`), `data.chat_template` from the tokenizer (`data.make_chat`).
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,13 +16,14 @@ DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config as it runs on a kind of device. device: None before it is known, where only a stated dtype can be read.
+    """A config as it runs on a kind of device.
 
-    A property is computed when it is read: a broken value ends the checks that need it, and no others. Properties of
-    generation and of the loss are those of a GRPO run.
+    A property is computed when it is read, so that a broken value ends the checks that need it and no others.
+    Properties of generation and of the loss exist in a GRPO run alone.
     """
 
     config: RunConfig
+    # None before it is known: only stated dtypes can be read then.
     device: Device | None = None
 
     @property
@@ -63,7 +68,7 @@ class Resolved:
 
     @property
     def max_age(self) -> int:
-        """Steps that a group's oldest token may lag behind: 0 in a synchronous run."""
+        """Largest age of a group in steps: 0 in a synchronous run."""
         rules = self._grpo.async_
         return rules.max_trajectory_age_steps if rules.enabled else 0
 
@@ -88,10 +93,10 @@ class Resolved:
 
     @property
     def on_policy_ratio(self) -> bool:
-        """True if the policy before the update need not be computed apart, because it is the one being updated.
+        """True if the proximal policy needs no pass of its own, because it is the one being updated.
 
-        With one update a step it is: proximal and current log-probs are of the same weights, the ratio is 1 and only
-        its gradient counts.
+        That is so with one update a step: proximal and current log-probs are of the same weights, the ratio is 1 and
+        only its gradient counts.
         """
         own = self._grpo.grpo.loss.force_on_policy_ratio
         once = self._grpo.grpo.updates_per_step == 1
@@ -107,7 +112,7 @@ class Resolved:
     def streams_training(self) -> bool:
         """True if a step's gradients begin before all of its groups are sampled.
 
-        It takes one update a step, of values that are known when a group is.
+        This takes one update a step, of values that are known when a group is.
         """
         once = self._grpo.grpo.updates_per_step == 1 and not self.needs_log_probs
         return self._grpo.async_.enabled and self._grpo.async_.streamed_training and once
@@ -119,6 +124,10 @@ class Resolved:
             return self.config.sft.batch_size
         own = self.config.grpo
         return own.num_prompts_per_step * own.num_generations_per_prompt // own.updates_per_step
+
+    def max_length(self, limit: int) -> int:
+        """Return the longest sequence of the run in tokens. limit: the model's."""
+        return self.config.model.max_length or limit
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
         """Return the CPU threads of one of `ranks` trainer ranks beside so many engines on a machine of `cores`.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlctl.preflight.earlier_version import earlier_version
+from rlctl.preflight.version import earlier_version
 from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
 
 _STATE = "state.json"

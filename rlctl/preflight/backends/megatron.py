@@ -11,14 +11,12 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.backend import FLOAT32, Found, ShardCounts, State, StateBytes
+from rlctl.preflight.backend import FLOAT32, Backend, Finding, Findings, ShardCounts, State, StateBytes
 from rlctl.preflight.check_inputs import missing_megatron
-from rlctl.preflight.parallel_layout import Layout
-from rlctl.preflight.suggest_layout import KEYS, clashes, instead, world_sizes
+from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
 
 _SECTION = "trainer.megatron"
-_MODEL = ("model.path",)
-# Keys that each key is judged against besides the model: the problem is shown where the last of them was written.
+# Keys that each key may contradict, besides the model: the problem is shown where the last of them was written.
 _AGAINST = {
     "world": ("tensor", "pipeline", "context"),
     "context": ("tensor",),
@@ -40,7 +38,7 @@ _NEUTRAL = {
 
 
 def cpu_offload_problem(dtype: str) -> str | None:
-    """Return why the CPU optimizer cannot update weights of `dtype`, or None; only the device says what `auto` is.
+    """Return why the CPU optimizer cannot update weights of `dtype`, or None. `auto` may be resolved to any.
 
     Under the distributed optimizer float32 weights have no main copy: their shards are views, which torch's optimizers
     refuse (`can't optimize a non-leaf Tensor`, megatron-core 0.16.1).
@@ -58,13 +56,12 @@ def hosted_share(trainer: TrainerSection) -> float:
     return 1.0 if own.optimizer_offload_fraction is None else own.optimizer_offload_fraction
 
 
-class MegatronBackend:
+class MegatronBackend(Backend):
     """Megatron-core."""
 
     shard_name, has_layouts = "data-parallel shard", True
 
     def layout(self, trainer: TrainerSection) -> Layout:
-        """Cut the ranks by the sizes in `trainer.megatron`."""
         sizes = trainer.megatron
         return Layout(
             trainer.num_ranks,
@@ -75,24 +72,22 @@ class MegatronBackend:
             sequence=sizes.sequence_parallel,
         )
 
-    def check_keys(self, trainer: TrainerSection) -> Found:
-        """Find that megatron-core is not installed."""
+    def check_keys(self, trainer: TrainerSection) -> Findings:
         if what := missing_megatron():
-            yield "trainer.backend", what, ()
+            yield Finding("trainer.backend", what)
 
-    def check_unused(self, trainer: TrainerSection) -> Found:
-        """Find keys of `trainer.megatron` that ask for something."""
+    def check_unused(self, trainer: TrainerSection) -> Findings:
         for name, neutral in _NEUTRAL.items():
-            # One that is broken hides no other.
+            # A broken one hides no other.
             with suppress(BrokenValueError):
                 value = getattr(trainer.megatron, name)
                 if value != neutral and value is not False:
                     why = f"{trainer.backend} has no such thing; set {dumps(neutral)} here"
                     what = f"{dumps(value)} needs trainer.backend=megatron: {why}"
-                    yield f"{_SECTION}.{name}", what, ("trainer.backend",)
+                    yield Finding(f"{_SECTION}.{name}", what, ("trainer.backend",))
 
-    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Found:
-        """Find sizes that contradict the model or each other, one line a key."""
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Findings:
+        """Yield one line a key."""
         asked = self.layout(trainer)
         found = list(clashes(asked, sizes))
         advice = instead(asked, sizes, sequences) if found else ""
@@ -101,42 +96,43 @@ class MegatronBackend:
                 what += f"; try {KEYS['world']}={' or '.join(map(str, counts))}, or{advice.removeprefix('; try')}"
             else:
                 what += advice
-            yield KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ()))
+            yield Finding(KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ())))
 
-    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
-        """Find layers that Megatron-core, as rlctl builds them, does not have."""
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
         if sizes is None:
             return
-        if not ARCHITECTURES[sizes.model_type].megatron:
-            yield "trainer.backend", f"megatron has no layers of a {sizes.model_type}; use trainer.backend=fsdp", _MODEL
-        biased = sizes.output_bias or sizes.mlp_bias
+        kind, biased = sizes.model_type, sizes.output_bias or sizes.mlp_bias
+        lacks = []
+        if not ARCHITECTURES[kind].megatron:
+            lacks.append(f"megatron has no layers of a {kind}")
         if biased or sizes.activation != "silu":
-            what = "with biases" if biased else f"with hidden_act {sizes.activation}"
-            yield "trainer.backend", f"megatron trains no {sizes.model_type} {what}; use trainer.backend=fsdp", _MODEL
+            lacks.append(
+                f"megatron trains no {kind} {'with biases' if biased else f'with hidden_act {sizes.activation}'}"
+            )
         if sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
-            what = "megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1"
-            yield "trainer.backend", f"{what}; use trainer.backend=fsdp", _MODEL
+            lacks.append("megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1")
+        yield from (Finding("trainer.backend", f"{what}; use trainer.backend=fsdp", ("model.path",)) for what in lacks)
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Found:
-        """Find what `optimizer_cpu_offload` needs, and keys that need it."""
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
+        """Yield contradictions of `optimizer_cpu_offload`, and keys that need it."""
         own, key = trainer.megatron, f"{_SECTION}.optimizer_cpu_offload"
         if own.optimizer_cpu_offload:
             if what := cpu_offload_problem(trainer.dtype):
-                yield key, what, ("trainer.dtype",)
+                yield Finding(key, what, ("trainer.dtype",))
             stages = own.pipeline_model_parallel_size
             if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
                 # Each stage chooses what goes to the host, and the two round differently: the copies would drift apart.
                 what = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
-                yield f"{_SECTION}.optimizer_offload_fraction", what, (f"{_SECTION}.pipeline_model_parallel_size",)
+                others = (f"{_SECTION}.pipeline_model_parallel_size",)
+                yield Finding(f"{_SECTION}.optimizer_offload_fraction", what, others)
             return
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
             with suppress(BrokenValueError):
                 if getattr(own, name):
                     what = f"needs {key}=true: without it nothing of the optimizer is on the host"
-                    yield f"{_SECTION}.{name}", what, (key,)
+                    yield Finding(f"{_SECTION}.{name}", what, (key,))
 
     def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
-        """Return switches that this layout or dtype leaves without an effect."""
         idle = {}
         if trainer.megatron.sequence_parallel and not self.layout(trainer).sequence_parallel:
             idle[KEYS["sequence"]] = f"{KEYS['tensor']} is 1"
@@ -145,7 +141,6 @@ class MegatronBackend:
         return idle
 
     def suggest_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int) -> str:
-        """Return the overrides of the nearest layout."""
         return instead(self.layout(trainer), sizes, sequences)
 
     def shard_counts(self, trainer: TrainerSection) -> ShardCounts:
@@ -156,14 +151,14 @@ class MegatronBackend:
         experts = stages * layout.expert_model_parallel_size
         return ShardCounts(tensor, layout.context_parallel_size, tensor * stages, experts, max(tensor * stages, ranks))
 
-    def states(self, trainer: TrainerSection, architecture: ModelSizes, size: int) -> dict[State, StateBytes]:
+    def states(self, trainer: TrainerSection, sizes: ModelSizes, size: int) -> dict[State, StateBytes]:
         """Return the bytes as if all stages were alike.
 
-        Weights are in the compute dtype; the optimizer has float32 masters besides if that is a half. Where the host
+        Weights are in the compute dtype. The optimizer has float32 masters too if that is a half. Where the host
         updates a share of the parameters, their masters, a copy of their gradients and their moments are all there.
         """
         shared = self.shard_counts(trainer)
-        weights, sharded = shared.of(architecture), -(-architecture.parameters // shared.optimizer)
+        weights, sharded = shared.of(sizes), -(-sizes.parameters // shared.optimizer)
         away = hosted_share(trainer)
         masters = FLOAT32 if size < FLOAT32 else 0
         device, host = sharded * (masters + 2 * FLOAT32) * (1 - away), sharded * 4 * FLOAT32 * away
@@ -186,7 +181,6 @@ class MegatronBackend:
         return False
 
     def more_room(self, trainer: TrainerSection, peak: int, capacity: int) -> str:
-        """Return the keys that take less."""
         return "more ranks, a larger trainer.megatron.tensor_model_parallel_size or optimizer_cpu_offload take less"
 
 

@@ -63,8 +63,8 @@ class MegatronTrainer(TrainerRank):
         lm = skeleton(self._folder, self._device)
         self._layout = layout_of(lm)
         sizes = read_sizes(self._folder / "config.json")
-        for _, what, _ in backend_of(config).check_model(config, sizes):
-            raise ValueError(what)
+        for finding in backend_of(config).check_model(config, sizes):
+            raise ValueError(finding.what)
         self._join()
         self._emulation = Emulation()
         self._emulation.start()

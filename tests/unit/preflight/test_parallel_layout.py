@@ -16,9 +16,8 @@ from rlctl.preflight import check_inputs
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.load import load
-from rlctl.preflight.parallel_layout import Layout
+from rlctl.preflight.parallel_layout import Layout, clashes, nearest
 from rlctl.preflight.plan import RunPlan, make_plan
-from rlctl.preflight.suggest_layout import clashes, nearest
 from tests.unit.folders import MODEL
 
 MEGATRON = "trainer.backend=megatron"

@@ -5,9 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.launch.runtime import Allocation
-from rlctl.launch.worker_specs import engine_slots, usual_transport
+from rlctl.launch.worker_specs import engine_slots
 from rlctl.preflight.load import load
-from rlctl.preflight.placement import NodeResources, PlacementSlot, ResourceRequest, Strategy, place, this_machine
+from rlctl.preflight.placement import (
+    NodeResources,
+    PlacementSlot,
+    ResourceRequest,
+    Strategy,
+    place,
+    this_machine,
+    usual_transport,
+)
 from rlctl.utils.devices import count_gpus
 from rlctl.workers.waits import Waits
 

@@ -5,9 +5,8 @@ import pytest
 
 from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight.load import load
-from rlctl.preflight.memory import activation_bytes
+from rlctl.preflight.memory import PlacedState, activation_bytes
 from rlctl.preflight.plan import RunPlan, make_plan
-from rlctl.preflight.state_memory import PlacedState
 
 GIB = 1 << 30
 ONE_LAYER = ModelSizes(

@@ -1,0 +1,102 @@
+"""Notes on a config, no reason to stop: overrides that change nothing, best checkpoints that are lost.
+
+A checkpoint is ranked by metrics of its own weights alone, in its step's record or its validation. Pure.
+"""
+
+import re
+
+from rlctl.config.errors import did_you_mean
+from rlctl.config.plugins import reward_names
+from rlctl.config.provenance import Origin
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.preflight.backend import backend_of
+from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
+from rlctl.preflight.resolved import Resolved
+from rlctl.telemetry.metrics import MEANING
+
+# AReaL, arXiv 2505.24298, table 3: with the decoupled objective a lag of up to 4 cost no accuracy.
+WISE_AGE = 4
+_HELD_OUT = "validation/"
+
+
+def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
+    """Return the notes. Only overrides are said to change nothing: a resolved config writes every value."""
+    given = {key: origin for key, origin in origins.items() if origin.override}
+    idle: dict[str, str | bool | None] = {**backend_of(config.trainer).idle_keys(config.trainer)}
+    idle |= _idle_offload(config)
+    if isinstance(config, GrpoConfig):
+        idle |= _idle_grpo(config)
+        if not config.async_.enabled:
+            idle |= dict.fromkeys((key for key in given if key.startswith("async.")), "async.enabled is false")
+    said = [f"{given[key]}: no effect while {why}" for key, why in idle.items() if why and key in given]
+    age = "async.max_trajectory_age_steps"
+    if age in given and isinstance(config, GrpoConfig) and Resolved(config).max_age > WISE_AGE:
+        said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    return said + _best_checkpoints(config)
+
+
+def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
+    """Return key -> the reason why it has no effect, if it has none."""
+    loss, schedule, updates = config.grpo.loss, config.trainer.optimizer.schedule, config.grpo.updates_per_step
+    rollout = Resolved(config).proximal == "rollout" and "grpo.loss.proximal is rollout"
+    whole: str | None = None
+    if config.async_.streamed_training and not Resolved(config).streams_training:
+        whole = "a pass over log-probs comes before the update"
+        if updates > 1:
+            whole = f"grpo.updates_per_step is {updates}"
+    return {
+        "grpo.loss.kl_estimator": loss.kl_coef == 0 and "grpo.loss.kl_coef is 0",
+        "grpo.loss.force_on_policy_ratio": rollout,
+        "grpo.loss.importance_cap": rollout,
+        "async.streamed_training": whole,
+        "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
+        "validation.temperature": config.validation.every == 0 and "validation.every is 0",
+    }
+
+
+def _idle_offload(config: RunConfig) -> dict[str, str]:
+    """Return key -> reason for switches that are on and move nothing in this run."""
+    trainer, idle, resolved = config.trainer, {}, Resolved(config)
+    if trainer.offload_optimizer_for_logprob:
+        if isinstance(config, SftConfig):
+            idle[LOG_PROBS] = "kind is sft"
+        elif not resolved.needs_log_probs:
+            idle[LOG_PROBS] = "no log-probs are computed before an update"
+        elif trainer.offload_optimizer_for_generation and resolved.shares_devices:
+            idle[LOG_PROBS] = f"{GENERATION} keeps it on the host until the update"
+    if trainer.offload_optimizer_for_generation and not resolved.shares_devices:
+        idle[GENERATION] = "kind is sft" if isinstance(config, SftConfig) else "engines have devices of their own"
+    return idle
+
+
+def _best_checkpoints(config: RunConfig) -> list[str]:
+    """Return a note if the best checkpoints cannot be told: their metric is never measured, or not at their steps."""
+    saved, validated = config.checkpoint, config.validation.every
+    metric, names = saved.metric.removeprefix("-"), _metrics(config)
+    if not saved.keep_best:
+        return []
+    # Phases have names of their own, ages are counted.
+    if metric not in names and not re.fullmatch(r"time/\w+|\w+/(groups|age)_\d+", metric):
+        near = did_you_mean(metric, names)
+        return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]
+    if config.data.validation.path is None or not validated or not metric.startswith(_HELD_OUT):
+        return []
+    on_the_way = range(saved.every, Resolved(config).num_steps, saved.every) if saved.every else range(0)
+    if missed := sum(step % validated > 0 for step in on_the_way):
+        uneven = f"checkpoint.every={saved.every} is no multiple of validation.every={validated}"
+        lost = f"{missed} of {len(on_the_way)} checkpoints on the way have no {metric}"
+        return [f"{uneven}: {lost} and can never be the best"]
+    return []
+
+
+def _metrics(config: RunConfig) -> list[str]:
+    """Return the names of the metrics of such a run's steps and validations."""
+    if isinstance(config, GrpoConfig):
+        held_out = ["accuracy", "reward", "failed_rewards", "length", "prompts"]
+        held_out += ["pass_at_k"] * (config.validation.num_generations > 1)
+        own = [f"reward/{name}/{what}" for name in reward_names(config.rewards) for what in ("mean", "failed")]
+    else:
+        held_out, own = ["loss", "prompts"], []
+    patterns = ("_K", "/NAME/mean", "/NAME/failed")
+    steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith(patterns)]
+    return [*steps, *own, *(_HELD_OUT + name for name in held_out)]

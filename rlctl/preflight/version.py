@@ -1,0 +1,53 @@
+"""Versions: rlctl's own, those of the packages that it asks for, and runs of an earlier one.
+
+rlctl's come from its metadata, or from pyproject.toml in a source tree.
+"""
+
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+_PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+def installed_version() -> str | None:
+    """Return the version that pip installed; None in a source tree that is only on the Python path."""
+    try:
+        return version("rlctl")
+    except PackageNotFoundError:
+        return None
+
+
+def own_version() -> str:
+    """Return the version of the code that runs; `unknown` where neither metadata nor pyproject.toml has it."""
+    return installed_version() or str(_project().get("version", "unknown"))
+
+
+def requirements(extra: str) -> list[str]:
+    """Return the requirements of an extra as pip takes them, without markers."""
+    if installed_version() is None:
+        return [str(each) for each in _project().get("optional-dependencies", {}).get(extra, [])]
+    parts = (each.partition(";") for each in requires("rlctl") or [])
+    return [spec.strip() for spec, _, marker in parts if f"'{extra}'" in marker.replace('"', "'")]
+
+
+def _project() -> dict[str, Any]:
+    if not _PYPROJECT.is_file():
+        return {}
+    project: dict[str, Any] = tomllib.loads(_PYPROJECT.read_text(encoding="utf-8")).get("project", {})
+    return project if project.get("name") == "rlctl" else {}
+
+
+def earlier_version(run: Path, sign: str) -> str:
+    """Return the message for a run of an earlier version, which is not resumed. Its weights are a model like any other.
+
+    run: its directory. sign: how it is recognized.
+    """
+    exports = [path.parent for path in run.glob("checkpoints/step_*/hf/config.json")]
+    newest = max(exports, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
+    anew = f"from its weights, model.path={newest}" if newest else "in another run.dir: it has exported no weights"
+    return (
+        f"the run is of an earlier version of rlctl ({sign}), whose checkpoints this one does not resume; "
+        f"to begin anew {anew}"
+    )
