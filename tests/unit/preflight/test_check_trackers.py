@@ -83,7 +83,7 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
         ("{name: wandb, project: {a: 1}}", ["project: must be text, not a section"]),
         ("{name: wandb, projet: a}", [
             "projet: unknown key; did you mean project?",
-            "project: not set, and has no default: Weights & Biases project, for example {name: wandb, project: "
+            "project: not set, and has no default: The Weights & Biases project, for example {name: wandb, project: "
             "arithmetic}",
         ]),
         ("{name: tensorboard, project: a}", ["project: unknown key; telemetry.trackers.0 has name"]),
@@ -92,7 +92,7 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
         ]),
         ("{name: 'mine.py:Nots', url: a}", ["name: mine.py defines no Nots; did you mean Notes?"]),
         ("{project: a}", [
-            "name: not set, and has no default: tensorboard, wandb, or yours: module:Class or file.py:Class, called "
+            "name: not set, and has no default: tensorboard, wandb, or a class: module:Class or file.py:Class. The class is called "
             "with the run directory, the config and the further keys of its entry",
         ]),
         ("3", [": must be a section of `key: value`, not 3"]),

@@ -24,7 +24,7 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         # Keys.
         ("grpo.num_step=3", "unknown key; did you mean num_steps?"),
         ("trainer.lr=1e-5", "unknown key; it belongs at trainer.optimizer.lr"),
-        ("num_steps=3", "unknown key; it belongs at grpo.num_steps or sft.num_steps"),
+        ("num_steps=3", "unknown key; it belongs at grpo.num_steps"),
         ("rewards.0.wieght=1", "unknown key; did you mean weight?"),
         ("temprature=1", "unknown key; did you mean generation.temperature?"),
         ("optimizer.lr=1e-5", "optimizer: unknown key; it belongs at trainer.optimizer"),
@@ -136,9 +136,9 @@ def test_a_recipe_that_is_wrong_is_one_line_with_file_and_line(
 def test_what_has_no_default_must_be_set(home: Path) -> None:
     (home / "x.yaml").write_text("defaults: grpo.yaml\ndata: {train: {path: train.jsonl}}\n")
     assert problems("grpo", "x.yaml") == [
-        "x.yaml: model.path: not set, and has no default: Hugging Face folder or hub name of a Llama, Qwen2, Qwen3 or "
-        "Qwen3-MoE causal LM",
-        "x.yaml: rewards: not set, and has no default: rewards, summed by weight; one of them "
+        "x.yaml: model.path: not set, and has no default: A Hugging Face folder, or the hub name, of a Llama, Qwen2, "
+        "Qwen3 or Qwen3-MoE causal language model",
+        "x.yaml: rewards: not set, and has no default: The rewards, summed by weight. One of them "
         "decides what is right (correct_at)",
     ]
 
