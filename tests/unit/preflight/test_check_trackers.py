@@ -92,8 +92,8 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
         ]),
         ("{name: 'mine.py:Nots', url: a}", ["name: mine.py defines no Nots; did you mean Notes?"]),
         ("{project: a}", [
-            "name: not set, and has no default: tensorboard, wandb, or a class: module:Class or file.py:Class. The class is called "
-            "with the run directory, the config and the further keys of its entry",
+            "name: not set, and has no default: tensorboard, wandb, or a class: module:Class or file.py:Class. The "
+            "class is called with the run directory, the config and the further keys of its entry",
         ]),
         ("3", [": must be a section of `key: value`, not 3"]),
     ],
