@@ -158,7 +158,7 @@ class RefitBench(Bench):
             forced_lengths=None,
         )
         slot = self.placement.engines[index]
-        shared = self.placement.beside(slot) if "ipc" in self.kinds else ()
+        shared = self.placement.peer_devices(slot) if "ipc" in self.kinds else ()
         env = environment(self.placement.device, self._visible(slot.devices), self._visible(shared))
         return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{logs}/engine-{index}.log", threads=4))
 

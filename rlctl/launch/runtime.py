@@ -58,8 +58,8 @@ class Allocation:
         return self._named(slot, slot.devices)
 
     def beside(self, slot: PlacementSlot) -> list[str]:
-        """Return the GPUs of `Placement.beside`, named likewise."""
-        return self._named(slot, self.placement.beside(slot))
+        """Return the GPUs of `Placement.peer_devices`, named likewise."""
+        return self._named(slot, self.placement.peer_devices(slot))
 
     def environment(self, slot: PlacementSlot) -> dict[str, str]:
         """Return the variables by which a process in the slot is reached from other nodes."""

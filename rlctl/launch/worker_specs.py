@@ -54,7 +54,7 @@ def trainer_specs(
     profile = ProfileSpec(str(session.run_dir.path / "profile"), *updates) if updates else None
     specs = []
     for rank, slot in enumerate(placement.trainers):
-        ranks_there, engines_there = placement.standing_on(slot.node)
+        ranks_there, engines_there = placement.processes_on(slot.node)
         threads = resolved.trainer_threads(allocation.cores(slot), ranks_there, engines_there)
         spec = TrainerSpec(
             config=replace(

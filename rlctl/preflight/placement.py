@@ -96,11 +96,11 @@ class Placement:
         """Indices of the nodes that have processes."""
         return sorted({slot.node for slot in (*self.trainers, *self.engines)})
 
-    def standing_on(self, node: int) -> tuple[int, int]:
+    def processes_on(self, node: int) -> tuple[int, int]:
         """Return the numbers of ranks and of engines on a node."""
         return sum(slot.node == node for slot in self.trainers), sum(slot.node == node for slot in self.engines)
 
-    def beside(self, slot: PlacementSlot) -> tuple[int, ...]:
+    def peer_devices(self, slot: PlacementSlot) -> tuple[int, ...]:
         """Return the devices of the slot's node that trainer ranks have and the slot does not."""
         there = {index for other in self.trainers if other.node == slot.node for index in other.devices}
         return tuple(sorted(there - set(slot.devices)))
@@ -112,7 +112,7 @@ class Placement:
 
     def cpus_on(self, node: int) -> float:
         """Return the number of CPUs to reserve on a node; none where GPUs are."""
-        return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.standing_on(node))
+        return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.processes_on(node))
 
 
 def place(rooms: Sequence[NodeResources], resources: ResourceRequest, device: Device | None = None) -> Placement:

