@@ -1,19 +1,25 @@
-"""Which device each part stands on."""
+"""Node and device of each process, and the transport that follows from them."""
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlctl.config.schema import GrpoConfig
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.worker_specs import engine_slots
 from rlctl.preflight.load import load
 from rlctl.preflight.placement import (
     NodeResources,
+    PlacementError,
     PlacementSlot,
     ResourceRequest,
     Strategy,
     place,
+    resources,
     this_machine,
+    transport_of,
     usual_transport,
 )
 from rlctl.utils.devices import count_gpus
@@ -160,7 +166,7 @@ def test_an_engine_sees_the_devices_of_its_node_that_it_reads_from(monkeypatch: 
     slots = engine_slots(config, Allocation(shared, [None], lambda prefix, root: ""), WAITS)
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["6,3", "3,6"]
     nodes = place([NodeResources("a", 2), NodeResources("b", 2)], ResourceRequest(ranks=2, engines=2, colocated=False))
-    assert [nodes.beside(slot) for slot in nodes.engines] == [(), ()]
+    assert [nodes.peer_devices(slot) for slot in nodes.engines] == [(), ()]
 
 
 @pytest.mark.parametrize(
@@ -184,3 +190,28 @@ def test_weights_go_by_what_was_measured_to_be_fastest(
 
 def test_on_a_cpu_weights_go_through_shared_memory() -> None:
     assert usual_transport(place([NodeResources("", 0, 4.0)], ResourceRequest(2, 2), "cpu"), 2) == "shm"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "shared", "transport"),
+    [
+        ("grpo-qwen3-0.6b-1gpu", 1, True, "ipc"),
+        ("grpo-qwen3-0.6b-2gpu", 2, False, "ipc"),
+        ("grpo-tiny", 0, True, "shm"),
+    ],
+)
+def test_a_recipe_uses_as_many_gpus_as_its_name_says(recipe: str, gpus: int, shared: bool, transport: str) -> None:
+    config = load("grpo", recipe, []).config
+    assert isinstance(config, GrpoConfig)
+    placement = place(this_machine(gpus), resources(config))
+    assert (placement.all_devices, placement.shared) == (max(1, gpus), shared)
+    assert transport_of(config, placement) == transport
+
+
+def test_a_transport_that_stays_on_a_node_is_refused_over_several(home: Path) -> None:
+    config = load("grpo", "grpo.recipe.yaml", ["refit.transport=ipc", "placement.colocated=false"]).config
+    assert isinstance(config, GrpoConfig)
+    nodes = [NodeResources("a", 1), NodeResources("b", 1)]
+    message = "refit.transport=ipc stays on a node, the run is on a, b: broadcast, or auto"
+    with pytest.raises(PlacementError, match=message):
+        transport_of(config, place(nodes, resources(config)))
