@@ -83,7 +83,7 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
         ("{name: wandb, project: {a: 1}}", ["project: must be text, not a section"]),
         ("{name: wandb, projet: a}", [
             "projet: unknown key; did you mean project?",
-            "project: not set, and has no default: The Weights & Biases project, for example {name: wandb, project: "
+            "project: not set, and has no default: Only for wandb: the project, for example {name: wandb, project: "
             "arithmetic}",
         ]),
         ("{name: tensorboard, project: a}", ["project: unknown key; telemetry.trackers.0 has name"]),
