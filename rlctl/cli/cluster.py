@@ -12,7 +12,7 @@ from rlctl.cli.output import FAILED, OK, console, examples, explained
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from rlctl.cluster.state import ClusterState, ClusterStore
+    from rlctl.cluster.state import ClusterState
 
 app = typer.Typer(
     help="Start, show and stop Ray clusters: on this machine, over ssh, on Slurm, on Kubernetes.", no_args_is_help=True
@@ -61,9 +61,9 @@ def up(
     config = load_cluster(cluster or "local", overrides)
     if dry_run:
         with explained():
-            from rlctl.cluster.lifecycle import shown
+            from rlctl.cluster.lifecycle import dry_run as submitted
 
-            typer.echo(shown(config, job), nl=False)
+            typer.echo(submitted(config, job), nl=False)
         return
     if job is not None:
         raise ConfigError([Problem("--job", "", "goes with --dry-run: pipe what it prints into kubectl create -f -")])
@@ -74,9 +74,9 @@ def up(
     for warning in started.warnings:
         progress.say("warning", warning)
     what = "is up already" if started.already else "is up"
-    if started.again:
-        what = f"has {', '.join(started.again)} again"
-    typer.echo(f"{started.state.name} {what}: {summary(started.state, started.seen)}")
+    if started.repaired:
+        what = f"has {', '.join(started.repaired)} again"
+    typer.echo(f"{started.state.name} {what}: {summary(started.state, started.status)}")
     if started.already and overrides:
         progress.say("warning", f"overrides change nothing: rlctl cluster down {started.state.name} first")
     typer.echo(next_steps(started.state))
@@ -91,11 +91,11 @@ def status(
     """Show the nodes of a cluster, what is free, what listens and what is wrong. Exit code 1 unless it is up."""
     with explained():
         from rlctl.cli.cluster_view import render
-        from rlctl.cluster.status import as_dict, look
+        from rlctl.cluster.status import as_dict, cluster_status
 
-        store, state = _find(name)
+        state = _find(name)
         while True:
-            seen = look(store, state)
+            seen = cluster_status(state)
             if as_json:
                 typer.echo(json.dumps(as_dict(state, seen)))
             else:
@@ -118,7 +118,7 @@ def down(
     from rlctl.cli.cluster_view import Progress
 
     with explained(), Progress() as progress:
-        from rlctl.cluster.down import take_down
+        from rlctl.cluster.lifecycle import take_down
 
         state = take_down(name or _only(), progress.say, forget)
     typer.echo(f"{state.name} is down")
@@ -162,20 +162,19 @@ def env(name: Name = "") -> None:
     with explained():
         from rlctl.cluster.launcher import launcher_of
 
-        store, state = _find(name)
-        for key, value in launcher_of(state.kind).environment(store, state).items():
+        state = _find(name)
+        for key, value in launcher_of(state).environment(state).items():
             typer.echo(f"export {key}={shlex.quote(value)}")
 
 
-def _find(name: str) -> "tuple[ClusterStore, ClusterState]":
-    from rlctl.cluster.down import not_up
-    from rlctl.cluster.state import ClusterStore, NoSuchCluster
+def _find(name: str) -> "ClusterState":
+    from rlctl.cluster.state import ClusterStore, NoSuchCluster, not_up
 
     store = ClusterStore(name or _only())
     state = store.load()
     if state is None:
         raise NoSuchCluster(not_up(store.name))
-    return store, state
+    return state
 
 
 def _only(or_any: bool = False) -> str:

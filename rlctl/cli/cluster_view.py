@@ -53,7 +53,7 @@ def next_steps(state: ClusterState) -> str:
     steps = [(f"rlctl cluster status {state.name}", "what it has and has free")]
     if state.dashboard:
         steps.append((f"rlctl train grpo --cluster {state.name}", "a run that lives on it"))
-    dashboard = launcher_of(state.kind).dashboard(state)
+    dashboard = launcher_of(state).dashboard(state)
     if dashboard:
         steps.append(dashboard)
     if dashboard or not state.head.host:
@@ -78,7 +78,7 @@ def render(state: ClusterState, seen: ClusterStatus) -> RenderableType:
         ]
     elif seen.head_alive and seen.nodes[0].facts:
         parts += [Text(""), Text("everything listens on loopback alone", style="dim")]
-    dashboard = launcher_of(state.kind).dashboard(state)
+    dashboard = launcher_of(state).dashboard(state)
     if state.head.host and dashboard and seen.head_alive:
         parts += [Text(""), Text.assemble(("dashboard: ", "bold"), dashboard[0])]
     if seen.runs:

@@ -68,7 +68,7 @@ def train_there(
     from rlctl.preflight.plan import make_plan
 
     config = composed.config
-    plan = make_plan(config, sizes_of(config.model.path), target.gpus, target.device_memory, target.rooms())
+    plan = make_plan(config, sizes_of(config.model.path), target.gpus, target.device_memory, target.free_resources())
     if dry_run:
         show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
     short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None

@@ -1,7 +1,7 @@
-"""Runs a program of `remote_scripts/` on a machine, this one or another, and brings back its answer.
+"""Programs of `remote_scripts/` that run on a machine, this one or another, and the ways to reach it.
 
 The program's source and its request go through the standard input of a Python there: nothing need be installed for
-it, and what is secret in a request (the token) stands on no command line and in no file of ours.
+it, and a secret in a request (the token) is on no command line and in no file of ours.
 """
 
 import json
@@ -10,24 +10,55 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _PROGRAMS = Path(__file__).parent / "remote_scripts"
 _SHARED = re.compile(r"^from rlctl\.cluster\.remote_scripts\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
-# From being asked to end until it is made to.
-_ENDS_S = 3.0
+# Time that a link has to end by itself before it is killed.
+_TERM_S = 3.0
 _RUN = """
+import json
 try:
-    reply = run(json.loads({request!r}))
+    reply = {function}(json.loads({request!r}))
 except Exception as error:
     reply = {{"error": "%s: %s" % (type(error).__name__, error)}}
 print({mark!r} + json.dumps(reply), flush=True)
 """
+# Complaints of a link and their remedies; of several complaints the first in this order counts.
+_SSH_REMEDIES = {
+    "Permission denied": "key not accepted: try `ssh {host}` by hand, add your key with ssh-copy-id or ssh-add",
+    "IDENTIFICATION HAS CHANGED": "host key changed: if that is right, ssh-keygen -R its name; ssh says more by hand",
+    "Host key verification failed": "host key not known: run `ssh {host}` once by hand and accept it",
+    "Could not resolve": "no such host: check the name, or add it to ~/.ssh/config",
+    "Connection refused": "nothing answers at its ssh port: is sshd running there?",
+    "timed out": "not reachable within the time for connecting",
+    "No route to host": "not reachable: no route to it",
+    "Network is unreachable": "not reachable: the network is down",
+    "kex_exchange_identification": "its sshd took no more connections (MaxStartups): try again, or raise it there",
+    "not responding": "the connection broke off: it no longer answers",
+    "Connection reset": "the connection broke off: see `ssh {host}`",
+    "Broken pipe": "the connection broke off: see `ssh {host}`",
+    "Connection closed": "closed the connection: see `ssh {host}`",
+    "closed by remote host": "closed the connection: see `ssh {host}`",
+}
+_SRUN_REMEDIES = {
+    "Invalid job id": "its job has ended",
+    "already completing or completed": "its job has ended",
+    "Unable to contact slurm controller": "Slurm's controller does not answer: see `scontrol ping`",
+    "Unable to confirm allocation": "its job has ended, or Slurm's controller does not answer: see `squeue --me`",
+    "Requested node configuration is not available": "its job no longer has this node",
+    "Unable to create step": "Slurm gives its job no further step: see `scontrol show job`",
+}
+_KUBECTL_REMEDIES = {
+    'cannot create resource "pods/exec"': "you may not run programs in its pods (pods/exec)",
+    "NotFound": "its pod is gone",
+    "dial tcp": "no cluster answers: see `kubectl cluster-info`",
+}
 
 
 class HostError(Exception):
@@ -35,44 +66,31 @@ class HostError(Exception):
 
 
 @dataclass(frozen=True)
-class Link:
-    """How another machine is reached. command: what stands before a command there.
-
-    shell: a shell there reads the command, as one text. says: (words in the link's own complaints, what a person does
-    about it). fails: the exit code that only a link that failed ends with; None: it has none of its own. hides: the
-    beginning of the names of variables that would lead the link astray, and those names that it needs all the same.
-    """
-
-    command: tuple[str, ...]
-    shell: bool
-    says: tuple[tuple[str, str], ...]
-    fails: int | None = None
-    hides: tuple[str, tuple[str, ...]] | None = None
-
-    def environment(self) -> dict[str, str] | None:
-        """Of the link's process; None: ours."""
-        return None if self.hides is None else visible(*self.hides)
-
-
-@dataclass(frozen=True)
 class Host:
-    """A machine. link: None for this one. setup: lines of shell that are run there before its Python."""
+    """A machine to run programs on."""
 
     name: str
     python: str = sys.executable
-    link: Link | None = None
+    # Command that runs another command there; empty for this machine.
+    link: tuple[str, ...] = ()
+    # True if a shell there reads the command, as one text.
+    shell: bool = False
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    # Exit code that only a failed link ends with; None if the link has none of its own.
+    link_failed: int | None = None
+    # Returns the environment of the link's process; None: this process's environment.
+    environment: Callable[[], dict[str, str]] | None = None
+    # Lines of shell that run there before Python.
     setup: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """A Python there that reads its program from the standard input."""
-        if self.link is None:
+        """Return the command for a Python there that reads its program from the standard input."""
+        if not self.link:
             return [self.python, "-"]
-        text = f"{shown(self.python)} -"
+        text = f"{quoted_path(self.python)} -"
         if self.setup:
             text = "\n".join(["{", *self.setup, "} </dev/null >&2", f"exec {text}"])
-        if self.link.shell:
-            return [*self.link.command, text]
-        return [*self.link.command, "bash", "-c", text]
+        return [*self.link, text] if self.shell else [*self.link, "bash", "-c", text]
 
     def run(
         self,
@@ -81,11 +99,14 @@ class Host:
         deadline_s: float,
         running: "set[subprocess.Popen[str]] | None" = None,
     ) -> dict[str, Any]:
-        """Return the answer of run(request) in remote_scripts/PROGRAM.py. Raises HostError.
+        """Return the answer of a program to a request. Raises HostError.
 
-        running: holds the process meanwhile.
+        program: `check.run` is the function `run` of `remote_scripts/check.py`. running: holds the process meanwhile.
         """
-        process = self._started()
+        try:
+            process = self._start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        except FileNotFoundError as error:
+            raise HostError(f"{error.filename} is not installed on this machine") from None
         held = running if running is not None else set()
         held.add(process)
         try:
@@ -97,150 +118,148 @@ class Host:
             held.discard(process)
         answers = [line for line in output.splitlines() if line.startswith(_MARK)]
         if not answers:
-            raise HostError(self._why(errors, process.returncode))
+            raise HostError(self._explain(errors, process.returncode))
         reply: dict[str, Any] = json.loads(answers[-1].removeprefix(_MARK))
         if "error" in reply:
             raise HostError(reply["error"])
         return reply
 
     def follow(self, program: str, request: dict[str, Any], stdout: int | None = None) -> "subprocess.Popen[str]":
-        """The program with its output on ours, or a pipe, line by line, until it or this process ends."""
-        process = subprocess.Popen(
-            self.command(),
-            stdin=subprocess.PIPE,
-            stdout=stdout,
-            stderr=None if stdout is None else subprocess.DEVNULL,
-            start_new_session=True,
-            text=True,
-            env=self._environment(),
-        )
+        """Start a program that prints line by line, to our output or a pipe, until it or this process ends."""
+        process = self._start(stdout=stdout, stderr=None if stdout is None else subprocess.DEVNULL)
         assert process.stdin
-        process.stdin.write(script(program, request, answer=False))
+        file, _, function = program.partition(".")
+        text = f"{program_text(file)}\nimport json\n{function}(json.loads({json.dumps(request)!r}))\n"
+        process.stdin.write(text)
         process.stdin.close()
         return process
 
-    def _environment(self) -> dict[str, str] | None:
-        return self.link.environment() if self.link else None
+    def _start(self, **streams: Any) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            self.command(),
+            stdin=subprocess.PIPE,
+            # Ctrl-C is this process's to handle, so that no host is left half-way.
+            start_new_session=True,
+            text=True,
+            errors="replace",
+            env=self.environment() if self.environment else None,
+            **streams,
+        )
 
-    def _started(self) -> "subprocess.Popen[str]":
-        try:
-            # In a session of its own: Ctrl-C is this process's to handle, so that no host is left half-way.
-            return started(self.command(), self._environment())
-        except FileNotFoundError as error:
-            raise HostError(f"{error.filename} is not installed on this machine") from None
-
-    def _why(self, errors: str, code: int) -> str:
-        if self.link is not None and code == (code if self.link.fails is None else self.link.fails):
-            for words, meaning in self.link.says:
-                if words in errors:
-                    return meaning
+    def _explain(self, errors: str, code: int) -> str:
+        """Return why a program gave no answer, in a line."""
+        if self.link and self.link_failed in (None, code) and (remedy := remedy_of(errors, self.remedies)):
+            return remedy.format(host=self.name)
         if "SyntaxError" in errors:
             return f"wrong Python: {self.python} is too old to run a check; set python=..., 3.11 or newer"
         if code == 127 or "No such file" in errors:
             return f"no Python there: {self.python} not found; set python=... to one that has ray and rlctl"
-        said = [line.strip() for line in errors.splitlines() if line.strip()]
-        return said[-1] if said else f"ended with exit code {code} and said nothing"
+        return last_line(errors) or f"ended with exit code {code} and said nothing"
 
 
-def answer(
-    command: Sequence[str], deadline_s: float, stdin: str = "", environment: Mapping[str, str] | None = None
-) -> "subprocess.CompletedProcess[str]":
-    """What it printed, and its exit code. Raises TimeoutExpired, FileNotFoundError.
-
-    In a session of its own: Ctrl-C is this process's to handle.
-    """
-    process = started(command, environment)
-    try:
-        out, err = process.communicate(stdin, timeout=deadline_s)
-    finally:
-        process.kill()
-        process.wait()
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str]) -> Host:
+    """Return a host that is reached with the user's own ssh, which gives up on a silent one."""
+    alive = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+    command = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *alive, *options)
+    return Host(name, python, (*command, "--", name), shell=True, remedies=_SSH_REMEDIES, link_failed=255)
 
 
-def started(command: Sequence[str], environment: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
-    """The command with pipes to its three streams, in a session of its own. Raises FileNotFoundError."""
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        text=True,
-        errors="replace",
-        env=environment,
-    )
+def slurm_host(name: str, python: str, job: str, setup: list[str]) -> Host:
+    """Return a node of a job, reached by a step that overlaps the running ones and asks for no resources."""
+    options = (f"--jobid={job}", f"--nodelist={name}", "--nodes=1", "--ntasks=1", "--mem=0", "--chdir=/")
+    link = ("srun", "--overlap", "--quiet", *options, "--")
+    return Host(name, python, link, remedies=_SRUN_REMEDIES, environment=slurm_environment, setup=tuple(setup))
 
 
-def visible(hidden: str, kept: tuple[str, ...]) -> dict[str, str]:
-    """This process's environment without the variables whose names begin so, but for those that are kept."""
-    return {name: value for name, value in os.environ.items() if name in kept or not name.startswith(hidden)}
+def pod_host(name: str, python: str, context: str, namespace: str) -> Host:
+    """Return a pod that is reached with the user's own kubectl."""
+    link = (*kubectl_command(context, namespace), "exec", "--stdin", "--quiet", name, "--")
+    return Host(name, python, link, remedies=_KUBECTL_REMEDIES)
 
 
-def shown(python: str) -> str:
-    """An interpreter's path as a shell takes it, which fills in the home there."""
+def slurm_environment() -> dict[str, str]:
+    """Return this process's environment without the variables that would point Slurm's commands at another job."""
+    return {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or name[:6] != "SLURM_"}
+
+
+def kubectl_command(context: str, namespace: str) -> list[str]:
+    """Return kubectl with its context and namespace, each empty for kubectl's own choice."""
+    chosen = {"context": context, "namespace": namespace}
+    return ["kubectl", *(f"--{option}={value}" for option, value in chosen.items() if value)]
+
+
+def remedy_of(errors: str, remedies: Mapping[str, str]) -> str | None:
+    """Return the remedy of the first complaint in `remedies` that a command made."""
+    return next((remedy for words, remedy in remedies.items() if words.lower() in errors.lower()), None)
+
+
+def last_line(errors: str) -> str:
+    """Return the last line that a command wrote."""
+    return next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), "")
+
+
+def quoted_path(python: str) -> str:
+    """Return an interpreter's path quoted for a shell, which still expands a leading ~/ there."""
     return f"~/{shlex.quote(python[2:])}" if python.startswith("~/") else shlex.quote(python)
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """Ends a link, and with it what runs behind it: asked first, so that it can tell the other side."""
+    """End a link, and with it what runs behind it: asked first, so that it can tell the other side."""
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(timeout=_ENDS_S)
+            process.wait(timeout=_TERM_S)
         except subprocess.TimeoutExpired:
             process.kill()
     process.wait()
 
 
-def script(program: str, request: dict[str, Any], answer: bool = True) -> str:
-    """The program and its request as they go through the standard input."""
-    source = whole(program)
-    if not answer:
-        return f"{source}\nrun(json.loads({json.dumps(request)!r}))\n"
-    return source + _RUN.format(request=json.dumps(request), mark=_MARK)
+def script(program: str, request: dict[str, Any]) -> str:
+    """Return a program with its request, as they go through the standard input."""
+    file, _, function = program.partition(".")
+    return program_text(file) + _RUN.format(function=function, request=json.dumps(request), mark=_MARK)
 
 
-def whole(program: str) -> str:
-    """A program that needs none of its neighbours: what it imports of its folder stands in it."""
-    return _SHARED.sub(lambda found: _source(found[1]), _source(program))
+def program_text(file: str) -> str:
+    """Return the source of a file of programs, with the neighbours that it imports in the place of their imports."""
 
+    def source(name: str) -> str:
+        return (_PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
 
-def _source(program: str) -> str:
-    return (_PROGRAMS / f"{program}.py").read_text(encoding="utf-8")
+    return _SHARED.sub(lambda found: source(found[1]), source(file))
 
 
 class HostCalls:
-    """Several hosts asked at the same time: (host, program, request) each, in threads of their own."""
+    """Programs that run on several hosts at the same time: (host, program, request) each, in threads of their own.
 
-    def __init__(self, asked: Iterable[tuple[Host, str, dict[str, Any]]], deadline_s: float) -> None:
-        listed = list(asked)
+    Leaving the block abandons what still runs, or with `finish` waits for it.
+    """
+
+    def __init__(
+        self, calls: Iterable[tuple[Host, str, dict[str, Any]]], deadline_s: float, finish: bool = False
+    ) -> None:
+        calls = list(calls)
+        self._finish = finish
         self._running: set[subprocess.Popen[str]] = set()
-        self._threads = ThreadPoolExecutor(max(1, min(64, len(listed))))
+        self._threads = ThreadPoolExecutor(max(1, min(64, len(calls))))
         self._futures = {
             self._threads.submit(host.run, program, request, deadline_s, self._running): index
-            for index, (host, program, request) in enumerate(listed)
+            for index, (host, program, request) in enumerate(calls)
         }
 
+    def __enter__(self) -> "HostCalls":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=self._finish, cancel_futures=True)
+        if not self._finish:
+            for process in list(self._running):
+                process.terminate()
+
     def answers(self) -> "Iterator[tuple[int, dict[str, Any] | HostError]]":
-        """(place in what was asked, answer), as they come."""
+        """Yield (index of the call, answer) in completion order."""
         for future in as_completed(self._futures):
             error = future.exception()
             if error is not None and not isinstance(error, HostError):
                 raise error
             yield self._futures[future], error if error is not None else future.result()
-
-    def in_order(self) -> "list[dict[str, Any] | HostError]":
-        """Every answer, once all are there."""
-        answers = dict(self.answers())
-        return [answers[index] for index in range(len(answers))]
-
-    def finish(self) -> None:
-        """Wait for those that run, and start no more."""
-        self._threads.shutdown(cancel_futures=True)
-
-    def cancel(self) -> None:
-        """Stop asking."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for process in list(self._running):
-            process.terminate()

@@ -1,17 +1,20 @@
-"""What differs from one kind of cluster to the next, behind one interface.
+"""The interface that each kind of cluster fulfils, and the status that it reports.
 
 A kind is a row of `_KINDS` and a class; `up`, `down`, `status` and `logs` know no kind by name.
 """
 
 import importlib
+import shlex
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore
+from rlctl.config.cluster_schema import ClusterConfig
 
-# How a command speaks while it works: (sign, text), the sign one of ok, bad, warning, doing.
+# Reports progress: (sign, text), the sign one of ok, bad, warning, doing.
 Say = Callable[[str, str], None]
 _KINDS = {
     "local": "rlctl.cluster.machines.launcher:MachineLauncher",
@@ -21,43 +24,37 @@ _KINDS = {
 }
 
 
-@dataclass
-class PreparedCluster:
-    """A cluster of which nothing runs yet. start: brings it up and returns warnings, keeping the state's file true."""
-
-    state: ClusterState
-    start: Callable[[], list[str]]
-    warnings: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class LogPlace:
-    """Where a node's logs are: below `folder` on `host` while it lives, else in `keep` (None: at home there)."""
+    """Where a node's logs are."""
 
     node: str
+    # Folder on `host` while the node lives.
     folder: str
     host: Host
+    # Folder of the logs that it left; None: at home there.
     keep: str | None
 
 
 @dataclass
 class NodeStatus:
-    """A node: its processes (alive), what its host has (facts), what Ray gives out there in all and has free.
-
-    unreachable: why its host could not be asked; empty where it was.
-    """
+    """A node now."""
 
     node: ClusterNode
+    # True if its first process runs.
     alive: bool = False
+    # Why its host could not be asked; empty where it was.
     unreachable: str = ""
+    # Facts about its host, from `remote_scripts/node.py`.
     facts: dict[str, Any] = field(default_factory=dict)
     in_ray: bool = False
+    # Resources that Ray gives out there, by name, in all and free.
     total: dict[str, float] = field(default_factory=dict)
     free: dict[str, float] = field(default_factory=dict)
 
     @property
     def condition(self) -> str:
-        """In a word."""
+        """One of unreachable, gone, not joined, up."""
         if self.unreachable:
             return "unreachable"
         if not self.alive:
@@ -67,13 +64,13 @@ class NodeStatus:
 
 @dataclass
 class ClusterStatus:
-    """A cluster, the head first. warnings: what is wrong or may go wrong, a line each.
+    """A cluster now."""
 
-    runs: that work on it now, as `jobs/head.py` tells of them.
-    """
-
+    # The head first.
     nodes: list[NodeStatus]
+    # What is wrong or may go wrong, a line each.
     warnings: list[str]
+    # Runs that work on it, as `jobs/head_agent.py` describes them.
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -82,45 +79,72 @@ class ClusterStatus:
 
     @property
     def condition(self) -> str:
-        """up; partly up: nodes are missing; unreachable or gone: the head is."""
-        if not self.nodes[0].alive:
+        """One of up; partly up: nodes are missing; unreachable or gone: the head is."""
+        if not self.head_alive:
             return self.nodes[0].condition
         return "up" if all(node.condition == "up" for node in self.nodes) else "partly up"
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """A kind of cluster. Every method raises ClusterError for what keeps it from its work."""
 
-    def prepare(self, config: Any, store: ClusterStore, say: Say) -> PreparedCluster:
-        """Checks what can be checked before anything is started; writes the token."""
+    def __init__(self, store: ClusterStore, say: Say) -> None:
+        self._store, self._say = store, say
 
-    def dry_run(self, config: Any, store: ClusterStore, job: str | None) -> str:
-        """What would be submitted, as it would be; nothing is written. job: an rlctl command that it is all for."""
+    @abstractmethod
+    def prepare(self, config: Any) -> tuple[ClusterState, list[str]]:
+        """Check what can be checked before anything is started; return the state of what is to be, and warnings."""
 
-    def look(self, store: ClusterStore, state: ClusterState) -> ClusterStatus:
-        """The cluster now."""
+    @abstractmethod
+    def start(self, config: Any, state: ClusterState) -> list[str]:
+        """Bring up what was prepared, keeping the state's file true; return warnings."""
 
-    def glance(self, state: ClusterState) -> str:
-        """Its condition in a word, without asking its nodes."""
+    @abstractmethod
+    def dry_run(self, config: Any, job: str | None) -> str:
+        """Return what would be submitted, and write nothing. job: an rlctl command that it is all for."""
 
-    def mend(self, config: Any, store: ClusterStore, state: ClusterState, seen: ClusterStatus, say: Say) -> list[str]:
-        """Starts nodes anew that a standing cluster has lost, and returns their names; the rest stays as it is."""
+    @abstractmethod
+    def status(self, state: ClusterState) -> ClusterStatus:
+        """Return the cluster's status now, without its runs."""
 
-    def stop(self, store: ClusterStore, state: ClusterState, say: Say) -> list[str]:
-        """Ends all of it and returns the names of what could not be cleared, to which `state` is cut down."""
+    @abstractmethod
+    def quick_condition(self, state: ClusterState) -> str:
+        """Return the condition of a cluster that came up, without asking its nodes."""
 
-    def logs(self, store: ClusterStore, state: ClusterState) -> list[LogPlace]:
-        """Where the nodes' logs are."""
+    def repair(self, config: Any, state: ClusterState, status: ClusterStatus) -> list[str]:
+        """Start the nodes again that a cluster has lost, and return their names; the others are left alone.
 
-    def environment(self, store: ClusterStore, state: ClusterState) -> dict[str, str]:
-        """What a Ray program of this machine needs in its environment to find the cluster."""
+        Nothing to do where the scheduler brings nodes back itself, or has given their place away.
+        """
+        return []
+
+    @abstractmethod
+    def stop(self, state: ClusterState) -> list[str]:
+        """End all of it and return the names of what could not be cleared, to which `state` is cut down."""
+
+    @abstractmethod
+    def logs(self, state: ClusterState) -> list[LogPlace]:
+        """Return where the nodes' logs are."""
+
+    def environment(self, state: ClusterState) -> dict[str, str]:
+        """Return what a Ray program of this machine needs in its environment to find the cluster."""
+        self._store.check_token(state)
+        found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._store.token_path)}
+        if state.dashboard:
+            found["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{state.dashboard}"
+        return found
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
-        """(command, what it does) that opens the dashboard, where there is one."""
+        """Return (command, what it does) that opens the dashboard on this machine; None where there is none."""
+        if not state.dashboard:
+            return None
+        forward = f"{state.dashboard}:127.0.0.1:{state.dashboard}"
+        command = f"ssh -N -L {forward} {shlex.join([*state.ssh_options, state.head.host])}"
+        return command, f"the dashboard, at http://127.0.0.1:{state.dashboard}"
 
 
-def launcher_of(kind: str) -> Launcher:
-    """The launcher of a kind."""
-    module, _, name = _KINDS[kind].partition(":")
-    launcher: Launcher = getattr(importlib.import_module(module), name)()
+def launcher_of(cluster: ClusterConfig | ClusterState, say: Say = lambda *_: None) -> Launcher:
+    """Return the launcher of a cluster's kind."""
+    module, _, name = _KINDS[cluster.kind].partition(":")
+    launcher: Launcher = getattr(importlib.import_module(module), name)(ClusterStore(str(cluster.name)), say)
     return launcher

@@ -1,95 +1,116 @@
-"""`rlctl cluster up`: checks every host, then starts the head, then the other nodes; or leaves nothing behind.
+"""`rlctl cluster up` and `down`.
 
-What stands already is left as it is, but for nodes that are gone: they are started anew. When a required host fails or
-Ctrl-C comes, what this call has started is stopped again.
+`up` checks every host, then starts the head, then the other nodes; or leaves nothing behind. A cluster that is up is
+left as it is, but nodes that it has lost are started again. When a required host fails or Ctrl-C comes, what this
+call has started is stopped again. `down` ends every node, the head last, and keeps nothing but logs.
 """
 
 from dataclasses import dataclass, field
 
 from rlctl.cluster.launcher import ClusterStatus, Say, launcher_of
-from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore
-from rlctl.cluster.status import look
+from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster, not_up
+from rlctl.cluster.status import cluster_status
 from rlctl.config.cluster_schema import ClusterConfig
 from rlctl.run.interrupts import stop_signals, unhurried
 
 
 @dataclass
-class Started:
-    """What `bring_up` leaves. already: it stood before. again: nodes of it that were started anew.
-
-    seen: what Ray says of it.
-    """
+class UpResult:
+    """A cluster that is up."""
 
     state: ClusterState
-    seen: ClusterStatus
+    status: ClusterStatus
+    # True if it was up before.
     already: bool = False
-    again: list[str] = field(default_factory=list)
+    # Names of its nodes that were lost and started again.
+    repaired: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
-def bring_up(config: ClusterConfig, say: Say) -> Started:
-    """The cluster, standing. Raises ClusterError, with nothing left of what was started."""
-    assert config.name is not None
-    store = ClusterStore(config.name)
-    with store.alone(), stop_signals():
+def bring_up(config: ClusterConfig, say: Say) -> UpResult:
+    """Bring a cluster up. Raises ClusterError, with nothing left of what was started."""
+    store = ClusterStore(str(config.name))
+    with store.locked(), stop_signals():
         try:
-            return _standing(config, store, say) or _begin(config, store, say)
+            return _repair(config, store, say) or _begin(config, store, say)
         finally:
             if store.load() is None:
                 store.clear()
 
 
-def shown(config: ClusterConfig, job: str | None = None) -> str:
-    """What `bring_up` would submit; with a job, an rlctl command, what brings a cluster up for it alone.
+def dry_run(config: ClusterConfig, job: str | None = None) -> str:
+    """Return what `bring_up` would submit; with a job, an rlctl command, what brings a cluster up for it alone.
 
     Raises ClusterError for a kind that submits nothing, or knows no such jobs.
     """
-    return launcher_of(config.kind).dry_run(config, ClusterStore(str(config.name)), job)
+    return launcher_of(config).dry_run(config, job)
 
 
-def _standing(config: ClusterConfig, store: ClusterStore, say: Say) -> Started | None:
-    """The cluster if it stands already, its lost nodes started anew; what is left of one that does not is cleared."""
+def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
+    """Stop a cluster and return its state. Raises ClusterError while a host could not be cleared.
+
+    forget: let such a host go.
+    """
+    store = ClusterStore(name)
+    if not store.folder.is_dir() or store.load() is None:
+        raise NoSuchCluster(not_up(name))
+    with store.locked():
+        state = store.load()
+        if state is None:
+            raise NoSuchCluster(not_up(name))
+        left = launcher_of(state, say).stop(state)
+        if left and not forget:
+            state.phase = "stopping"
+            store.save(state)
+            again = f"once they answer, rlctl cluster down {name}; gone for good, --forget"
+            raise ClusterError(f"Ray may still run on {', '.join(left)}: {again}")
+        store.clear()
+    return state
+
+
+def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | None:
+    """Return the cluster if it is up, its lost nodes started again; clear what is left of one that is not."""
     state = store.load()
     if state is None:
         return None
+    launcher = launcher_of(state, say)
     if state.phase == "up":
-        seen = look(store, state)
-        if seen.head_alive:
-            again = launcher_of(state.kind).mend(config, store, state, seen, say)
-            seen = look(store, state) if again else seen
-            return Started(state, seen, already=True, again=again, warnings=seen.warnings)
-        head = seen.nodes[0]
+        status = cluster_status(state)
+        if status.head_alive:
+            repaired = launcher.repair(config, state, status)
+            status = cluster_status(state) if repaired else status
+            return UpResult(state, status, already=True, repaired=repaired, warnings=status.warnings)
+        head = status.nodes[0]
         if head.unreachable:
             forget = f"gone for good? rlctl cluster down {store.name} --forget"
             what = f"head {head.node.name}: {head.unreachable}; {forget}"
             raise ClusterError(what)
-        for warning in seen.warnings:
+        for warning in status.warnings:
             say("warning", warning)
-    say("warning", f"{store.name} stood before and its processes are gone or half started: clearing up")
-    if left := launcher_of(state.kind).stop(store, state, say):
+    say("warning", f"{store.name} was up before and its processes are gone or half started: clearing up")
+    if left := launcher.stop(state):
         raise ClusterError(f"{', '.join(left)} could not be cleared; try again: rlctl cluster down {store.name}")
     store.clear()
     return None
 
 
-def _begin(config: ClusterConfig, store: ClusterStore, say: Say) -> Started:
-    launcher = launcher_of(config.kind)
-    prepared = launcher.prepare(config, store, say)
-    state = prepared.state
+def _begin(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult:
+    launcher = launcher_of(config, say)
+    state, warnings = launcher.prepare(config)
     store.save(state)
     try:
-        lacking = prepared.start()
+        warnings += launcher.start(config, state)
         state.phase = "up"
         store.save(state)
-        seen = launcher.look(store, state)
-        if not seen.head_alive:
+        status = launcher.status(state)
+        if not status.head_alive:
             raise ClusterError(f"head {state.head.name} ended while the others started: see the logs above")
     except BaseException:
         with unhurried():
             say("doing", "stopping what was started")
-            if left := launcher.stop(store, state, say):
+            if left := launcher.stop(state):
                 say("warning", f"could not stop {', '.join(left)}; try again: rlctl cluster down {store.name}")
             else:
                 store.clear()
         raise
-    return Started(state, seen, warnings=[*prepared.warnings, *lacking, *seen.warnings])
+    return UpResult(state, status, warnings=[*warnings, *status.warnings])

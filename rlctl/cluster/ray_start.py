@@ -8,9 +8,12 @@ from rlctl.config.cluster_schema import OWN_PORTS, HostCluster, LocalCluster
 from rlctl.workers import ENVIRONMENT, LOOPBACK_ONLY
 
 LOOPBACK = "127.0.0.1"
+# Ray gives its own processes 30 s, a constant of its code, which a machine that is busy for a moment overruns.
+TOO_SLOW = "timed out during startup"
+NO_DASHBOARD = "no dashboard, no job API: install 'ray[default]' on the {where} for them"
 _MIN_STORE = 75 << 20
 _NO_METRICS = {name: ENVIRONMENT[name] for name in ENVIRONMENT if "metric" in name.lower()}
-# A lost host is known after about 10 s rather than Ray's minute; a node that is busy may stand still for as long.
+# A lost host is known after about 10 s rather than Ray's minute; a busy node may pause for as long.
 _FOR_HEAD = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
@@ -18,47 +21,45 @@ _FOR_HEAD = {
 }
 # A job that is stopped saves a checkpoint first; Ray would kill it after 3 s.
 _FOR_JOBS = {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
-# Ray's processes write how they feel every minute, and a person who follows the logs sees nothing else.
+# Ray's processes log event statistics every minute, which would hide everything else from a person who follows them.
 _NO_STATISTICS = {"RAY_event_stats_print_interval_ms": "0"}
 _FOR_NODES = ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
-# Of every node of every kind, beside the token.
+# Environment of every node of every kind, besides the token.
 NODE_ENVIRONMENT = {name: ENVIRONMENT[name] for name in _FOR_NODES} | _FOR_JOBS
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a node is to be: its host and what was found there."""
+    """Host that a node is to be started on, and facts that its check found."""
 
     name: str
     host: str
     address: str
+    # Folder below which the node's own folder will be.
     root: str
+    # Bytes of shared memory.
     shm: int
+    # True if the host can serve Ray's dashboard and job API.
     dashboard: bool
 
 
 def is_loopback(address: str) -> bool:
-    """Whether other machines cannot reach it."""
+    """Return True if other machines cannot reach the address."""
     return address.startswith("127.") or address == "::1"
 
 
 def joined(address: str, port: int) -> str:
-    """host:port, with brackets where the host is an IPv6 address."""
+    """Return host:port, with brackets where the host is an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def driver_environment(loopback: bool) -> dict[str, str]:
-    """What a driver of the cluster needs in its environment, beside address and token."""
-    return dict(LOOPBACK_ONLY) if loopback else {}
 
 
 def start_request(
     config: HostCluster, state: ClusterState, node: ClusterNode, place: Place, token: str
 ) -> dict[str, Any]:
-    """What `remote_scripts/start.py` is told."""
-    first = next(each for each in state.nodes if each.host == node.host)
-    loopback, ports = is_loopback(node.address), None if isinstance(config, LocalCluster) else config.other_ports
-    environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | driver_environment(loopback)
+    """Return the request of `remote_scripts/node.py`."""
+    first = node is next(each for each in state.nodes if each.host == node.host)
+    loopback = is_loopback(node.address)
+    environment = NODE_ENVIRONMENT | _NO_METRICS | _NO_STATISTICS | (LOOPBACK_ONLY if loopback else {})
     if config.kind == "local":
         environment["RAY_memory_monitor_refresh_ms"] = ENVIRONMENT["RAY_memory_monitor_refresh_ms"]
     if node.head:
@@ -69,10 +70,15 @@ def start_request(
     else:
         arguments = [f"--address={state.address}"]
     arguments += [f"--node-ip-address={node.address}", f"--node-name={node.name}", "--disable-usage-stats"]
-    arguments += _resources(config, place, first=node is first)
-    arguments += _ports(ports)
-    # One a machine is enough, or every line of a worker's arrives as often as there are nodes.
-    arguments += [] if node is first else ["--include-log-monitor=false"]
+    arguments += _resources(config, place, first)
+    if isinstance(config, LocalCluster) or config.other_ports is None:
+        arguments += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    else:
+        low, high = config.other_ports
+        arguments += [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
+        arguments += [f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]
+    # One log monitor a machine is enough, or every line of a worker's arrives as often as there are nodes.
+    arguments += [] if first else ["--include-log-monitor=false"]
     return {
         "root": place.root,
         "folder": node.folder.rpartition("/")[2],
@@ -93,11 +99,3 @@ def _resources(config: HostCluster, place: Place, first: bool) -> list[str]:
         room = place.shm // (2 * nodes) or config.object_store_mib << 20
         arguments.append(f"--object-store-memory={max(_MIN_STORE, min(config.object_store_mib << 20, room))}")
     return arguments
-
-
-def _ports(given: list[int] | None) -> list[str]:
-    if given is None:
-        return ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    low, high = given
-    own = [f"--{name}-port={low + index}" for index, name in enumerate(OWN_PORTS)]
-    return [*own, f"--min-worker-port={low + len(OWN_PORTS)}", f"--max-worker-port={high}"]

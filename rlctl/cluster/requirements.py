@@ -1,6 +1,5 @@
-"""Whether hosts will do, from what `remote_scripts/check.py` found there. Pure."""
+"""What hosts must have, judged from what `remote_scripts/check.py` found there. Pure."""
 
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -9,61 +8,43 @@ _PYTHON = (3, 11)
 _SMALL_SHM = GIB
 
 
-@dataclass(frozen=True)
-class HostReply:
-    """What a host answered, between which times (unix seconds, of this machine's clock)."""
-
-    name: str
-    reply: dict[str, Any]
-    began: float
-    ended: float
-
-
-@dataclass(frozen=True)
-class Requirements:
-    """What hosts are held to. ray: its version, major.minor."""
-
-    ray: str
-    min_disk_gib: float
-    max_clock_skew_s: float
-
-
-def wanted_ray() -> str:
-    """The Ray that this rlctl is made for, by what is installed here."""
-    return minor(version("ray"))
-
-
 def minor(text: str) -> str:
-    """3.11 of 3.11.7."""
+    """Return 3.11 for 3.11.7."""
     return ".".join(text.split(".")[:2])
 
 
-def problems(asked: HostReply, wanted: Requirements) -> list[str]:
-    """Why a host cannot be a node; empty where it can."""
-    reply, found = asked.reply, []
+def problems(reply: dict[str, Any], min_disk_gib: float, skew_s: float = 0, max_clock_skew_s: float = 0) -> list[str]:
+    """Return why a host cannot be a node; empty where it can.
+
+    skew_s: by which its clock is ahead, see `clock_skew`. Its Ray must be of the minor version that is installed here.
+    """
+    ray, found = minor(version("ray")), []
     if tuple(map(int, reply["python"].split(".")[:2])) < _PYTHON:
         found.append(f"wrong Python {reply['python']}: rlctl needs 3.11 or newer; set python=...")
     if absent := [name for name in ("ray", "psutil") if reply[name] is None]:
         found.append(f"{' and '.join(absent)} not installed in its Python: pip install rlctl there, or set python=...")
-    elif minor(reply["ray"]) != wanted.ray:
-        found.append(f"wrong Ray {reply['ray']}: pip install 'ray>={wanted.ray},<{_next(wanted.ray)}' there")
-    if abs(skew := clock_skew(asked)) > wanted.max_clock_skew_s:
-        found.append(f"its clock is {abs(skew):.1f} s {'fast' if skew > 0 else 'slow'}: start its time service (NTP)")
+    elif minor(reply["ray"]) != ray:
+        major, _, small = ray.partition(".")
+        found.append(f"wrong Ray {reply['ray']}: pip install 'ray>={ray},<{major}.{int(small) + 1}' there")
+    if abs(skew_s) > max_clock_skew_s:
+        found.append(
+            f"its clock is {abs(skew_s):.1f} s {'fast' if skew_s > 0 else 'slow'}: start its time service (NTP)"
+        )
     if reply["root"] is None:
         found.append("no folder for Ray's files: neither TMPDIR nor /tmp can be written to there")
-    elif reply["disk"] < wanted.min_disk_gib * GIB:
+    elif reply["disk"] < min_disk_gib * GIB:
         free = f"{reply['disk'] / GIB:.1f} GiB free in {reply['root']}"
-        found.append(f"disk full: {free}, {wanted.min_disk_gib:g} wanted (min_disk_gib)")
+        found.append(f"disk full: {free}, {min_disk_gib:g} wanted (min_disk_gib)")
     return found
 
 
 def taken(reply: dict[str, Any]) -> list[str]:
-    """Why a host that will do cannot be the head."""
+    """Return why a host that will do cannot be the head."""
     return [f"port {port} is taken: stop what listens there, or set another" for port in reply["taken"]]
 
 
 def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
-    """What will work but not well; replies by host, of `check.py` or `look.py`."""
+    """Return what will work but not well. replies: by host, of `check.py` or `node.py`."""
     found = []
     drivers: dict[str, list[str]] = {}
     for host, reply in replies.items():
@@ -79,22 +60,16 @@ def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def clock_skew(asked: HostReply) -> float:
-    """Seconds by which a host's clock is certainly ahead (or behind, negative) of this one's.
+def clock_skew(read: float, began: float, ended: float) -> float:
+    """Return the seconds by which a host's clock is certainly ahead (or behind, negative) of this one's.
 
-    The host read its clock between `began` and `ended`: a reading within them shows no skew.
+    The host read its clock between `began` and `ended` of this one: a reading within them shows no skew.
     """
-    read = float(asked.reply["time"])
-    return read - asked.ended if read > asked.ended else min(0.0, read - asked.began)
+    return read - ended if read > ended else min(0.0, read - began)
 
 
 def facts(reply: dict[str, Any]) -> str:
-    """What a host has, in one line."""
+    """Return what a host has, in one line."""
     gpus = f"{len(reply['gpus'])} x {reply['gpus'][0]}, driver {reply['driver']}" if reply["gpus"] else "no GPU"
     size = f"{reply['cores']} CPUs, {reply['memory'] / GIB:.0f} GiB, {gpus}"
     return f"Python {reply['python']}, Ray {reply['ray']}, {size}, {reply['disk'] / GIB:.0f} GiB disk"
-
-
-def _next(text: str) -> str:
-    major, _, small = text.partition(".")
-    return f"{major}.{int(small) + 1}"

@@ -1,12 +1,12 @@
-"""What rlctl remembers of a cluster: one small JSON file in a folder of the user's own.
+"""State of a cluster on this machine: one small JSON file in a private folder of the user.
 
     $XDG_STATE_HOME/rlctl/clusters/NAME/   (0700; ~/.local/state without XDG_STATE_HOME)
-        state.json   while the cluster stands
-        token        while the cluster stands (0600)
+        state.json   while the cluster is up
+        token        while the cluster is up (0600)
         logs/NODE/   of the last time
 
-The file is written before anything starts, each node with the folder that it will get, and after every change: who
-finds it, after whatever end, can stop all that was started.
+The file is written before anything starts, each node with the folder that it will get, and after every change:
+whoever finds it, however rlctl ended, can stop all that was started.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlctl.cluster.hosts import Host
-from rlctl.cluster.links import pod_host, slurm_host, ssh_host
+from rlctl.cluster.hosts import Host, pod_host, slurm_host, ssh_host
+from rlctl.config.errors import did_you_mean
 
 _VERSION = 1
 
 
 class ClusterError(Exception):
-    """What keeps a command from its work, in one line that says what to do next."""
+    """A command cannot do its work; the message is one line that says what to do next."""
 
 
 class NoSuchCluster(ClusterError):
@@ -38,59 +38,71 @@ class NoSuchCluster(ClusterError):
 
 @dataclass
 class ClusterNode:
-    """A Ray node. host: as ssh or Slurm takes it, empty: this machine. folder: of its files there, made when it starts.
-
-    pid, create_time (unix seconds): of its first process, 0 until it is started. address: of the node in Ray.
-    """
+    """A Ray node."""
 
     name: str
+    # As ssh, Slurm or kubectl takes it; empty for this machine.
     host: str
+    # Folder of the node's files on its host, made when it starts.
     folder: str
     head: bool
+    # Address of the node in Ray.
     address: str
+    # First process of the node and its start in unix seconds; 0 until it is started.
     pid: int = 0
     create_time: float = 0.0
+
+    @property
+    def process(self) -> dict[str, Any]:
+        """The node's first process, as the programs of `remote_scripts/` take it."""
+        return {"folder": self.folder, "pid": self.pid, "create_time": self.create_time}
 
 
 @dataclass
 class ClusterState:
-    """A cluster that stands, or is being started (`phase`). address: of the head, host:port, empty until it is up.
-
-    dashboard: its port on the head's loopback, 0: none. token_sha256: of the token that the nodes were started with.
-    ssh_options, connect_timeout_s, setup, storage: as in the config; without storage its files are this machine's.
-    config: all of it, for nodes that are started anew. environment: what a driver needs beside address and token.
-    job, job_name: in Slurm, job empty until it is submitted. shared: the folder that all its nodes see.
-    context, namespace: in Kubernetes, empty for kubectl's own.
-    """
+    """A cluster that is up, or on its way up or down."""
 
     name: str
     kind: str
+    # starting, up or stopping.
     phase: str
     python: str
+    # Digest of the token that the nodes were started with.
     token_sha256: str
     listen_on_all: bool
     created: float
     ssh_options: list[str] = field(default_factory=list)
     connect_timeout_s: int = 0
+    # Address of the head, host:port; empty until it is up.
     address: str = ""
+    # Port of the dashboard and the job API on the head's loopback; 0 for none.
     dashboard: int = 0
+    # Folder for runs on the cluster's own file system; empty if its files are this machine's.
     storage: str = ""
+    # Environment of a driver, besides address and token.
     environment: dict[str, str] = field(default_factory=dict)
+    # Slurm: the job's id, empty until it is submitted, its name, and the folder that all nodes see.
     job: str = ""
     job_name: str = ""
     shared: str = ""
     setup: list[str] = field(default_factory=list)
+    # Kubernetes: empty for kubectl's own choice.
     context: str = ""
     namespace: str = ""
     nodes: list[ClusterNode] = field(default_factory=list)
+    # The whole config, for nodes that are started again.
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def head(self) -> ClusterNode:
         return next(node for node in self.nodes if node.head)
 
+    @property
+    def head_first(self) -> list[ClusterNode]:
+        return sorted(self.nodes, key=lambda node: not node.head)
+
     def host_of(self, node: ClusterNode) -> Host:
-        """Where a node runs, to run programs of `remote_scripts/` there."""
+        """Return the machine of a node, to run programs of `remote_scripts/` there."""
         if not node.host:
             return Host("")
         if self.kind == "slurm":
@@ -101,13 +113,13 @@ class ClusterState:
 
 
 def clusters_folder() -> Path:
-    """The folder of all clusters."""
+    """Return the folder of all clusters."""
     state = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(state) / "rlctl" / "clusters"
 
 
 class ClusterStore:
-    """The folder of one cluster."""
+    """Folder of one cluster."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -117,7 +129,7 @@ class ClusterStore:
         self._file = self.folder / "state.json"
 
     def load(self) -> ClusterState | None:
-        """What is known; None where no cluster stands. Raises ClusterError for a file that is not ours."""
+        """Return the state; None where no cluster is up. Raises ClusterError for a file that is not ours."""
         try:
             data = json.loads(self._file.read_text(encoding="utf-8"))
             if data.pop("version") != _VERSION:
@@ -131,46 +143,48 @@ class ClusterStore:
             raise ClusterError(f"{self._file} is damaged: end its Ray processes by hand, then remove it") from None
 
     def save(self, state: ClusterState) -> None:
-        """Whole or not at all."""
+        """Write the state whole or not at all."""
         self._make()
         temporary = self._file.with_suffix(".tmp")
         temporary.write_text(json.dumps({"version": _VERSION, **asdict(state)}, indent=1), encoding="utf-8")
         temporary.replace(self._file)
 
-    def new_token(self) -> tuple[str, str]:
-        """A token, written to its file, and its digest."""
-        token = secrets.token_hex(32)
-        return token, self.keep_token(token)
+    def new_token(self) -> str:
+        """Write a new token to its file and return its digest."""
+        return self.keep_token(secrets.token_hex(32))
 
     def keep_token(self, token: str) -> str:
-        """Writes a token to its file and returns its digest."""
+        """Write a token to its file and return its digest."""
         self._make()
         self.token_path.unlink(missing_ok=True)
-        with os.fdopen(os.open(self.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token)
+        write_private(self.token_path, token)
         return _digest(token)
 
+    def token(self) -> str:
+        """Return the token."""
+        return self.token_path.read_text(encoding="utf-8").strip()
+
     def check_token(self, state: ClusterState) -> None:
-        """Raises ClusterError unless the token file is there, private and the one the cluster was started with."""
-        mend = f"restart it: rlctl cluster down {self.name} && rlctl cluster up"
+        """Raise ClusterError unless the token file is there, private and the one the cluster was started with."""
+        restart = f"restart it: rlctl cluster down {self.name} && rlctl cluster up"
         try:
-            mode, token = self.token_path.stat().st_mode, self.token_path.read_text(encoding="utf-8")
+            mode, token = self.token_path.stat().st_mode, self.token()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not text"
-            raise ClusterError(f"token {self.token_path} cannot be read: {reason}; mend it, or {mend}") from None
+            raise ClusterError(f"token {self.token_path} cannot be read: {reason}; mend it, or {restart}") from None
         if stat.S_IMODE(mode) & 0o077:
-            raise ClusterError(f"token {self.token_path} is open to other users: chmod 600 it, or {mend}")
-        if _digest(token.strip()) != state.token_sha256:
-            raise ClusterError(f"wrong token: {self.token_path} is not what {self.name} was started with; {mend}")
+            raise ClusterError(f"token {self.token_path} is open to other users: chmod 600 it, or {restart}")
+        if _digest(token) != state.token_sha256:
+            raise ClusterError(f"wrong token: {self.token_path} is not what {self.name} was started with; {restart}")
 
     def keep_logs_of(self, names: list[str]) -> None:
-        """What other nodes left, of an earlier cluster of this name, explains nothing any more."""
+        """Remove the logs of all other nodes, which are of an earlier cluster of this name."""
         for path in self.logs.iterdir() if self.logs.is_dir() else ():
             if path.name not in names:
                 shutil.rmtree(path, ignore_errors=True)
 
     def clear(self) -> None:
-        """Nothing stands any more: all is removed but logs."""
+        """Remove all but the logs of a cluster that is down."""
         for path in (self._file, self._file.with_suffix(".tmp")):
             path.unlink(missing_ok=True)
         if self.token_path.is_dir():
@@ -180,19 +194,14 @@ class ClusterStore:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """One command at a time changes a cluster. Raises ClusterError while another is at it."""
+    def locked(self) -> Iterator[None]:
+        """Let one command at a time change the cluster. Raises ClusterError while another holds the lock."""
         self._make()
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+        with try_lock(self.folder) as locked:
+            if not locked:
                 what = f"another rlctl is starting or stopping {self.name}: wait for it to end, or interrupt it"
-                raise ClusterError(what) from None
+                raise ClusterError(what)
             yield
-        finally:
-            os.close(descriptor)
 
     def _make(self) -> None:
         try:
@@ -204,20 +213,48 @@ class ClusterStore:
             raise ClusterError(what) from None
 
 
+@contextlib.contextmanager
+def try_lock(folder: Path) -> Iterator[bool]:
+    """Yield True if no other process holds the folder's lock; it is this process's while the block runs."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
 def known_clusters() -> list[str]:
-    """Names of the clusters that stand, or whose logs are kept."""
+    """Return the names of the clusters that are up, or whose logs are kept."""
     folder = clusters_folder()
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 
 def running_clusters() -> list[str]:
-    """Names of the clusters that have a state file."""
+    """Return the names of the clusters that have a state file."""
     return [name for name in known_clusters() if (clusters_folder() / name / "state.json").is_file()]
 
 
-def folder_name() -> str:
-    """Of a node's files on its host: short, since Ray puts Unix sockets below it, and nobody's yet."""
+def not_up(name: str) -> str:
+    """Return the message for a name under which no cluster is up."""
+    names = running_clusters()
+    hint = did_you_mean(name, names) or (f"; there are {', '.join(names)}" if names else "")
+    return f"no cluster {name} is up{hint}"
+
+
+def node_folder_name() -> str:
+    """Return a new name for a node's folder on its host: short, since Ray puts Unix sockets below it."""
     return f"rlctl-{secrets.token_hex(4)}"
+
+
+def write_private(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a new file that only its owner reads."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def _digest(token: str) -> str:

@@ -1,114 +1,99 @@
-"""`rlctl cluster status`: what is seen of a cluster, in words, and of all clusters in a list.
-
-And `rlctl cluster logs`: the ends of every node's logs, live or left behind.
-"""
+"""`rlctl cluster status`, `list` and `logs`: one cluster now, all clusters, and what their nodes wrote."""
 
 import subprocess
 from typing import Any
 
-from rlctl.cluster.down import not_up
 from rlctl.cluster.hosts import Host, HostCalls, end
 from rlctl.cluster.launcher import ClusterStatus, LogPlace, launcher_of
-from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster, known_clusters
+from rlctl.cluster.ray_start import is_loopback
+from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster, known_clusters, not_up
 from rlctl.config.errors import did_you_mean
 
 _RUNS_S = 40.0
 
 
-def look(store: ClusterStore, state: ClusterState) -> ClusterStatus:
-    """The cluster now, and what runs on it. Raises ClusterError where the token is not the cluster's."""
-    asking = HostCalls(_about_runs(state), _RUNS_S)
-    try:
-        seen = launcher_of(state.kind).look(store, state)
-        # Not to know what runs is no reason not to tell of the rest.
-        seen.runs = [run for _, told in asking.answers() if isinstance(told, dict) for run in told.get("runs", [])]
-    finally:
-        asking.cancel()
-    return seen
+def cluster_status(state: ClusterState) -> ClusterStatus:
+    """Return the cluster now, and what runs on it. Raises ClusterError where the token is not the cluster's."""
+    calls = []
+    if state.dashboard:
+        request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
+        calls.append((state.host_of(state.head), "head.job", request))
+    with HostCalls(calls, _RUNS_S) as running:
+        status = launcher_of(state).status(state)
+        # The rest is shown even if the head does not tell what runs.
+        status.runs = [run for _, reply in running.answers() if isinstance(reply, dict) for run in reply["runs"]]
+    return status
 
 
-def _about_runs(state: ClusterState) -> "list[tuple[Host, str, dict[str, Any]]]":
-    if not state.dashboard:
-        return []
-    request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
-    return [(state.host_of(state.head), "job", request)]
-
-
-def open_ports(seen: ClusterStatus) -> list[str]:
-    """Ports that other machines can reach, a line a node: whatever listens on more than loopback."""
+def open_ports(status: ClusterStatus) -> list[str]:
+    """Return the ports that other machines can reach, a line a node: whatever listens on more than loopback."""
     lines = []
-    for each in seen.nodes:
+    for each in status.nodes:
         ports = [
             f"{port} {process}"
             for address, port, process in each.facts.get("listening", [])
-            if not (address.startswith("127.") or address == "::1")
+            if not is_loopback(address)
         ]
         if ports:
             lines.append(f"{each.node.name}: {', '.join(ports)}")
     return lines
 
 
-def as_dict(state: ClusterState, seen: ClusterStatus) -> dict[str, Any]:
-    """For `--json`."""
+def as_dict(state: ClusterState, status: ClusterStatus) -> dict[str, Any]:
+    """Return the status as `--json` prints it."""
     nodes = [
-        {
-            "name": each.node.name,
-            "host": each.node.host,
-            "head": each.node.head,
-            "address": each.node.address,
-            "pid": each.node.pid,
-            "condition": each.condition,
-            "unreachable": each.unreachable,
-            "resources": each.total,
-            "free": each.free,
-            **each.facts,
-        }
-        for each in seen.nodes
+        {name: getattr(each.node, name) for name in ("name", "host", "head", "address", "pid")}
+        | {"condition": each.condition, "unreachable": each.unreachable, "resources": each.total, "free": each.free}
+        | each.facts
+        for each in status.nodes
     ]
     return {
         "name": state.name,
         "kind": state.kind,
-        "condition": seen.condition,
+        "condition": status.condition,
         "address": state.address,
         "dashboard_port": state.dashboard or None,
         "created": state.created,
-        "warnings": seen.warnings,
-        "runs": seen.runs,
+        "warnings": status.warnings,
+        "runs": status.runs,
         "nodes": nodes,
     }
 
 
-def summary(state: ClusterState, seen: ClusterStatus) -> str:
-    """What a cluster has, in a line."""
-    up = [each for each in seen.nodes if each.in_ray]
-    count = f"{len(up)} of {len(seen.nodes)} nodes" if len(up) < len(seen.nodes) else _plural(len(up), "node")
+def summary(state: ClusterState, status: ClusterStatus) -> str:
+    """Return what a cluster has, in a line."""
+    up, count = [each for each in status.nodes if each.in_ray], len(status.nodes)
+    nodes = f"{len(up)} of {count} nodes" if len(up) < count else f"{count} node{'' if count == 1 else 's'}"
     amounts = {name: sum(each.total.get(name, 0) for each in up) for name in ("CPU", "GPU")}
-    return f"{count}, {', '.join(_plural(amount, name) for name, amount in amounts.items())}, at {state.address}"
+    devices = ", ".join(f"{amount:g} {name}{'' if amount == 1 else 's'}" for name, amount in amounts.items())
+    return f"{nodes}, {devices}, at {state.address}"
 
 
 def all_clusters() -> list[dict[str, Any]]:
-    """Every cluster that stands or has left logs; no node of another machine is asked."""
-    entries = []
-    for name in known_clusters():
-        try:
-            state = ClusterStore(name).load()
-        except ClusterError:
-            entries.append({"name": name, "kind": "", "condition": "damaged", "nodes": 0, "address": ""})
-            continue
-        if state is None:
-            entries.append({"name": name, "kind": "", "condition": "down", "nodes": 0, "address": ""})
-            continue
-        fields = {"kind": state.kind, "nodes": len(state.nodes), "address": state.address}
-        entries.append({"name": name, "condition": _condition(state), **fields})
-    return entries
+    """Return every cluster that is up or has left logs; no node of another machine is asked."""
+    return [_entry(name) for name in known_clusters()]
+
+
+def _entry(name: str) -> dict[str, Any]:
+    entry = {"name": name, "kind": "", "condition": "down", "nodes": 0, "address": ""}
+    try:
+        state = ClusterStore(name).load()
+    except ClusterError:
+        return entry | {"condition": "damaged"}
+    if state is None:
+        return entry
+    unfinished = {"starting": "half started", "stopping": "half stopped"}
+    condition = unfinished.get(state.phase) or launcher_of(state).quick_condition(state)
+    known = {"kind": state.kind, "nodes": len(state.nodes), "address": state.address}
+    return entry | known | {"condition": condition}
 
 
 def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
-    """Prints them; returns the exit code. Without follow one node after the other, with it all at once."""
+    """Print the ends of the nodes' logs and return the exit code. Without follow one node after the other."""
     store = ClusterStore(name)
     state = store.load()
     if state is not None:
-        places = launcher_of(state.kind).logs(store, state)
+        places = launcher_of(state).logs(state)
     elif store.logs.is_dir():
         places = [LogPlace(path.name, "", Host(""), str(path)) for path in sorted(store.logs.iterdir())]
     else:
@@ -123,20 +108,10 @@ def show_logs(name: str, node: str | None, follow: bool, lines: int) -> int:
     try:
         for each in places:
             request = {"folder": each.folder, "keep": each.keep, "cluster": name, "node": each.node, "lines": lines}
-            running.append(each.host.follow("logs", {**request, "follow": follow and state is not None}))
+            running.append(each.host.follow("logs.run", {**request, "follow": follow and state is not None}))
             if not follow:
                 running[-1].wait()
         return max((process.wait() for process in running), default=0)
     finally:
         for process in running:
             end(process)
-
-
-def _condition(state: ClusterState) -> str:
-    if state.phase != "up":
-        return "half started" if state.phase == "starting" else "half stopped"
-    return launcher_of(state.kind).glance(state)
-
-
-def _plural(amount: float, word: str) -> str:
-    return f"{amount:g} {word}{'' if amount == 1 else 's'}"

@@ -14,7 +14,7 @@ while [ "$1" != -- ]; do shift; done
 host=$2
 shift 2
 export SSH_CONNECTION="127.0.0.1 1 10.9.9.9 22"
-starts() { cat > $PARTS/program.$$; grep -q "def free_port" $PARTS/program.$$; }
+starts() { cat > $PARTS/program.$$; grep -q "reply = start(" $PARTS/program.$$; }
 case $host in
   fast | newer | older | oldray | nopsutil) export PYTHONPATH=$PARTS/$host:$PYTHONPATH ;;
   full) export TMPDIR=$SMALL ;;

@@ -60,7 +60,7 @@ def test_the_disk_fills_between_check_and_start(clusters: StandInClusters, small
     small_disk.joinpath("filled").write_bytes(bytes(900_000))
     _, err = clusters.run(*over_ssh("full", "min_disk_gib=0"), code=1)
     assert f"failed  full: did not start: disk full: nothing left for Ray's files in {small_disk}\n" in err
-    assert err.splitlines()[-1].startswith("error: the head did not start, nothing stands")
+    assert err.splitlines()[-1].startswith("error: the head did not start, nothing is left running")
     assert clusters.left() == []
     assert [path.name for path in small_disk.iterdir()] == ["filled"]
 
@@ -68,7 +68,7 @@ def test_the_disk_fills_between_check_and_start(clusters: StandInClusters, small
 def test_a_head_that_is_too_slow(clusters: StandInClusters) -> None:
     _, err = clusters.run("up", "num_cpus=1", "start_timeout_s=0.1", code=1)
     assert "failed  head: did not start: not up within 0.1 s (start_timeout_s)\n" in err
-    assert "error: the head did not start, nothing stands; all it wrote: rlctl cluster logs local\n" in err
+    assert "error: the head did not start, nothing is left running; all it wrote: rlctl cluster logs local\n" in err
     assert clusters.left() == []
 
 
@@ -118,7 +118,7 @@ def test_a_killed_head_and_a_state_that_is_stale(clusters: StandInClusters) -> N
     assert clusters.run("list")[0].splitlines()[1].split()[2] == "gone"
     # Up again clears what the first left, and a killed `up` is cleared as well.
     out, err = clusters.run("up", "num_cpus=1")
-    assert "local stood before and its processes are gone or half started: clearing up" in err
+    assert "local was up before and its processes are gone or half started: clearing up" in err
     assert "local is up: 1 node" in out
     second = clusters.state()["nodes"][0]
     assert gone([first["folder"]])
@@ -137,7 +137,7 @@ def test_a_node_that_dies_while_another_starts(clusters: StandInClusters, killed
     kill_node(node_pid(clusters, killed))
     err = ended(process, 1)
     assert "failed  node-1: did not start: " in err
-    assert "node-1 did not start, nothing stands; all it wrote: rlctl cluster logs local\n" in err
+    assert "node-1 did not start, nothing is left running; all it wrote: rlctl cluster logs local\n" in err
     # Ray's own wait for a head that is gone would take all of start_timeout_s.
     assert ("the head does not answer at port " in err) == (killed == 0)
     assert clusters.left() == []
@@ -163,7 +163,7 @@ def test_a_node_that_is_lost_is_started_anew_beside_the_rest(clusters: StandInCl
     assert "local partly up" in clusters.run("status", code=1)[0]
 
     out, err = clusters.run("up", "num_cpus=7")
-    assert "warning node-1 gone: starting anew, the rest stays as it stands\n" in err
+    assert "warning node-1 gone: starting again, the other nodes are left as they are\n" in err
     assert "ok      node-1: up in " in err
     assert "overrides change nothing" in err
     assert "local has node-1 again: 2 nodes, 2 CPUs, 0 GPUs, at 127.0.0.1:" in out

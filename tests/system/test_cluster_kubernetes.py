@@ -119,6 +119,6 @@ def test_a_pod_that_cannot_start_ends_it_and_leaves_nothing(stand_in: Clusters, 
     (tmp_path / "wait").write_text("ImagePullBackOff")
     _, err = stand_in.run(*UP, code=1)
     assert "failed  lab-head: ImagePullBackOff\n" in err
-    assert "error: lab-head will not start: see `kubectl describe pod lab-head`; nothing stands" in err
+    assert "error: lab-head will not start: see `kubectl describe pod lab-head`; nothing is left running" in err
     assert not (tmp_path / "applied").exists()
     assert not stand_in.folder("lab").exists()

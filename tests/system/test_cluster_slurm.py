@@ -106,7 +106,7 @@ def test_two_nodes_come_up_and_go(clusters: Clusters, lab: SlurmLab, monkeypatch
     known = ClusterState(
         **{name: value for name, value in state.items() if name not in ("version", "nodes")}, nodes=nodes
     )
-    facts = known.host_of(nodes[1]).run("look", {key: state["nodes"][1][key] for key in LOOK}, 60)
+    facts = known.host_of(nodes[1]).run("node.look", {key: state["nodes"][1][key] for key in LOOK}, 60)
     assert facts["alive"]
     assert works_on(known) == ["n1", "n2"]
 
@@ -151,7 +151,7 @@ def test_down_leaves_nothing_and_up_clears_what_a_job_left(clusters: Clusters, l
     wait_for(lambda: not lab.jobs())
     out, err = clusters.run("up", "slurm", shared, *SMALL, within_s=500)
     assert f"job {first['job']} ended (FAILED" in err
-    assert "slurm stood before and its processes are gone or half started: clearing up" in err
+    assert "slurm was up before and its processes are gone or half started: clearing up" in err
     assert "slurm is up: 1 node" in out
     second = clusters.state("slurm")
     assert second["job"] != first["job"]
@@ -187,7 +187,7 @@ def test_ctrl_c_and_a_deadline_while_it_waits(clusters: Clusters, lab: SlurmLab)
     assert is_clear(clusters)
     _, err = clusters.run("up", "slurm", "nodes=9", "wait_s=1", code=1)
     assert "still waits in the queue after" in err
-    assert "PartitionConfig; nothing stands: ask for less, or wait longer with wait_s=..." in err
+    assert "PartitionConfig; nothing is left running: ask for less, or wait longer with wait_s=..." in err
     assert lab.jobs() == []
     assert is_clear(clusters)
 

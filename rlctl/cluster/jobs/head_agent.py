@@ -1,7 +1,7 @@
-"""What rlctl does on a cluster's head for a run: take it in as a Ray job, say how it is, stop it.
+"""What rlctl does on a cluster's head for a run: accept it as a Ray job, report its status, stop it.
 
-Reached through `fleet/remote_scripts/job.py`. Secrets come in a request, rest in a file that only its owner reads, and
-are gone from there once the driver has them: Ray shows a job's environment to everybody who may see the job.
+Reached through `remote_scripts/head.py`. Secrets come in a request, rest in a file that only its owner reads, and are
+removed once the driver has them: Ray shows a job's environment to everybody who may see the job.
 """
 
 import base64
@@ -21,7 +21,17 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from rlctl.run.run_dir import JobRecord
+import psutil
+import yaml
+
+from rlctl.cluster.state import write_private
+from rlctl.dashboard.run_list import entry
+from rlctl.dashboard.state import read_state
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, automatic_name
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.utils.files import write_whole
+from rlctl.utils.process import lives
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
@@ -31,133 +41,129 @@ _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
 
 def accept(request: dict[str, Any]) -> dict[str, Any]:
-    """Submit a run. The reply: run (its directory), job; or problems, a line each, and nothing was started.
+    """Submit a run. The reply: run (its directory), job, attempt; or problems, a line each, and nothing was started.
 
-    request: cluster, config (YAML), resume (a run directory or null), work, files (a zip in base64, or null),
-    storage (where relative run directories stand; null: in `work`), called (the folder of runs where it is submitted,
-    or null), secrets, flags (of rlctl.cli.job); those of `_http`.
+    request: cluster, config (YAML), resume (a run directory or null), work (working directory), files (a zip in base64,
+    or null), storage (folder of relative run directories; null: `work`), called (the folder of runs where it is
+    submitted, or null), secrets, flags (of rlctl.cli.job); those of `_http`.
     """
-    from rlctl.run.run_dir import RunDir, RunDirError
-    from rlctl.telemetry.events import EventLog
-
     work = Path(request["work"]).expanduser()
+    problems = []
     if request["files"] is not None:
-        _unpack(request["files"], work)
+        work.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(io.BytesIO(base64.b64decode(request["files"]))) as packed:
+            packed.extractall(work)
+        problems = _problems(request["config"], work, request["secrets"])
+    if problems:
+        return _refuse(request, work, problems)
     try:
-        if request["files"] is not None and (problems := _problems(request["config"], work, request["secrets"])):
-            return _refused(request, work, problems)
         os.chdir(work)
         run, fresh = _run_dir(request)
         claim = RunDir(run).claim()
     except RunDirError as error:
-        return _refused(request, work, [str(error)])
+        return _refuse(request, work, [str(error)])
     try:
-        return _handed_over(request, run, work, fresh)
+        return _hand_over(request, run, work, fresh)
     except BaseException as error:
         (run / SECRETS).unlink(missing_ok=True)
         if fresh:
             shutil.rmtree(run, ignore_errors=True)
         else:
             EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=f"not submitted: {error}", next=[])
-        _refused(request, work, [])
+        _refuse(request, work, [])
         raise
     finally:
         # The driver's from here on.
         os.close(claim)
 
 
-def _handed_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
-    from rlctl.telemetry.events import EventLog
-    from rlctl.utils.files import write_whole
-
-    attempt = _attempts(run) + 1
-    job = f"{run.name}-{attempt}-{token_hex(3)}"
-    write_whole(run / CONFIG, request["config"])
-    if fresh:
-        write_whole(run / "config.yaml", request["config"])
-    _write_secrets(run / SECRETS, request["secrets"])
-    called = f"{request['called']}/{run.name}" if request["called"] else None
-    JobRecord(request["cluster"], job, str(work), attempt, called=called).write(run)
-    EventLog(run / "events.jsonl").emit("submitted", job=job, cluster=request["cluster"])
-    _submit(request, job, run)
-    return {"run": str(run), "job": job, "attempt": attempt}
-
-
-def _refused(request: dict[str, Any], work: Path, problems: list[str]) -> dict[str, Any]:
-    """Nothing stays of what came along."""
-    if request["files"] is not None:
-        os.chdir("/")
-        shutil.rmtree(work, ignore_errors=True)
-    return {"problems": problems}
-
-
 def status(request: dict[str, Any]) -> dict[str, Any]:
-    """How the job is, in Ray's words. A run whose driver is gone without a word is marked as ended."""
+    """Return the job's status in Ray's words. A run whose driver ended without a record of it is marked as ended."""
     try:
         found = _http(request, f"/api/jobs/{request['job']}")
     except FileNotFoundError:
-        found = {"status": "FAILED", "message": "its cluster was started anew"}
+        found = {"status": "FAILED", "message": "its cluster was restarted"}
     if found["status"] in _ENDED:
         _mark_ended(Path(request["run"]), request["job"], found)
     return {"status": found["status"], "message": (found.get("message") or "").strip()}
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    """Ask a job to end: its driver finishes the step and saves, then goes; with `now`, at once. The reply: stopped,
-    whether it ran."""
-    if request["now"] and (driver := _driver(Path(request["run"]))):
-        driver.kill()
+    """Ask a job to end: its driver finishes the step and saves, then goes; with `now`, at once.
+
+    The reply: stopped, true if it ran.
+    """
+    if request["now"]:
+        start = read_state(Path(request["run"])).start
+        if start.get("host") == socket.gethostname() and lives(start["pid"], start["create_time"], None):
+            psutil.Process(start["pid"]).kill()
     return {"stopped": bool(_http(request, f"/api/jobs/{request['job']}/stop", method="POST")["stopped"])}
 
 
-def _driver(run: Path) -> Any:
-    """The process that drives a run on this machine; None if there is none."""
-    import psutil
-
-    from rlctl.dashboard.state import read_state
-    from rlctl.utils.process import lives
-
-    start = read_state(run).start
-    here = start.get("host") == socket.gethostname() and lives(start["pid"], start["create_time"], None)
-    return psutil.Process(start["pid"]) if here else None
-
-
 def runs(request: dict[str, Any]) -> dict[str, Any]:
-    """The runs that work on the cluster now: path, job, devices (that train, and that generate), and what
-    `rlctl runs list` knows of each."""
+    """Return the runs that work on the cluster now.
+
+    Each has path, job, devices (that train, and that generate), and what `rlctl runs list` knows of it.
+    """
     found = []
     for job in _http(request, "/api/jobs/"):
         path = (job.get("metadata") or {}).get("rlctl_run")
         if path is None or job["status"] in _ENDED:
             continue
-        known = _known(Path(path))
-        # Its driver may take a moment to go after the last word.
+        state = read_state(Path(path))
+        known = {**vars(entry(Path(path), state)), "devices": state.start.get("devices", {})}
+        # Its driver may take a moment to end after the last event.
         if known.get("status") in ("new", "running", "died"):
             found.append({"path": path, "job": job["submission_id"], **known})
     return {"runs": found}
 
 
-def _known(run: Path) -> dict[str, Any]:
-    from rlctl.dashboard.run_list import entry
-    from rlctl.dashboard.state import read_state
+OPERATIONS = {"accept": accept, "status": status, "stop": stop, "runs": runs}
 
-    state = read_state(run)
-    return {**vars(entry(run, state)), "devices": state.start.get("devices", {})}
+
+def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
+    record = JobRecord.read(run)
+    attempt = max(record.attempt if record else 0, RunDir(run).attempt) + 1
+    job = f"{run.name}-{attempt}-{token_hex(3)}"
+    write_whole(run / CONFIG, request["config"])
+    if fresh:
+        write_whole(run / "config.yaml", request["config"])
+    (run / SECRETS).unlink(missing_ok=True)
+    if request["secrets"]:
+        write_private(run / SECRETS, json.dumps(request["secrets"]))
+    called = f"{request['called']}/{run.name}" if request["called"] else None
+    JobRecord(request["cluster"], job, str(work), attempt, called=called).write(run)
+    EventLog(run / "events.jsonl").emit("submitted", job=job, cluster=request["cluster"])
+    command = [sys.executable, "-m", "rlctl.cli.job", str(run), *request["flags"]]
+    body = {"submission_id": job, "entrypoint": shlex.join(command), "metadata": {"rlctl_run": str(run)}}
+    try:
+        _http(request, "/api/jobs/", body, method="POST")
+    except OSError as error:
+        # A busy head may accept a job and answer too late.
+        try:
+            _http(request, f"/api/jobs/{job}")
+        except OSError:
+            raise error from None
+    return {"run": str(run), "job": job, "attempt": attempt}
+
+
+def _refuse(request: dict[str, Any], work: Path, problems: list[str]) -> dict[str, Any]:
+    """Remove the files that came along."""
+    if request["files"] is not None:
+        os.chdir("/")
+        shutil.rmtree(work, ignore_errors=True)
+    return {"problems": problems}
 
 
 def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
-    """The run's directory, and whether it was made now; its place and name are put into the config.
+    """Return the run's directory, and True if it is new; its place and name are put into the config.
 
     Raises RunDirError.
     """
-    import yaml
-
-    from rlctl.run.run_dir import RunDir, automatic_name
-
     config = yaml.safe_load(request["config"])
     if request["resume"] is not None:
         run = RunDir.open(Path(request["resume"])).path.resolve()
-        _refuse_if_driven(request, run)
+        _must_not_run(request, run)
         return run, False
     root = Path(request["storage"] or ".").expanduser().resolve() / config["run"]["dir"]
     name = config["run"]["name"] or automatic_name(config["kind"], config["model"]["path"], root)
@@ -166,10 +172,8 @@ def _run_dir(request: dict[str, Any]) -> tuple[Path, bool]:
     return RunDir.create(name, root).path, True
 
 
-def _refuse_if_driven(request: dict[str, Any], run: Path) -> None:
-    from rlctl.dashboard.state import read_state
-    from rlctl.run.run_dir import RunDirError
-
+def _must_not_run(request: dict[str, Any], run: Path) -> None:
+    """Raise RunDirError if a job drives the run already."""
     record = JobRecord.read(run)
     if record is None:
         return
@@ -185,50 +189,35 @@ def _refuse_if_driven(request: dict[str, Any], run: Path) -> None:
         raise RunDirError(f"{run} is still running (job {record.job}): watch it with `rlctl runs dash`")
 
 
-def _submit(request: dict[str, Any], job: str, run: Path) -> None:
-    command = [sys.executable, "-m", "rlctl.cli.job", str(run), *request["flags"]]
-    told = {"submission_id": job, "entrypoint": shlex.join(command), "metadata": {"rlctl_run": str(run)}}
-    try:
-        _http(request, "/api/jobs/", told, method="POST")
-    except OSError as error:
-        # A head that is busy may take a job and say so too late.
-        try:
-            _http(request, f"/api/jobs/{job}")
-        except OSError:
-            raise error from None
+def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "GET") -> Any:
+    """Ask Ray's job API, which listens on the head's loopback, and return its answer.
 
-
-def _http(request: dict[str, Any], path: str, told: Any = None, method: str = "GET") -> Any:
-    """Ray's job API (https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html), which
-    listens on the head's loopback. Raises FileNotFoundError for a job that it does not know."""
+    https://docs.ray.io/en/latest/cluster/running-applications/job-submission/rest.html. Raises FileNotFoundError for a
+    job that it does not know. Ray's own client is not used: a status is asked for every few seconds, and importing Ray
+    takes longer than the question.
+    """
     file = Path(request["token_path"])
-    # In a pod Kubernetes gives it.
+    # A pod has the token in its environment.
     token = file.read_text(encoding="utf-8").strip() if file.is_file() else os.environ["RAY_AUTH_TOKEN"]
     asked = urllib.request.Request(
         f"http://127.0.0.1:{request['dashboard']}{path}",
-        data=None if told is None else json.dumps(told).encode(),
+        data=None if body is None else json.dumps(body).encode(),
         headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
         method=method,
     )
     try:
-        # No proxy stands between a host and itself.
+        # No proxy is between a host and itself.
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=_HTTP_S) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         if error.code == 404:
             raise FileNotFoundError(path) from None
-        said = error.read().decode(errors="replace").strip().splitlines()
-        raise RuntimeError(f"Ray's job API says {error.code}: {said[-1] if said else error.reason}") from None
-
-
-def _unpack(files: str, work: Path) -> None:
-    work.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(io.BytesIO(base64.b64decode(files))) as packed:
-        packed.extractall(work)
+        lines = error.read().decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"Ray's job API says {error.code}: {lines[-1] if lines else error.reason}") from None
 
 
 def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
-    """What `rlctl config check` has to say of a config in the files that came with it, and with the run's secrets."""
+    """Return what `rlctl config check` says of a config, with the files that came with it and the run's secrets."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(config)
         file.flush()
@@ -241,40 +230,18 @@ def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
     return found or ([] if done.returncode == 0 else lines[-1:])
 
 
-def _write_secrets(path: Path, secrets: dict[str, str]) -> None:
-    path.unlink(missing_ok=True)
-    if secrets:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(secrets, file)
-
-
-def _attempts(run: Path) -> int:
-    from rlctl.run.run_dir import RunDir
-
-    record = JobRecord.read(run)
-    return max(record.attempt if record else 0, RunDir(run).attempt)
-
-
-def _kind(run: Path) -> str:
-    import yaml
-
-    return str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["kind"])
-
-
 def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
-    """The end that a driver which was killed could not write. Another job may have the run by now."""
-    from rlctl.telemetry.events import EventLog
-    from rlctl.telemetry.jsonl import read_records
-
+    """Record the end of a driver that was killed before it could. Another job may have the run by now."""
     record = JobRecord.read(run)
     if record is None or record.job != job:
         return
     (run / SECRETS).unlink(missing_ok=True)
     kinds = [event["kind"] for event in read_records(run / "events.jsonl")]
-    started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=-1)
-    if "run_ended" not in kinds[max(0, started) :]:
-        said = (found.get("message") or "").strip().splitlines()
-        reason = f"its driver is gone: {said[-1] if said else found['status']}"
-        known = record.called or str(run)
-        again = [f"rlctl train {_kind(run)} --resume {shlex.quote(known)} --cluster {record.cluster}"]
+    started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)
+    if "run_ended" not in kinds[started:]:
+        lines = (found.get("message") or "").strip().splitlines()
+        reason = f"its driver is gone: {lines[-1] if lines else found['status']}"
+        kind = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["kind"]
+        known = shlex.quote(record.called or str(run))
+        again = [f"rlctl train {kind} --resume {known} --cluster {record.cluster}"]
         EventLog(run / "events.jsonl").emit("run_ended", status="failed", reason=reason, next=again)

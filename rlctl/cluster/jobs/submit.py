@@ -8,12 +8,11 @@ from typing import Any
 
 import yaml
 
-from rlctl.cluster.down import not_up
 from rlctl.cluster.hosts import HostError
-from rlctl.cluster.jobs.upload import pack, portable
+from rlctl.cluster.jobs.upload import named_files, pack, portable
 from rlctl.cluster.launcher import ClusterStatus
-from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster
-from rlctl.cluster.status import look
+from rlctl.cluster.state import ClusterError, ClusterState, ClusterStore, NoSuchCluster, not_up
+from rlctl.cluster.status import cluster_status
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.placement import NodeResources
 from rlctl.run.run_dir import JobRecord, RunDir
@@ -25,91 +24,104 @@ _ACCEPT_S = 120.0
 class TargetCluster:
     """A cluster that runs can be handed to, as it is now."""
 
-    store: ClusterStore
     state: ClusterState
-    seen: ClusterStatus
+    status: ClusterStatus
 
     @property
     def away(self) -> bool:
-        """Whether its files are not this machine's."""
+        """True if its files are not this machine's."""
         return bool(self.state.storage)
 
-    def rooms(self) -> list[NodeResources]:
-        """What its nodes have free."""
-        return [NodeResources.of(each.node.name, each.free) for each in self.seen.nodes if each.in_ray]
+    def free_resources(self) -> list[NodeResources]:
+        """Return what its nodes have free."""
+        return [NodeResources.of(each.node.name, each.free) for each in self.status.nodes if each.in_ray]
 
     @property
     def gpus(self) -> int:
         """GPUs in all, free or not."""
-        return int(sum(each.total.get("GPU", 0) for each in self.seen.nodes))
+        return int(sum(each.total.get("GPU", 0) for each in self.status.nodes))
 
     @property
     def device_memory(self) -> int | None:
-        """Bytes of the smallest device; None where nobody said."""
-        sizes = [int(gpu["memory_mib"]) << 20 for each in self.seen.nodes for gpu in each.facts.get("gpus", [])]
-        memories = sizes or [each.facts["memory"] for each in self.seen.nodes if each.facts]
+        """Bytes of the smallest device; None where no host was asked."""
+        sizes = [int(gpu["memory_mib"]) << 20 for each in self.status.nodes for gpu in each.facts.get("gpus", [])]
+        memories = sizes or [each.facts["memory"] for each in self.status.nodes if each.facts]
         return min(memories, default=None)
 
 
 def find_cluster(name: str) -> TargetCluster:
-    """Raises ClusterError unless the cluster stands and takes jobs."""
+    """Return a cluster by its name. Raises ClusterError unless it is up and takes jobs."""
     store = ClusterStore(name)
     state = store.load() if store.folder.is_dir() else None
     if state is None or state.phase != "up":
         raise NoSuchCluster(f"{not_up(name)}; start it: rlctl cluster up {name}")
-    seen = look(store, state)
-    if not seen.head_alive:
-        raise ClusterError(f"{name} is not up: {'; '.join(seen.warnings) or seen.condition}")
+    status = cluster_status(state)
+    if not status.head_alive:
+        raise ClusterError(f"{name} is not up: {'; '.join(status.warnings) or status.condition}")
     if not state.dashboard:
-        mend = f"pip install 'ray[default]' there, then rlctl cluster down {name} and up"
-        raise ClusterError(f"{name} takes no jobs, its head has no job server: {mend}")
-    return TargetCluster(store, state, seen)
+        remedy = f"pip install 'ray[default]' there, then rlctl cluster down {name} and up"
+        raise ClusterError(f"{name} takes no jobs, its head has no job server: {remedy}")
+    return TargetCluster(state, status)
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A run that is to be handed over. config: resolved, as plain values. resume: a run directory here, or None.
+    """A run that is to be handed over."""
 
-    secrets: names of environment variables whose values the driver is to have. flags: of `rlctl.cli.job`. recipes: the
-    folder of shipped ones, which a cluster has too.
-    """
-
+    # Resolved, as plain values.
     config: dict[str, Any]
+    # A run directory here, to go on with; None for a new run.
     resume: Path | None
+    # Names of environment variables whose values the driver is to have.
     secrets: list[str]
+    # Flags of `rlctl.cli.job`.
     flags: list[str]
+    # Folder of the shipped recipes, which a cluster has too.
     recipes: Path
 
 
 def submit(target: TargetCluster, order: Submission) -> Path:
-    """Returns the run directory to be watched. Raises ClusterError, and ConfigError for what is wrong on the head."""
-    config, resume = order.config, order.resume
-    home, state = Path.cwd(), target.state
-    files = pack(home, _below(config, home)) if target.away else None
-    work = f"{state.storage}/work/{home.name}-{token_hex(3)}" if target.away else str(home)
+    """Submit a run and return the run directory to watch.
+
+    Raises ClusterError, and ConfigError for what is wrong on the head.
+    """
+    config, resume, home, state = order.config, order.resume, Path.cwd(), target.state
+    if absent := [name for name in order.secrets if name not in os.environ]:
+        raise ConfigError([Problem(f"--env {name}", "", "not set in this environment") for name in absent])
+    earlier = JobRecord.read(resume) if resume else None
     request = {
         "cluster": state.name,
-        "config": yaml.safe_dump(portable(config, [home, order.recipes]) if target.away else config, sort_keys=False),
-        "resume": None if resume is None else _there(resume),
-        "work": work,
-        "files": files,
-        "storage": state.storage or None,
-        "called": _called(config, resume) if target.away else None,
-        "secrets": _values(order.secrets),
+        "resume": None if resume is None else (earlier and earlier.remote) or str(resume.resolve()),
+        "work": str(home),
+        "files": None,
+        "storage": None,
+        "called": None,
+        "secrets": {name: os.environ[name] for name in order.secrets},
         "flags": order.flags,
     }
+    if target.away:
+        request |= {
+            "work": f"{state.storage}/work/{home.name}-{token_hex(3)}",
+            "files": pack(home, named_files(config, home)),
+            "storage": state.storage,
+            "called": str(resume.parent if resume else config["run"]["dir"]),
+        }
+    there = portable(config, [home, order.recipes]) if target.away else config
+    request["config"] = yaml.safe_dump(there, sort_keys=False)
     reply = ask(state, "accept", request)
     if "problems" in reply:
         raise ConfigError([Problem(f"on {state.head.name}", "", line) for line in reply["problems"]])
-    record = JobRecord(state.name, reply["job"], work, reply["attempt"], reply["run"])
-    return _copy(record, Path(config["run"]["dir"]), resume) if target.away else Path(reply["run"])
+    if not target.away:
+        return Path(reply["run"])
+    record = JobRecord(state.name, reply["job"], str(request["work"]), reply["attempt"], reply["run"])
+    return _local_copy(record, Path(config["run"]["dir"]), resume)
 
 
 def ask(state: ClusterState, operation: str, request: dict[str, Any], deadline_s: float = _ACCEPT_S) -> dict[str, Any]:
-    """What the head says to an operation of jobs/head.py. Raises ClusterError."""
+    """Return what the head answers to an operation of `head_agent.py`. Raises ClusterError."""
     common = {"op": operation, "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
     try:
-        return state.host_of(state.head).run("job", {**common, **request}, deadline_s)
+        return state.host_of(state.head).run("head.job", {**common, **request}, deadline_s)
     except HostError as error:
         what = str(error)
         if "No module named 'rlctl'" in what:
@@ -117,39 +129,12 @@ def ask(state: ClusterState, operation: str, request: dict[str, Any], deadline_s
         raise ClusterError(f"head {state.head.name}: {what}") from None
 
 
-def _copy(record: JobRecord, root: Path, resume: Path | None) -> Path:
-    """A directory here that is to be a copy of the run's."""
+def _local_copy(record: JobRecord, root: Path, resume: Path | None) -> Path:
+    """Return a directory here that is to be a copy of the run's."""
     assert record.remote is not None
     name = Path(record.remote).name
-    # Names that are free there may be in use here; a job's is nobody else's.
+    # A name that is free there may be in use here; a job's is nobody else's.
     names = (name, f"{name}--{record.cluster}", f"{name}--{record.job}")
     run = resume or RunDir.create(next(each for each in names if not (root / each).exists()), root).path
     record.write(run)
     return run
-
-
-def _there(resume: Path) -> str:
-    record = JobRecord.read(resume)
-    return record.remote if record and record.remote else str(resume.resolve())
-
-
-def _called(config: dict[str, Any], resume: Path | None) -> str:
-    return str(config["run"]["dir"]) if resume is None else str(resume.parent)
-
-
-def _values(names: list[str]) -> dict[str, str]:
-    if absent := [name for name in names if name not in os.environ]:
-        raise ConfigError([Problem(f"--env {name}", "", "not set in this environment") for name in absent])
-    return {name: os.environ[name] for name in names}
-
-
-def _below(value: Any, home: Path) -> list[Path]:
-    """Paths of the config below the working directory."""
-    if isinstance(value, dict):
-        return [path for each in value.values() for path in _below(each, home)]
-    if isinstance(value, list):
-        return [path for each in value for path in _below(each, home)]
-    if isinstance(value, str) and value.startswith(f"{home}/"):
-        path = Path(value.partition(":")[0])
-        return [path] if path.exists() else []
-    return []

@@ -21,7 +21,7 @@ _SHOWN = 3
 
 
 def portable(value: Any, folders: list[Path]) -> Any:
-    """A config's values with paths below any of `folders` made relative to it."""
+    """Return a config's values with paths below any of `folders` made relative to it."""
     if isinstance(value, dict):
         return {key: portable(each, folders) for key, each in value.items()}
     if isinstance(value, list):
@@ -33,10 +33,27 @@ def portable(value: Any, folders: list[Path]) -> Any:
     return value
 
 
+def named_files(value: Any, home: Path) -> list[Path]:
+    """Return the files and folders below `home` that a config's values name."""
+    if isinstance(value, dict | list):
+        parts = value.values() if isinstance(value, dict) else value
+        return [path for each in parts for path in named_files(each, home)]
+    if isinstance(value, str) and value.startswith(f"{home}/"):
+        path = Path(value.partition(":")[0])
+        return [path] if path.exists() else []
+    return []
+
+
 def pack(home: Path, named: list[Path]) -> str:
-    """A zip in base64 of what git knows or would take in below `home` (without git: of all but hidden files and runs),
-    and of what the config names there. Raises ClusterError with the largest when it is too much."""
-    files = {path: path.stat().st_size for path in {*_files(home), *_named(home, named)} if path.is_file()}
+    """Return a zip in base64 of the files below `home` that git tracks or would add, and that the config names.
+
+    Without git: of all but hidden files and runs. Raises ClusterError with the largest when it is too much.
+    """
+    found = set(_files(home))
+    for path in named:
+        if path.is_relative_to(home) and path != home:
+            found |= set(path.rglob("*")) if path.is_dir() else {path}
+    files = {path: path.stat().st_size for path in found if path.is_file()}
     if sum(files.values()) > MOST_BYTES:
         largest = sorted(files, key=lambda path: -files[path])[:_SHOWN]
         shown = ", ".join(f"{path.relative_to(home)} {files[path] / 2**20:.0f} MiB" for path in largest)
@@ -48,12 +65,6 @@ def pack(home: Path, named: list[Path]) -> str:
         for path in sorted(files):
             archive.write(path, path.relative_to(home))
     return base64.b64encode(packed.getvalue()).decode()
-
-
-def _named(home: Path, named: list[Path]) -> Iterator[Path]:
-    for path in named:
-        if path.is_relative_to(home) and path != home:
-            yield from (each for each in path.rglob("*")) if path.is_dir() else (path,)
 
 
 def _files(home: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""The user's own kubectl, and what it says in one line that tells what to do next."""
+"""The user's own kubectl, each of its complaints as one line that says what to do next, and pods as it shows them."""
 
 import json
 import shutil
@@ -6,12 +6,15 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from rlctl.cluster.hosts import answer
-from rlctl.cluster.state import ClusterError
+from rlctl.cluster.hosts import kubectl_command, last_line, remedy_of
+from rlctl.cluster.state import ClusterError, ClusterNode
 
 _ANSWER_S = 60.0
 _INSTALL = "helm install kuberay-operator kuberay/kuberay-operator, version 1.6 or newer"
-_SAYS = {
+_NO_ANSWER = "no cluster answers: see `kubectl cluster-info`, then set context=..."
+_UNKNOWN_USER = "it does not know you: log in again, and see that `kubectl get pods` works"
+# Complaints and their remedies.
+_REMEDIES = {
     'no matches for kind "RayCluster"': f"KubeRay is not installed there: {_INSTALL}",
     'unknown field "spec.authOptions"': f"its KubeRay is too old to set a token: {_INSTALL}",
     "the server doesn't have a resource type": f"KubeRay is not installed there: {_INSTALL}",
@@ -19,13 +22,15 @@ _SAYS = {
     "context was not found": "no such context: see `kubectl config get-contexts`, then set context=...",
     "does not exist": "{error}; see `kubectl config get-contexts`, then set context=...",
     "current-context is not set": "no cluster is chosen: see `kubectl config get-contexts`, then set context=...",
-    "connection to the server": "no cluster answers: see `kubectl cluster-info`, then set context=...",
-    "unable to connect to the server": "no cluster answers: see `kubectl cluster-info`, then set context=...",
-    "dial tcp": "no cluster answers: see `kubectl cluster-info`, then set context=...",
-    "i/o timeout": "no cluster answers: see `kubectl cluster-info`, then set context=...",
-    "must be logged in": "it does not know you: log in again, and see that `kubectl get pods` works",
-    "unauthorized": "it does not know you: log in again, and see that `kubectl get pods` works",
+    "connection to the server": _NO_ANSWER,
+    "unable to connect to the server": _NO_ANSWER,
+    "dial tcp": _NO_ANSWER,
+    "i/o timeout": _NO_ANSWER,
+    "must be logged in": _UNKNOWN_USER,
+    "unauthorized": _UNKNOWN_USER,
 }
+# A pod that waits for one of these waits for ever.
+_HOPELESS = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError", "CrashLoopBackOff")
 
 
 @dataclass(frozen=True)
@@ -36,34 +41,76 @@ class Kubectl:
     namespace: str
 
     def command(self, *arguments: str) -> list[str]:
-        """The whole command."""
-        chosen = [f"--context={self.context}"] if self.context else []
-        chosen += [f"--namespace={self.namespace}"] if self.namespace else []
-        return ["kubectl", *chosen, *arguments]
+        """Return the whole command."""
+        return [*kubectl_command(self.context, self.namespace), *arguments]
 
-    def run(self, *arguments: str, stdin: str = "", deadline_s: float = _ANSWER_S) -> str:
-        """What it prints. Raises ClusterError."""
+    def run(self, *arguments: str, stdin: str = "") -> str:
+        """Return what it prints. Raises ClusterError."""
         if not shutil.which("kubectl"):
             raise ClusterError("kubectl is not found: install it, or print the manifest alone with --dry-run")
         try:
-            done = answer(self.command(f"--request-timeout={deadline_s:g}s", *arguments), deadline_s + 10, stdin)
+            done = subprocess.run(
+                self.command(f"--request-timeout={_ANSWER_S:g}s", *arguments),
+                input=stdin,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_ANSWER_S + 10,
+                check=False,
+                # Ctrl-C is this process's to handle.
+                start_new_session=True,
+            )
         except subprocess.TimeoutExpired:
-            raise ClusterError(f"kubectl: no answer within {deadline_s:g} s: see `kubectl cluster-info`") from None
+            raise ClusterError(f"kubectl: no answer within {_ANSWER_S:g} s: see `kubectl cluster-info`") from None
         if done.returncode:
             raise ClusterError(f"kubectl: {explained(done.stderr)}")
         return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """An object or a list of them; empty where there is none."""
+        """Return an object or a list of them; empty where there is none."""
         found: dict[str, Any] = json.loads(self.run("get", *arguments, "--ignore-not-found", "--output=json") or "{}")
         return found
 
+    def pods(self, cluster: str) -> list[dict[str, Any]]:
+        """Return the pods of a Ray cluster, the head first."""
+        pods: list[dict[str, Any]] = self.get("pods", f"--selector=ray.io/cluster={cluster}").get("items", [])
+        return sorted(pods, key=lambda pod: (not node_of(pod).head, pod["metadata"]["name"]))
+
 
 def explained(errors: str) -> str:
-    """kubectl's complaint in a line."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    said = lines[-1].removeprefix("error: ").removeprefix("Error from server ") if lines else "it said nothing"
-    for words, meaning in _SAYS.items():
-        if words.lower() in errors.lower():
-            return meaning.format(error=said)
-    return said
+    """Return kubectl's complaint in a line."""
+    said = last_line(errors).removeprefix("error: ").removeprefix("Error from server ") or "it said nothing"
+    remedy = remedy_of(errors, _REMEDIES)
+    return remedy.format(error=said) if remedy else said
+
+
+def node_of(pod: dict[str, Any]) -> ClusterNode:
+    """Return a pod as a node of the cluster."""
+    name, head = pod["metadata"]["name"], pod["metadata"]["labels"].get("ray.io/node-type") == "head"
+    return ClusterNode(name, name, "/tmp/ray", head, pod.get("status", {}).get("podIP", ""))
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    """Return True if the pod runs and answers its probes."""
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses", [])
+    return status.get("phase") == "Running" and bool(containers) and all(each["ready"] for each in containers)
+
+
+def waits_for(pod: dict[str, Any]) -> str:
+    """Return why the pod is not ready, in a line."""
+    status = pod.get("status", {})
+    for each in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+        for state in (each.get("state", {}), each.get("lastState", {})):
+            detail = state.get("waiting") or state.get("terminated")
+            if detail and detail.get("reason") not in ("PodInitializing", "ContainerCreating", "Completed", None):
+                return f"{detail['reason']}: {detail.get('message', '')}".strip(": ").splitlines()[0]
+    for condition in status.get("conditions", []):
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f"{condition.get('reason', 'not scheduled')}: {condition.get('message', '')}".strip(": ")
+    return str(status.get("reason") or status.get("phase") or "not there yet")
+
+
+def is_hopeless(pod: dict[str, Any]) -> bool:
+    """Return True if the pod will not become ready as it is."""
+    return waits_for(pod).partition(":")[0] in _HOPELESS

@@ -3,113 +3,44 @@
 import base64
 import shlex
 import time
-from typing import Any
 
 from rlctl.cluster.hosts import HostError
-from rlctl.cluster.inspect import add_resources
-from rlctl.cluster.kubernetes.kubectl import Kubectl
+from rlctl.cluster.inspect import add_resources, ray_query
+from rlctl.cluster.kubernetes.kubectl import Kubectl, is_hopeless, is_ready, node_of, waits_for
 from rlctl.cluster.kubernetes.manifest import DASHBOARD_PORT, as_yaml, ray_cluster, ray_job
-from rlctl.cluster.kubernetes.pods import is_hopeless, is_ready, node_of, waits_for
-from rlctl.cluster.launcher import ClusterStatus, LogPlace, NodeStatus, PreparedCluster, Say
-from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, ClusterStore
+from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace, NodeStatus
+from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState
 from rlctl.config.cluster_schema import KubernetesCluster
 
 _POLL_S, _QUERY_S, _GCS_PORT = 3.0, 40.0, 6379
 _DELETE_S = 180.0
 
 
-class KubernetesLauncher:
-    """The kind `kubernetes`."""
+class KubernetesLauncher(Launcher):
+    """The kind `kubernetes`. The operator replaces lost pods itself."""
 
-    def prepare(self, config: KubernetesCluster, store: ClusterStore, say: Say) -> PreparedCluster:
-        state = ClusterState(store.name, config.kind, "starting", config.python, "", False, time.time())
+    def prepare(self, config: KubernetesCluster) -> tuple[ClusterState, list[str]]:
+        name = self._store.name
+        state = ClusterState(name, config.kind, "starting", config.python, "", False, time.time())
         state.context, state.namespace = config.context or "", config.namespace or ""
         state.storage = config.storage.rstrip("/")
         state.nodes = [ClusterNode("head", "", "", True, "")]
-        kubectl, manifest = _kubectl(state), as_yaml(ray_cluster(config))
-        say("doing", "asking Kubernetes")
-        # The server looks at all of it, as it would if it were meant.
-        kubectl.run("apply", "--dry-run=server", "--validate=strict", "--filename=-", stdin=manifest)
-        if kubectl.get("raycluster", store.name):
-            what = f"there is a RayCluster {store.name} already, which is not ours: set another name=..."
-            raise ClusterError(f"{what}, or kubectl delete raycluster {store.name}")
-        return PreparedCluster(state, PodStarter(config, store, state, manifest, say).start)
+        self._say("doing", "asking Kubernetes")
+        # The server checks all of it, as if it were meant.
+        options = ("--dry-run=server", "--validate=strict", "--filename=-")
+        _kubectl(state).run("apply", *options, stdin=as_yaml(ray_cluster(config)))
+        if _kubectl(state).get("raycluster", name):
+            what = f"there is a RayCluster {name} already, which is not ours: set another name=..."
+            raise ClusterError(f"{what}, or kubectl delete raycluster {name}")
+        return state, []
 
-    def dry_run(self, config: KubernetesCluster, store: ClusterStore, job: str | None) -> str:
-        if job is None:
-            return as_yaml(ray_cluster(config))
-        return as_yaml(ray_job(config, [config.python, "-m", "rlctl.cli.main", *shlex.split(job)]))
-
-    def look(self, store: ClusterStore, state: ClusterState) -> ClusterStatus:
+    def start(self, config: KubernetesCluster, state: ClusterState) -> list[str]:
+        """Apply the manifest and wait until every pod is ready. Raises ClusterError if not every pod came up."""
         kubectl = _kubectl(state)
-        pods = _pods(kubectl, state.name)
-        if not kubectl.get("raycluster", state.name):
-            what = f"RayCluster {state.name} is gone: deleted by somebody; clear up: rlctl cluster down {state.name}"
-            return ClusterStatus([NodeStatus(state.head)], [what])
-        seen = [_seen(pod) for pod in pods]
-        if not seen or not seen[0].node.head:
-            seen.insert(0, NodeStatus(state.head, unreachable="its pod is not there yet"))
-        warnings = [f"{each.node.name}: {each.unreachable}" for each in seen if each.unreachable]
-        if seen[0].alive:
-            warnings += _ask_ray(state, seen)
-        return ClusterStatus(seen, warnings)
-
-    def glance(self, state: ClusterState) -> str:
-        return "up"
-
-    def mend(
-        self, config: KubernetesCluster, store: ClusterStore, state: ClusterState, seen: ClusterStatus, say: Say
-    ) -> list[str]:
-        # The operator brings a lost pod back by itself.
-        return []
-
-    def stop(self, store: ClusterStore, state: ClusterState, say: Say) -> list[str]:
-        kubectl, end = _kubectl(state), time.monotonic() + _DELETE_S
-        say("doing", f"deleting RayCluster {state.name}")
-        try:
-            kubectl.run("delete", "raycluster", state.name, "--ignore-not-found", "--wait=false")
-            while pods := _pods(kubectl, state.name):
-                if time.monotonic() > end:
-                    names = ", ".join(pod["metadata"]["name"] for pod in pods)
-                    say("bad", f"{names}: not gone {_DELETE_S:g} s after it was deleted: see `kubectl describe pod`")
-                    return [f"RayCluster {state.name}"]
-                time.sleep(_POLL_S)
-        except ClusterError as error:
-            say("bad", str(error))
-            return [f"RayCluster {state.name}"]
-        return []
-
-    def logs(self, store: ClusterStore, state: ClusterState) -> list[LogPlace]:
-        nodes = [node_of(pod) for pod in _pods(_kubectl(state), state.name) if is_ready(pod)]
-        return [LogPlace(node.name, node.folder, state.host_of(node), None) for node in nodes]
-
-    def environment(self, store: ClusterStore, state: ClusterState) -> dict[str, str]:
-        store.check_token(state)
-        found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(store.token_path)}
-        return {**found, "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{DASHBOARD_PORT}"}
-
-    def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
-        forward = ("port-forward", f"service/{_service(state.name)}", f"{DASHBOARD_PORT}:{DASHBOARD_PORT}")
-        command = " ".join(_kubectl(state).command(*forward))
-        return command, f"the dashboard and job API, at http://127.0.0.1:{DASHBOARD_PORT}"
-
-
-class PodStarter:
-    """Applies the manifest and waits until every pod is ready."""
-
-    def __init__(
-        self, config: KubernetesCluster, store: ClusterStore, state: ClusterState, manifest: str, say: Say
-    ) -> None:
-        self._config, self._store, self._state, self._manifest, self._say = config, store, state, manifest, say
-        self._kubectl = _kubectl(state)
-
-    def start(self) -> list[str]:
-        """Returns warnings. Raises ClusterError if not every pod came up."""
-        state, kubectl = self._state, self._kubectl
-        kubectl.run("apply", "--filename=-", stdin=self._manifest)
+        kubectl.run("apply", "--filename=-", stdin=as_yaml(ray_cluster(config)))
         self._say("ok", f"RayCluster {state.name} applied")
-        self._wait(1 + self._config.workers)
-        state.nodes = [node_of(pod) for pod in _pods(kubectl, state.name)]
+        self._wait(kubectl, 1 + config.workers, config.start_timeout_s)
+        state.nodes = [node_of(pod) for pod in kubectl.pods(state.name)]
         state.address, state.dashboard = f"{_service(state.name)}:{_GCS_PORT}", DASHBOARD_PORT
         secret = kubectl.get("secret", state.name).get("data", {}).get("auth_token")
         if not secret:
@@ -118,10 +49,60 @@ class PodStarter:
         state.token_sha256 = self._store.keep_token(base64.b64decode(secret).decode())
         return []
 
-    def _wait(self, count: int) -> None:
+    def dry_run(self, config: KubernetesCluster, job: str | None) -> str:
+        if job is None:
+            return as_yaml(ray_cluster(config))
+        return as_yaml(ray_job(config, [config.python, "-m", "rlctl.cli.main", *shlex.split(job)]))
+
+    def status(self, state: ClusterState) -> ClusterStatus:
+        kubectl = _kubectl(state)
+        pods = kubectl.pods(state.name)
+        if not kubectl.get("raycluster", state.name):
+            what = f"RayCluster {state.name} is gone: deleted by somebody; clear up: rlctl cluster down {state.name}"
+            return ClusterStatus([NodeStatus(state.head)], [what])
+        seen = [
+            NodeStatus(node_of(pod), alive=is_ready(pod), unreachable="" if is_ready(pod) else waits_for(pod))
+            for pod in pods
+        ]
+        if not seen or not seen[0].node.head:
+            seen.insert(0, NodeStatus(state.head, unreachable="its pod is not there yet"))
+        warnings = [f"{each.node.name}: {each.unreachable}" for each in seen if each.unreachable]
+        if seen[0].alive:
+            warnings += self._ask_ray(state, seen)
+        return ClusterStatus(seen, warnings)
+
+    def quick_condition(self, state: ClusterState) -> str:
+        return "up"
+
+    def stop(self, state: ClusterState) -> list[str]:
+        kubectl, end = _kubectl(state), time.monotonic() + _DELETE_S
+        self._say("doing", f"deleting RayCluster {state.name}")
+        try:
+            kubectl.run("delete", "raycluster", state.name, "--ignore-not-found", "--wait=false")
+            while pods := kubectl.pods(state.name):
+                if time.monotonic() > end:
+                    names = ", ".join(pod["metadata"]["name"] for pod in pods)
+                    late = f"not gone {_DELETE_S:g} s after it was deleted: see `kubectl describe pod`"
+                    raise ClusterError(f"{names}: {late}")
+                time.sleep(_POLL_S)
+        except ClusterError as error:
+            self._say("bad", str(error))
+            return [f"RayCluster {state.name}"]
+        return []
+
+    def logs(self, state: ClusterState) -> list[LogPlace]:
+        nodes = [node_of(pod) for pod in _kubectl(state).pods(state.name) if is_ready(pod)]
+        return [LogPlace(node.name, node.folder, state.host_of(node), None) for node in nodes]
+
+    def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
+        forward = ("port-forward", f"service/{_service(state.name)}", f"{DASHBOARD_PORT}:{DASHBOARD_PORT}")
+        command = " ".join(_kubectl(state).command(*forward))
+        return command, f"the dashboard and job API, at http://127.0.0.1:{DASHBOARD_PORT}"
+
+    def _wait(self, kubectl: Kubectl, count: int, deadline_s: float) -> None:
         began, told, ready = time.monotonic(), {}, set()  # type: float, dict[str, str], set[str]
         while len(ready) < count:
-            for pod in _pods(self._kubectl, self._state.name):
+            for pod in kubectl.pods(self._store.name):
                 name = pod["metadata"]["name"]
                 if is_ready(pod) and name not in ready:
                     ready.add(name)
@@ -130,12 +111,26 @@ class PodStarter:
                     told[name] = why
                     self._say("bad" if is_hopeless(pod) else "warning", f"{name}: {why}")
                     if is_hopeless(pod):
-                        raise ClusterError(f"{name} will not start: see `kubectl describe pod {name}`; nothing stands")
-            if time.monotonic() > began + self._config.start_timeout_s:
-                what = f"{len(ready)} of {count} pods are ready after {self._config.start_timeout_s:g} s"
-                raise ClusterError(f"{what}; nothing stands: ask for less, or wait longer with start_timeout_s=...")
+                        see = f"see `kubectl describe pod {name}`"
+                        raise ClusterError(f"{name} will not start: {see}; nothing is left running")
+            if time.monotonic() > began + deadline_s:
+                what = f"{len(ready)} of {count} pods are ready after {deadline_s:g} s; nothing is left running"
+                raise ClusterError(f"{what}: ask for less, or wait longer with start_timeout_s=...")
             self._say("doing", f"{len(ready)} of {count} pods are ready, {time.monotonic() - began:.0f} s")
             time.sleep(_POLL_S)
+
+    def _ask_ray(self, state: ClusterState, seen: list[NodeStatus]) -> list[str]:
+        """Note what Ray gives out on each node; return warnings."""
+        # Its pods have the token in their environment.
+        request = ray_query(state) | {"address": f"127.0.0.1:{_GCS_PORT}", "token_path": None}
+        try:
+            reply = state.host_of(seen[0].node).run("head.query", request, _QUERY_S)
+        except HostError as error:
+            return [f"Ray does not answer: {error}"]
+        if reply["refused"]:
+            return ["Ray refuses the token of its own head: was the Secret changed? start the cluster again"]
+        add_resources(seen, reply["nodes"], "address")
+        return []
 
 
 def _kubectl(state: ClusterState) -> Kubectl:
@@ -143,35 +138,5 @@ def _kubectl(state: ClusterState) -> Kubectl:
 
 
 def _service(name: str) -> str:
-    # As the operator calls it.
+    # As the operator names it.
     return f"{name}-head-svc"
-
-
-def _pods(kubectl: Kubectl, name: str) -> list[dict[str, Any]]:
-    """The cluster's, the head first."""
-    pods: list[dict[str, Any]] = kubectl.get("pods", f"--selector=ray.io/cluster={name}").get("items", [])
-    return sorted(pods, key=lambda pod: (not node_of(pod).head, pod["metadata"]["name"]))
-
-
-def _seen(pod: dict[str, Any]) -> NodeStatus:
-    node = node_of(pod)
-    return NodeStatus(node, alive=True) if is_ready(pod) else NodeStatus(node, unreachable=waits_for(pod))
-
-
-def _ask_ray(state: ClusterState, seen: list[NodeStatus]) -> list[str]:
-    """What Ray gives out on each node; returns warnings."""
-    # Its pods have the token in their environment.
-    request: dict[str, Any] = {
-        "address": f"127.0.0.1:{_GCS_PORT}",
-        "token_path": None,
-        "environment": {},
-        "timeout_s": 5.0,
-    }
-    try:
-        said = state.host_of(seen[0].node).run("query", request, _QUERY_S)
-    except HostError as error:
-        return [f"Ray does not answer: {error}"]
-    if said["refused"]:
-        return ["Ray refuses the token of its own head: was the Secret changed? start anew"]
-    add_resources(seen, said["nodes"], "address")
-    return []

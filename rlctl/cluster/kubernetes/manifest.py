@@ -1,7 +1,7 @@
-"""A cluster and a job as KubeRay takes them (ray.io/v1): manifests as plain values. Pure.
+"""Manifests of a cluster and of a job for KubeRay (ray.io/v1), as plain values. Pure.
 
-The operator makes the token and puts it into every pod's environment (authOptions, KubeRay 1.6); no manifest of ours
-holds a secret, but names of such. The head's service is inside of Kubernetes alone.
+The operator makes the token and puts it into every pod's environment (authOptions, KubeRay 1.6); our manifests hold
+names of secrets and no secret. The head's service can be reached inside Kubernetes only.
 """
 
 import shlex
@@ -11,62 +11,46 @@ from typing import Any
 from rlctl.cluster.ray_start import NODE_ENVIRONMENT
 from rlctl.config.cluster_schema import KubernetesCluster
 
-API = "ray.io/v1"
-GROUP = "worker"
 DASHBOARD_PORT = 8265
+_LABELS = {"app.kubernetes.io/managed-by": "rlctl"}
 
 
 def ray_cluster(config: KubernetesCluster) -> dict[str, Any]:
-    """The RayCluster that `rlctl cluster up` applies."""
-    return {"apiVersion": API, "kind": "RayCluster", "metadata": _metadata(config), "spec": _cluster_spec(config)}
+    """Return the RayCluster that `rlctl cluster up` applies."""
+    return _object(config, "RayCluster", _cluster_spec(config))
 
 
-def ray_job(
-    config: KubernetesCluster,
-    entrypoint: list[str],
-    name: str | None = None,
-    working_dir: str | None = None,
-    environment: dict[str, str] | None = None,
-    deadline_s: int | None = None,
-) -> dict[str, Any]:
-    """A RayJob: a cluster of its own that runs `entrypoint`, a command's words, on its head and then goes.
-
-    name: of the job, the cluster's if left out. environment: of the job's processes, not for secrets, which all who
-    may see jobs can read (see env_secrets). deadline_s: a job that takes longer is ended.
-    """
-    runtime: dict[str, Any] = {"working_dir": working_dir} if working_dir else {}
-    runtime |= {"env_vars": environment} if environment else {}
-    spec: dict[str, Any] = {
+def ray_job(config: KubernetesCluster, entrypoint: list[str]) -> dict[str, Any]:
+    """Return a RayJob: a cluster of its own that runs `entrypoint`, a command's words, on its head and then goes."""
+    spec = {
         # The operator gives it to a shell.
         "entrypoint": shlex.join(entrypoint),
         "submissionMode": "K8sJobMode",
         "shutdownAfterJobFinishes": True,
-        # Again means from the start, on a new cluster; who wants to resume says so in the entrypoint.
+        # A retry would run from the start, on a new cluster; to resume, the entrypoint says so.
         "backoffLimit": 0,
         "rayClusterSpec": _cluster_spec(config),
     }
-    if runtime:
-        spec["runtimeEnvYAML"] = as_yaml(runtime)
-    if deadline_s is not None:
-        spec["activeDeadlineSeconds"] = deadline_s
-    return {"apiVersion": API, "kind": "RayJob", "metadata": _metadata(config, name), "spec": spec}
+    return _object(config, "RayJob", spec)
 
 
 def as_yaml(manifest: dict[str, Any]) -> str:
-    """As `kubectl apply -f -` takes it."""
+    """Return a manifest as `kubectl apply -f -` takes it."""
     import yaml
 
     text: str = yaml.safe_dump(manifest, sort_keys=False, default_flow_style=False, width=120)
     return text
 
 
-def _metadata(config: KubernetesCluster, name: str | None = None) -> dict[str, Any]:
-    found = {"name": name or config.name, "labels": {"app.kubernetes.io/managed-by": "rlctl"}}
-    return found | ({"namespace": config.namespace} if config.namespace else {})
+def _object(config: KubernetesCluster, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": config.name, "labels": dict(_LABELS)}
+    metadata |= {"namespace": config.namespace} if config.namespace else {}
+    return {"apiVersion": "ray.io/v1", "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _cluster_spec(config: KubernetesCluster) -> dict[str, Any]:
-    worker = _resources(config.cpus_per_node, config.memory)
+    head: dict[str, Any] = {"cpu": config.head_cpus, "memory": config.head_memory}
+    worker: dict[str, Any] = {"cpu": config.cpus_per_node, "memory": config.memory}
     if config.gpus_per_node:
         worker[config.gpu_resource] = config.gpus_per_node
     return {
@@ -76,13 +60,13 @@ def _cluster_spec(config: KubernetesCluster) -> dict[str, Any]:
         "headGroupSpec": {
             "serviceType": "ClusterIP",
             "enableIngress": False,
-            # The operator and its jobs come to it through the service; who is outside does not.
+            # The operator and its jobs reach it through the service; nobody outside does.
             "rayStartParams": {"dashboard-host": "0.0.0.0", "num-gpus": "0"},
-            "template": _pod(config, "ray-head", _resources(config.head_cpus, config.head_memory), config.head_shm),
+            "template": _pod(config, "ray-head", head, config.head_shm),
         },
         "workerGroupSpecs": [
             {
-                "groupName": GROUP,
+                "groupName": "worker",
                 "replicas": config.workers,
                 "minReplicas": config.workers,
                 "maxReplicas": config.workers,
@@ -93,13 +77,9 @@ def _cluster_spec(config: KubernetesCluster) -> dict[str, Any]:
     }
 
 
-def _resources(cpus: int, memory: str) -> dict[str, Any]:
-    return {"cpu": cpus, "memory": memory}
-
-
 def _pod(config: KubernetesCluster, container: str, resources: dict[str, Any], shm: str) -> dict[str, Any]:
-    """A pod's template. What is asked for is what it may use, so that it is the last to be put out."""
-    # In memory, and counted in the container's limit.
+    """Return a pod's template. Its requests equal its limits, so that it is the last to be evicted."""
+    # In memory, and part of the container's limit.
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": shm}}]
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
     for index, claim in enumerate(config.volume_claims):
@@ -126,14 +106,13 @@ def _pod(config: KubernetesCluster, container: str, resources: dict[str, Any], s
     if config.service_account:
         spec["serviceAccountName"] = config.service_account
     else:
-        # Training has nothing to say to Kubernetes.
+        # Training does not talk to Kubernetes.
         spec["automountServiceAccountToken"] = False
-    labels = {"app.kubernetes.io/managed-by": "rlctl"}
-    return {"metadata": {"labels": labels}, "spec": {name: value for name, value in spec.items() if value != []}}
+    return {"metadata": {"labels": dict(_LABELS)}, "spec": {name: value for name, value in spec.items() if value != []}}
 
 
 def _toleration(text: str) -> dict[str, str]:
-    """key, key=value, each with :Effect or without, as kubectl writes taints."""
+    """Parse key or key=value, with :Effect or without, as kubectl writes taints."""
     pair, _, effect = text.partition(":")
     key, equals, value = pair.partition("=")
     found = {"key": key, "operator": "Equal", "value": value} if equals else {"key": key, "operator": "Exists"}

@@ -1,48 +1,44 @@
-"""Asks every host, at the same time, whether it will do, before anything is started on any."""
+"""Checks of every host, all at the same time, before anything is started on any."""
 
 import socket
 import time
 from typing import Any
 
-from rlctl.cluster.hosts import Host, HostCalls, HostError
+from rlctl.cluster.hosts import Host, HostCalls, HostError, ssh_host
 from rlctl.cluster.launcher import Say
-from rlctl.cluster.links import ssh_host
 from rlctl.cluster.ray_start import LOOPBACK, Place, is_loopback
-from rlctl.cluster.requirements import HostReply, Requirements, clock_skew, facts, minor, problems, taken, wanted_ray
+from rlctl.cluster.requirements import clock_skew, facts, minor, problems, taken
 from rlctl.cluster.state import ClusterError, ClusterNode
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
 _CHECK_S = 60.0
+Replies = dict[str, dict[str, Any]]
 
 
 def places(config: LocalCluster | SshCluster, say: Say) -> tuple[list[Place], list[str]]:
-    """Where nodes go, and warnings, after every host was checked. Raises ClusterError if too few will do."""
+    """Check every host; return where nodes go, the head first, and warnings. Raises ClusterError if too few will do."""
+    local = isinstance(config, LocalCluster)
     names = [""] if isinstance(config, LocalCluster) else config.hosts
-    say("doing", "checking")
-    replies = _alike(_checked(config, names, [config.port, config.dashboard_port], say), names, say)
-    least = 1 if isinstance(config, LocalCluster) else config.min_hosts or len(names)
-    if len(replies) < least:
-        count = f"{len(replies)} of {len(names)} hosts will do"
-        least_is = f", {least} wanted (min_hosts)" if isinstance(config, SshCluster) and config.min_hosts else ""
-        raise ClusterError("this machine will not do" if not names[0] else f"{count}{least_is}: nothing was started")
+    min_hosts = config.min_hosts if isinstance(config, SshCluster) else None
+    replies = _check(config, names, [config.port, config.dashboard_port], say)
+    _drop_unlike(replies, say)
+    if len(replies) < (min_hosts or len(names)):
+        wanted = f", {min_hosts} wanted (min_hosts)" if min_hosts else ""
+        count = f"{len(replies)} of {len(names)} hosts will do{wanted}: nothing was started"
+        raise ClusterError("this machine will not do" if local else count)
     found = [] if len(replies) == len(names) else [f"going on with {len(replies)} of {len(names)} hosts (min_hosts)"]
     if isinstance(config, LocalCluster):
-        reply, address = replies[""], _own_address() if config.listen_on_all else LOOPBACK
+        address = _own_address() if config.listen_on_all else LOOPBACK
         titles = ["head", *(f"node-{index}" for index in range(1, config.nodes))]
-        return [Place(name, "", address, reply["root"], reply["shm"], reply["dashboard"]) for name in titles], found
-    spots = [
-        Place(name, name, reply["address"], reply["root"], reply["shm"], reply["dashboard"])
-        for name, reply in replies.items()
-    ]
-    return spots, found
+        return [_place(title, "", address, replies[""]) for title in titles], found
+    return [_place(name, name, reply["address"], reply) for name, reply in replies.items()], found
 
 
 def places_again(
     config: LocalCluster | SshCluster, nodes: list[ClusterNode], python: str, say: Say
 ) -> dict[str, Place]:
-    """Where those of `nodes` go, by name, whose hosts will do beside a head that has `python`."""
-    say("doing", "checking")
-    replies = _checked(config, sorted({node.host for node in nodes}), [], say)
+    """Return, by name, where nodes go whose hosts will do, with a head that has `python`."""
+    replies = _check(config, sorted({node.host for node in nodes}), [], say)
     found = {}
     for node in nodes:
         reply = replies.get(node.host)
@@ -51,57 +47,59 @@ def places_again(
         if minor(reply["python"]) != minor(python):
             say("bad", f"{node.name}: wrong Python {reply['python']}: the head has {python}, and Ray wants one for all")
             continue
-        address = reply["address"] if node.host else node.address
-        found[node.name] = Place(node.name, node.host, address, reply["root"], reply["shm"], reply["dashboard"])
+        found[node.name] = _place(node.name, node.host, reply["address"] if node.host else node.address, reply)
     return found
 
 
-def _checked(
-    config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say
-) -> dict[str, dict[str, Any]]:
-    """What each host that will do answered, in the order of `names`; a line is said of each.
+def _place(name: str, host: str, address: str, reply: dict[str, Any]) -> Place:
+    return Place(name, host, address, reply["root"], reply["shm"], reply["dashboard"])
 
-    ports: to be free at the first of them.
+
+def _check(config: LocalCluster | SshCluster, names: list[str], ports: list[int], say: Say) -> Replies:
+    """Return the answers of the hosts that will do, in the order of `names`; say a line about each host.
+
+    ports: must be free on the host that is to be the head.
     """
-    hosts = [_host(config, name) for name in names]
-    began = time.time()
-    asking = HostCalls(((host, "check", {"ports": ports}) for host in hosts), _CHECK_S)
-    asked: dict[str, HostReply] = {}
-    skew = config.max_clock_skew_s if isinstance(config, SshCluster) else 60
-    wanted = Requirements(wanted_ray(), config.min_disk_gib, skew)
-    bad: dict[str, list[str]] = {}
-    try:
-        for index, answer in asking.answers():
+    say("doing", "checking")
+    hosts, max_skew = [Host("")], 60.0
+    if isinstance(config, SshCluster):
+        max_skew = config.max_clock_skew_s
+        hosts = [ssh_host(name, config.python, config.connect_timeout_s, config.ssh_options) for name in names]
+    began, fit = time.time(), {}
+    with HostCalls(((host, "check.run", {"ports": ports}) for host in hosts), _CHECK_S) as checking:
+        for index, answer in checking.answers():
             name = names[index]
+            shown = name or "this machine"
             if isinstance(answer, HostError):
-                bad[name] = [str(answer)]
-            else:
-                asked[name] = HostReply(name, answer, began, time.time())
-                bad[name] = problems(asked[name], wanted) + _misplaced(answer, len(names), name)
-                # The first is to be the head; another becomes it only if those before it are down.
-                bad[name] += taken(answer) if index == 0 else []
-            _say_host(name, asked.get(name), bad[name], say)
-    except BaseException:
-        asking.cancel()
-        raise
-    return {name: asked[name].reply for name in names if not bad[name]}
+                say("bad", f"{shown}: {answer}")
+                continue
+            skew = clock_skew(answer["time"], began, time.time())
+            bad = problems(answer, config.min_disk_gib, skew, max_skew) + _misplaced(answer, len(names), name)
+            # The first is to be the head; another becomes it only if those before it are down.
+            bad += taken(answer) if index == 0 else []
+            for problem in bad:
+                say("bad", f"{shown}: {problem}")
+            if not bad:
+                fit[name] = answer
+                say("ok", f"{shown}: {facts(answer)}" + (f", clock {skew:+.1f} s" if abs(skew) >= 0.1 else ""))
+    return {name: fit[name] for name in names if name in fit}
 
 
-def _alike(fit: dict[str, dict[str, Any]], names: list[str], say: Say) -> dict[str, dict[str, Any]]:
-    """Those of them that the head can have beside it: Ray wants one minor version of Python for all."""
-    for name in [name for name in names if name in fit]:
+def _drop_unlike(fit: Replies, say: Say) -> None:
+    """Drop hosts whose ports are taken until one can be the head, and those that cannot work with that head."""
+    for name in list(fit):
         if not (why := taken(fit[name])):
             break
         say("bad", f"{name}: {'; '.join(why)}")
         del fit[name]
     if not fit:
-        return fit
-    head = next(name for name in names if name in fit)
+        return
+    head = next(iter(fit))
     wanted = minor(fit[head]["python"])
+    # Ray wants one minor version of Python for all.
     for name in [name for name in fit if minor(fit[name]["python"]) != wanted]:
         found = fit.pop(name)["python"]
         say("bad", f"{name}: wrong Python {found}: the head {head} has {wanted}, and Ray wants one for all")
-    return fit
 
 
 def _misplaced(reply: dict[str, Any], hosts: int, name: str) -> list[str]:
@@ -114,23 +112,8 @@ def _misplaced(reply: dict[str, Any], hosts: int, name: str) -> list[str]:
     return []
 
 
-def _say_host(name: str, asked: HostReply | None, bad: list[str], say: Say) -> None:
-    shown = name or "this machine"
-    for problem in bad:
-        say("bad", f"{shown}: {problem}")
-    if asked is not None and not bad:
-        skew = clock_skew(asked)
-        say("ok", f"{shown}: {facts(asked.reply)}" + (f", clock {skew:+.1f} s" if abs(skew) >= 0.1 else ""))
-
-
-def _host(config: LocalCluster | SshCluster, name: str) -> Host:
-    if isinstance(config, LocalCluster):
-        return Host("")
-    return ssh_host(name, config.python, config.connect_timeout_s, config.ssh_options)
-
-
 def _own_address() -> str:
-    """The address under which this machine goes out; nothing is sent."""
+    """Return the address under which this machine goes out; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,97 +1,157 @@
-"""Clusters of machines that are there already, this one or others over ssh: their launcher."""
+"""Clusters of machines that exist already, this one or others over ssh."""
 
-import shlex
 import sys
 import time
 from dataclasses import asdict
 
-from rlctl.cluster.down import stop_nodes
-from rlctl.cluster.inspect import look_at_hosts
-from rlctl.cluster.launcher import ClusterStatus, LogPlace, PreparedCluster, Say
-from rlctl.cluster.machines.checks import places
-from rlctl.cluster.machines.nodes import NodeStarter
-from rlctl.cluster.machines.repair import mend
-from rlctl.cluster.ray_start import driver_environment, is_loopback
-from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, ClusterStore, folder_name
+from rlctl.cluster.inspect import ask_nodes
+from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace
+from rlctl.cluster.machines.checks import places, places_again
+from rlctl.cluster.machines.nodes import NodeStarter, stop_nodes
+from rlctl.cluster.ray_start import NO_DASHBOARD, Place, is_loopback
+from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
+from rlctl.run.interrupts import unhurried
 from rlctl.utils.process import lives
+from rlctl.workers import LOOPBACK_ONLY
+
+MachineCluster = LocalCluster | SshCluster
 
 
-class MachineLauncher:
+class MachineLauncher(Launcher):
     """The kinds `local` and `ssh`."""
 
-    def prepare(self, config: LocalCluster | SshCluster, store: ClusterStore, say: Say) -> PreparedCluster:
-        spots, found = places(config, say)
-        token, digest = store.new_token()
+    def prepare(self, config: MachineCluster) -> tuple[ClusterState, list[str]]:
+        self._places, warnings = places(config, self._say)
+        digest = self._store.new_token()
         state = ClusterState(
-            store.name, config.kind, "starting", sys.executable, digest, config.listen_on_all, time.time()
+            self._store.name, config.kind, "starting", sys.executable, digest, config.listen_on_all, time.time()
         )
         if isinstance(config, SshCluster):
             state.python, state.ssh_options = config.python, config.ssh_options
             state.connect_timeout_s = config.connect_timeout_s
             state.storage = config.storage.rstrip("/")
         state.config = asdict(config)
-        state.environment = driver_environment(is_loopback(spots[0].address))
+        state.environment = dict(LOOPBACK_ONLY) if is_loopback(self._places[0].address) else {}
         state.nodes = [
-            ClusterNode(place.name, place.host, f"{place.root}/{folder_name()}", index == 0, place.address)
-            for index, place in enumerate(spots)
+            ClusterNode(place.name, place.host, f"{place.root}/{node_folder_name()}", index == 0, place.address)
+            for index, place in enumerate(self._places)
         ]
-        store.keep_logs_of([node.name for node in state.nodes])
-        return PreparedCluster(state, NodeStarter(config, store, state, spots, token, say).start, found)
+        self._store.keep_logs_of([node.name for node in state.nodes])
+        return state, warnings
 
-    def dry_run(self, config: LocalCluster | SshCluster, store: ClusterStore, job: str | None) -> str:
+    def start(self, config: MachineCluster, state: ClusterState) -> list[str]:
+        """Bring up the head, then the other nodes at the same time.
+
+        Nodes that failed, and could be spared, leave the state.
+        """
+        logs = f"nothing is left running; all it wrote: rlctl cluster logs {state.name}"
+        starter = self._starter(config, state, self._places)
+        if starter.start([state.head]):
+            raise ClusterError(f"the head did not start, {logs}")
+        warnings = [] if self._places[0].dashboard else [NO_DASHBOARD.format(where="head")]
+        failed = starter.start([node for node in state.nodes if not node.head])
+        if not failed:
+            return warnings
+        if len(state.nodes) - len(failed) < _fewest(config, state):
+            raise ClusterError(f"{_names(failed)} did not start, {logs}")
+        stop_nodes(self._store, state, self._say, failed)
+        state.nodes = [node for node in state.nodes if node not in failed]
+        return [*warnings, f"going on without {_names(failed)} (min_hosts)"]
+
+    def dry_run(self, config: MachineCluster, job: str | None) -> str:
         raise ClusterError(f"--dry-run shows what is submitted, and {config.kind} submits nothing: leave it out")
 
-    def look(self, store: ClusterStore, state: ClusterState) -> ClusterStatus:
-        return look_at_hosts(store, state)
+    def status(self, state: ClusterState) -> ClusterStatus:
+        self._store.check_token(state)
+        return ask_nodes(state)
 
-    def glance(self, state: ClusterState) -> str:
+    def quick_condition(self, state: ClusterState) -> str:
         # Other machines are not asked.
         here = [node for node in state.nodes if not node.host]
-        if not here:
-            return "up"
         alive = [node for node in here if lives(node.pid, node.create_time, None)]
         return "up" if alive == here else "partly up" if state.head in alive else "gone"
 
-    def mend(
-        self, config: LocalCluster | SshCluster, store: ClusterStore, state: ClusterState, seen: ClusterStatus, say: Say
-    ) -> list[str]:
-        # As it was started: what `up` is given now would change nothing of the rest either.
-        first = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
-        return mend(first, store, state, seen, say)
+    def repair(self, config: MachineCluster, state: ClusterState, status: ClusterStatus) -> list[str]:
+        """Start the nodes again that the cluster has lost, and return their names. Raises ClusterError if too few came.
 
-    def stop(self, store: ClusterStore, state: ClusterState, say: Say) -> list[str]:
-        left = stop_nodes(store, state, say)
+        A host that does not answer is left alone: what runs there is unknown. A node that does not come back stays in
+        the state, so that `status` shows it and another `up` tries again.
+        """
+        # As it was started: what `up` is given now would change nothing of the rest either.
+        config = CLUSTER_KINDS[state.kind](**state.config) if state.config else config
+        lost = [each.node for each in status.nodes[1:] if each.condition in ("gone", "not joined")]
+        if not lost or not status.nodes[0].in_ray:
+            return []
+        self._say("warning", f"{_names(lost)} gone: starting again, the other nodes are left as they are")
+        try:
+            failed = self._start_again(config, state, lost, python=status.nodes[0].facts["python"])
+        except BaseException:
+            with unhurried():
+                self._say("doing", "stopping what was started; the other nodes stay")
+                stop_nodes(self._store, state, self._say, lost)
+                self._forget_processes(state, lost)
+            raise
+        up = sum(each.condition == "up" for each in status.nodes) + len(lost) - len(failed)
+        if failed and up < _fewest(config, state):
+            again = f"all they wrote: rlctl cluster logs {state.name}; then again: rlctl cluster up"
+            raise ClusterError(f"{_names(failed)} did not come back, the other nodes stay up; {again}")
+        return [node.name for node in lost if node not in failed]
+
+    def stop(self, state: ClusterState) -> list[str]:
+        left = stop_nodes(self._store, state, self._say, state.nodes)
         if left:
             state.nodes = [node for node in state.nodes if node.name in left]
             if not any(node.head for node in state.nodes):
                 state.nodes[0].head = True
         return left
 
-    def logs(self, store: ClusterStore, state: ClusterState) -> list[LogPlace]:
+    def logs(self, state: ClusterState) -> list[LogPlace]:
+        kept = self._store.logs
         return [
-            LogPlace(node.name, node.folder, state.host_of(node), None if node.host else str(store.logs / node.name))
+            LogPlace(node.name, node.folder, state.host_of(node), None if node.host else str(kept / node.name))
             for node in state.nodes
         ]
 
-    def environment(self, store: ClusterStore, state: ClusterState) -> dict[str, str]:
-        store.check_token(state)
-        found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(store.token_path)}
-        if state.dashboard:
-            found["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{state.dashboard}"
-        # Over ssh a program of this machine meets the job API alone.
+    def environment(self, state: ClusterState) -> dict[str, str]:
+        found = super().environment(state)
+        # Over ssh a program of this machine reaches the job API alone.
         return found if state.kind == "ssh" else {"RAY_ADDRESS": state.address, **found, **state.environment}
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
-        if not state.dashboard:
-            return None
-        if not state.head.host:
+        if state.dashboard and not state.head.host:
             return f"open http://127.0.0.1:{state.dashboard}", "the dashboard; it asks for the token"
-        return tunnel(state, state.ssh_options)
+        return super().dashboard(state)
+
+    def _start_again(
+        self, config: MachineCluster, state: ClusterState, lost: list[ClusterNode], python: str
+    ) -> list[ClusterNode]:
+        """Return the nodes that did not come up."""
+        stuck = stop_nodes(self._store, state, self._say, lost)
+        spots = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
+        fit = [node for node in lost if node.name in spots]
+        for node in fit:
+            node.folder = f"{spots[node.name].root}/{node_folder_name()}"
+            node.address = spots[node.name].address
+        self._forget_processes(state, fit)
+        failed = self._starter(config, state, list(spots.values())).start(fit)
+        stop_nodes(self._store, state, self._say, failed)
+        self._forget_processes(state, failed)
+        return [node for node in lost if node in failed or node not in fit]
+
+    def _starter(self, config: MachineCluster, state: ClusterState, spots: list[Place]) -> NodeStarter:
+        return NodeStarter(config, self._store, state, {spot.name: spot for spot in spots}, self._say)
+
+    def _forget_processes(self, state: ClusterState, nodes: list[ClusterNode]) -> None:
+        for node in nodes:
+            node.pid, node.create_time = 0, 0.0
+        self._store.save(state)
 
 
-def tunnel(state: ClusterState, ssh_options: list[str]) -> tuple[str, str]:
-    """The command that brings the dashboard of another machine to this one's loopback."""
-    forward = f"{state.dashboard}:127.0.0.1:{state.dashboard}"
-    command = f"ssh -N -L {forward} {shlex.join([*ssh_options, state.head.host])}"
-    return command, f"the dashboard, at http://127.0.0.1:{state.dashboard}"
+def _fewest(config: MachineCluster, state: ClusterState) -> int:
+    """Return how many nodes must come up."""
+    return config.min_hosts if isinstance(config, SshCluster) and config.min_hosts else len(state.nodes)
+
+
+def _names(nodes: list[ClusterNode]) -> str:
+    return ", ".join(node.name for node in nodes)

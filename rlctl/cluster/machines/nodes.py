@@ -1,70 +1,45 @@
-"""Starts the nodes of a cluster: the head, then the others at the same time.
+"""Starting and stopping Ray nodes on machines.
 
-A node is started in one question to its host, which answers at once, and waited for in another: Ctrl-C between the
-two, or during either, leaves the caller with a state that names everything there is to stop.
+A node is started in one call to its host, which answers at once, and waited for in another: Ctrl-C between the two,
+or during either, leaves the caller with a state that names everything there is to stop.
 """
 
 import time
+from typing import Any
 
-from rlctl.cluster.down import stop_nodes
 from rlctl.cluster.hosts import HostCalls, HostError
 from rlctl.cluster.launcher import Say
-from rlctl.cluster.ray_start import Place, joined, start_request
-from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, ClusterStore, folder_name
+from rlctl.cluster.ray_start import TOO_SLOW, Place, joined, start_request
+from rlctl.cluster.state import ClusterNode, ClusterState, ClusterStore, node_folder_name
 from rlctl.config.cluster_schema import LocalCluster, SshCluster
 
-# Starting a process and going; and what a wait takes beside the waiting.
-_START_S, _MORE_S = 60.0, 60.0
-# Ray gives its own processes 30 s, a constant of its code, which a machine that is busy for a moment overruns.
-TOO_SLOW = "timed out during startup"
+# Longest calls that start a process, that end one, and what a wait takes besides the waiting.
+_START_S, _STOP_S, _MORE_S = 60.0, 90.0, 60.0
 
 
 class NodeStarter:
-    """Starts what `state` names on `spots`, which are in the same order; keeps the state's file up to date."""
+    """Starts nodes of `state` at their places, found by name; keeps the state's file up to date."""
 
     def __init__(
         self,
         config: LocalCluster | SshCluster,
         store: ClusterStore,
         state: ClusterState,
-        spots: list[Place],
-        token: str,
+        places: dict[str, Place],
         say: Say,
     ) -> None:
-        self._config, self._store, self._state, self._token, self._say = config, store, state, token, say
-        self._spots = {spot.name: spot for spot in spots}
+        self._config, self._store, self._state, self._places, self._say = config, store, state, places, say
+        self._token = store.token()
 
-    def start(self) -> list[str]:
-        """Returns warnings; nodes that failed, and could be spared, are in the state no more. Raises ClusterError."""
-        state, head = self._state, self._state.head
-        if self.start_nodes([head]):
-            what = f"the head did not start, nothing stands; all it wrote: rlctl cluster logs {state.name}"
-            raise ClusterError(what)
-        dashboard = self._spots[head.name].dashboard
-        found = [] if dashboard else ["no dashboard, no job API: install 'ray[default]' on the head for them"]
-        failed = self.start_nodes([node for node in state.nodes if not node.head])
-        if not failed:
-            return found
-        config = self._config
-        least = config.min_hosts if isinstance(config, SshCluster) and config.min_hosts else len(state.nodes)
-        if len(state.nodes) - len(failed) < least:
-            names = ", ".join(node.name for node in failed)
-            raise ClusterError(f"{names} did not start, nothing stands; all it wrote: rlctl cluster logs {state.name}")
-        stop_nodes(self._store, state, self._say, failed)
-        state.nodes = [node for node in state.nodes if node not in failed]
-        return [*found, f"going on without {', '.join(node.name for node in failed)} (min_hosts)"]
-
-    def start_nodes(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
-        """Start these and wait for them, again if Ray's own deadline was too short. Returns those that failed."""
-        if not nodes:
-            return []
+    def start(self, nodes: list[ClusterNode]) -> list[ClusterNode]:
+        """Start these and wait for them, again if Ray's own deadline was too short; return those that failed."""
         failed = self._attempt(nodes)
         slow = [node for node in nodes if TOO_SLOW in failed.get(node.name, "")]
         if slow:
             self._say("warning", f"{', '.join(node.name for node in slow)}: Ray was too slow to start; once more")
             stop_nodes(self._store, self._state, self._say, slow)
             for node in slow:
-                node.folder, node.pid = f"{self._spots[node.name].root}/{folder_name()}", 0
+                node.folder, node.pid = f"{self._places[node.name].root}/{node_folder_name()}", 0
             self._store.save(self._state)
             failed = {name: why for name, why in failed.items() if TOO_SLOW not in why} | self._attempt(slow)
         for name, why in failed.items():
@@ -72,31 +47,36 @@ class NodeStarter:
         return [node for node in nodes if node.name in failed]
 
     def _attempt(self, nodes: list[ClusterNode]) -> dict[str, str]:
-        """Why, by name, for the nodes that did not come up."""
+        """Return, by name, why nodes did not come up."""
+        if not nodes:
+            return {}
         began, failed = time.monotonic(), {}
         self._say("doing", f"starting {', '.join(node.name for node in nodes)}")
-        requests = [
-            start_request(self._config, self._state, node, self._spots[node.name], self._token) for node in nodes
-        ]
-        hosts = [self._state.host_of(node) for node in nodes]
-        starting = HostCalls(((host, "start", request) for host, request in zip(hosts, requests)), _START_S)
+        calls = []
+        for node in nodes:
+            request = start_request(self._config, self._state, node, self._places[node.name], self._token)
+            calls.append((self._state.host_of(node), "node.start", request))
         try:
-            for index, answer in starting.answers():
-                if isinstance(answer, HostError):
-                    failed[nodes[index].name] = str(answer)
-                else:
-                    self._record(nodes[index], answer)
-        finally:
             # A start under way is not abandoned: it would go on over there after the clearing up.
-            starting.finish()
+            with HostCalls(calls, _START_S, finish=True) as starting:
+                for index, answer in starting.answers():
+                    if isinstance(answer, HostError):
+                        failed[nodes[index].name] = str(answer)
+                    else:
+                        self._record(nodes[index], answer)
+        finally:
             self._store.save(self._state)
         return failed | self._wait([node for node in nodes if node.name not in failed], began)
 
     def _wait(self, nodes: list[ClusterNode], began: float) -> dict[str, str]:
-        asked = [(self._state.host_of(node), "wait", self._wait_request(node)) for node in nodes]
-        waiting = HostCalls(asked, self._config.start_timeout_s + _MORE_S)
         failed = {}
-        try:
+        calls = []
+        for node in nodes:
+            port = self._state.dashboard if node.head and self._places[node.name].dashboard else None
+            head = None if node.head else [self._state.head.address, int(self._state.address.rpartition(":")[2])]
+            request = {**node.process, "port": port, "head": head, "deadline_s": self._config.start_timeout_s}
+            calls.append((self._state.host_of(node), "node.wait", request))
+        with HostCalls(calls, self._config.start_timeout_s + _MORE_S) as waiting:
             for index, answer in waiting.answers():
                 node = nodes[index]
                 if isinstance(answer, HostError) or not answer["ready"]:
@@ -106,22 +86,37 @@ class NodeStarter:
                     self._state.dashboard = 0
                 where = f", at {self._state.address}" if node.head else ""
                 self._say("ok", f"{node.name}: up in {time.monotonic() - began:.1f} s{where}")
-        except BaseException:
-            waiting.cancel()
-            raise
         return failed
 
-    def _record(self, node: ClusterNode, started: dict[str, object]) -> None:
-        node.folder, node.pid = str(started["folder"]), int(str(started["pid"]))
-        node.create_time = float(str(started["create_time"]))
+    def _record(self, node: ClusterNode, started: dict[str, Any]) -> None:
+        node.folder, node.pid, node.create_time = started["folder"], started["pid"], started["create_time"]
         if node.head:
-            ports = started["ports"]
-            assert isinstance(ports, dict)
-            self._state.address = joined(node.address, ports["port"])
-            self._state.dashboard = ports["dashboard-port"]
+            self._state.address = joined(node.address, started["ports"]["port"])
+            self._state.dashboard = started["ports"]["dashboard-port"]
 
-    def _wait_request(self, node: ClusterNode) -> dict[str, object]:
-        port = self._state.dashboard if node.head and self._spots[node.name].dashboard else None
-        started = {"folder": node.folder, "pid": node.pid, "create_time": node.create_time}
-        head = None if node.head else [self._state.head.address, int(self._state.address.rpartition(":")[2])]
-        return {**started, "port": port, "head": head, "deadline_s": self._config.start_timeout_s}
+
+def stop_nodes(store: ClusterStore, state: ClusterState, say: Say, nodes: list[ClusterNode]) -> list[str]:
+    """End nodes, the head after the others. Returns the names of those that could not be cleared."""
+    left: list[str] = []
+    for wave in ([node for node in nodes if not node.head], [node for node in nodes if node.head]):
+        if not wave:
+            continue
+        say("doing", f"stopping {', '.join(node.name for node in wave)}")
+        calls = []
+        for node in wave:
+            # On this machine logs go where the cluster's other files are; elsewhere to the same place of that home.
+            keep = None if node.host else str(store.logs / node.name)
+            request = {"folder": node.folder, "keep": keep, "cluster": store.name, "node": node.name}
+            calls.append((state.host_of(node), "node.stop", request))
+        with HostCalls(calls, _STOP_S, finish=True) as stopping:
+            for index, answer in stopping.answers():
+                name = wave[index].name
+                if isinstance(answer, HostError):
+                    say("bad", f"{name}: {answer}")
+                    left.append(name)
+                elif answer["left"]:
+                    say("bad", f"{name}: processes {', '.join(map(str, answer['left']))} would not end")
+                    left.append(name)
+                elif answer["logs"]:
+                    say("ok", f"{name}: stopped; logs in {answer['logs']}")
+    return left

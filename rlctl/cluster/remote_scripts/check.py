@@ -1,19 +1,17 @@
-"""Runs on a host: what it has, before anything is started. Any Python from 3.6 on can answer.
+"""Runs on a host: reports what it has, before anything is started. Any Python from 3.6 on can answer.
 
-request: ports (to be free), name (of the folder that Ray will get). The reply is facts; whether they will do is
-judged by who asked.
+request: ports (to be free). The reply is facts, which the caller judges.
 """
 
 import errno
-import json  # noqa: F401  (used by what is put behind this program)
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from typing import Any
+
+from rlctl.cluster.remote_scripts.shared import nvidia, software, version
 
 # A Unix socket's path has at most 107 bytes, of which Ray's own part and our folder's name take 84.
 ROOM = 107 - 84
@@ -22,23 +20,20 @@ ROOM = 107 - 84
 def run(request: "dict[str, Any]") -> "dict[str, Any]":
     now = time.time()
     root = folder_root()
-    gpus, driver = nvidia()
+    gpus, driver = nvidia("name")
     return {
+        **software(),
         "time": now,
-        "python": ".".join(map(str, sys.version_info[:3])),
-        "ray": version("ray"),
         "psutil": version("psutil"),
         "dashboard": has("aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client"),
         "cores": os.cpu_count(),
         "memory": memory(),
-        "shm": shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0,
         "root": root,
         "disk": shutil.disk_usage(root).free if root else 0,
-        "gpus": gpus,
+        "gpus": [name for (name,) in gpus],
         "driver": driver,
         "taken": [port for port in request["ports"] if port and not is_free(port)],
         "address": address(),
-        "host": socket.gethostname(),
     }
 
 
@@ -48,15 +43,6 @@ def folder_root() -> "str | None":
     except OSError:
         return None
     return usual if len(os.fsencode(usual)) <= ROOM else "/tmp"
-
-
-def version(name: str) -> "str | None":
-    try:
-        from importlib.metadata import version as find
-
-        return find(name)
-    except Exception:
-        return None
 
 
 def has(*names: str) -> bool:
@@ -86,19 +72,6 @@ def is_free(port: int) -> bool:
 
 
 def address() -> "str | None":
-    """Where other hosts find this one: the address at which the ssh connection arrived."""
+    """Return the address at which the ssh connection arrived, where other hosts find this one."""
     parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else None
-
-
-def nvidia() -> "tuple[list[str], str | None]":
-    if not shutil.which("nvidia-smi"):
-        return [], None
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20)
-    except subprocess.TimeoutExpired:
-        return [], "does not answer"
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.decode().splitlines()]
-    rows = [row for row in rows if len(row) == 3]
-    return [row[0] for row in rows], rows[0][2] if rows else None

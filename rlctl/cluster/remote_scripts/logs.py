@@ -1,21 +1,22 @@
 """Runs on a host: prints the ends of a node's logs, and with follow what is added, each line after the node's name.
 
-request: folder (of a live node), keep (where logs were kept; null as in `stop.py`), cluster, node, lines, follow;
-suffixes: of the files that are wanted, Ray's own if there are none. process: the one whose NAME.log is wanted alone;
-null or left out: all. Exit code 2 where there is no such process.
+request: folder (of a live node); keep, cluster, node (see `kept_logs`); lines, follow; suffixes (of the files to show;
+left out: Ray's logs); process (NAME of the one NAME.log to show; left out or null: all). Exit code 2 where there is no
+such process.
 """
 
-import json  # noqa: F401  (used by what is put behind this program)
 import os
 import re
 import sys
 import time
 from typing import Any
 
-# Logs that say why something went wrong, in the order of reading; Ray's others count events.
+from rlctl.cluster.remote_scripts.shared import kept_logs
+
+# Logs that say why something went wrong; Ray's others count events.
 SUFFIXES = ("start.log", "gcs_server.out", "raylet.out", ".err")
 PREFIXES = ("worker-", "job-driver-")
-# Control characters but tab, and directions that reorder a line.
+# Control characters except tab, and direction marks that reorder a line.
 UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 
 
@@ -54,9 +55,7 @@ def folders_of(request: dict[str, Any]) -> "list[str]":
     live = request["folder"]
     if live and os.path.isdir(live):
         return [live, os.path.join(live, "r", "session_latest", "logs")]
-    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    keep: str | None = request["keep"]
-    keep = keep or os.path.join(state, "rlctl", "clusters", request["cluster"], "logs", request["node"])
+    keep = kept_logs(request)
     return [keep] if os.path.isdir(keep) else []
 
 
@@ -84,7 +83,7 @@ def say(node: str, path: str, lines: "list[str]") -> None:
     for line in lines:
         # Ray colours some lines whether anybody sees it or not.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)
-        # What else a terminal would obey may come from anywhere, a reward's output or a prompt in an error.
+        # Other control characters may come from anywhere, a reward's output or a prompt in an error.
         shown = re.sub(UNSAFE, "?", f"{node} {name} | {line}")
         sys.stdout.write(f"{shown}\n")
     sys.stdout.flush()

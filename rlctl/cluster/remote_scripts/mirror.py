@@ -1,8 +1,8 @@
-"""Runs on the head: prints files of a run directory as they grow, until whoever reads is gone.
+"""Runs on the head: prints files of a run directory as they grow, until the reader is gone.
 
-request: folder, files (names), have (by name: bytes that the reader has, and their SHA-256), follow. A line each:
-{"file", "data" (base64)}, with "anew" where the file begins: it is new to the reader, or was replaced. An empty line
-says that all that stands was printed.
+request: folder, files (names), have (by name: bytes that the reader has, and their SHA-256), follow. The output is a
+line a piece, {"file", "data" (base64), "first"}: first is true where the file begins, being new to the reader or
+replaced. An empty line says that everything so far was printed.
 """
 
 import base64
@@ -31,8 +31,7 @@ def run(request: "dict[str, Any]") -> None:
 
 
 def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
-    """Where to go on for a reader that has so many bytes: the file's beginning, as if it were replaced, if they are
-    not those."""
+    """Return where to go on for a reader that has `size` bytes: the file's beginning if they are not its first."""
     try:
         with open(path, "rb") as file:
             same = hashlib.sha256(file.read(size)).hexdigest() == digest
@@ -42,20 +41,20 @@ def place_of(path: str, size: int, digest: str) -> "tuple[int, int]":
 
 
 def say(path: str, name: str, place: "tuple[int, int]") -> "tuple[int, int]":
-    """Prints what is new behind `place`, (inode, bytes printed); returns the place after it."""
+    """Print what follows `place`, (inode, bytes printed); return the place after it."""
     inode, offset = place
     try:
         with open(path, "rb") as file:
             found = os.fstat(file.fileno())
-            anew = found.st_ino != inode or found.st_size < offset
-            file.seek(0 if anew else offset)
+            first = found.st_ino != inode or found.st_size < offset
+            file.seek(0 if first else offset)
             offset = file.tell()
-            if anew and not found.st_size and inode:
-                sys.stdout.write(json.dumps({"file": name, "data": "", "anew": True}) + "\n")
+            if first and not found.st_size and inode:
+                sys.stdout.write(json.dumps({"file": name, "data": "", "first": True}) + "\n")
             while data := file.read(_CHUNK):
-                line = {"file": name, "data": base64.b64encode(data).decode(), "anew": anew}
+                line = {"file": name, "data": base64.b64encode(data).decode(), "first": first}
                 sys.stdout.write(json.dumps(line) + "\n")
-                offset, anew = offset + len(data), False
+                offset, first = offset + len(data), False
             return found.st_ino, offset
     except FileNotFoundError:
         return place

@@ -1,9 +1,9 @@
-"""Runs on a node of a Slurm job as the job's task there: starts the Ray node, stays beside it, and clears up behind it.
+"""Runs on a node of a Slurm job as the job's task there: starts the Ray node, stays with it, and cleans up after it.
 
     task.py FOLDER      a folder that all nodes see, with plan.json, token, nodes/ and this program's neighbours
 
-What it does and finds is in FOLDER/nodes/INDEX.json, its card, which is always whole. The first node of the job is the
-head; the others join it once its card says that it is ready. The end of the head is the end of the job.
+FOLDER/nodes/INDEX.json is the node's report, which is always whole. The first node of the job is the head; the others
+join it once its report says that it is ready. The end of the head is the end of the job.
 """
 
 import importlib
@@ -18,11 +18,12 @@ from typing import Any
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class Card:
-    """What the others are told of this node."""
+class Report:
+    """What this node tells the others and the machine that submitted the job."""
 
     def __init__(self, folder: str, index: int) -> None:
-        self.path, self.facts = card_path(folder, index), {}  # type: tuple[str, dict[str, Any]]
+        self.path = report_path(folder, index)
+        self.facts = {}  # type: dict[str, Any]
 
     def write(self, **facts: Any) -> None:
         self.facts.update(facts)
@@ -36,73 +37,77 @@ def main(folder: str) -> int:
     plan = read(os.path.join(folder, "plan.json"))
     for number in ENDINGS:
         signal.signal(number, lambda *_: sys.exit(0))
-    card = Card(folder, index)
+    report = Report(folder, index)
     place = {"keep": os.path.join(folder, "logs", name), "cluster": plan["cluster"], "node": name}
     try:
-        return live(folder, plan, index, card, place)
+        return live(folder, plan, index, report, place)
     except Exception as error:
-        card.write(why=f"{type(error).__name__}: {error}")
+        report.write(why=f"{type(error).__name__}: {error}")
         return 1
     finally:
         for number in ENDINGS:
             signal.signal(number, signal.SIG_IGN)
-        if "folder" in card.facts:
-            clear_up({"folder": card.facts["folder"], **place}, card)
+        if "folder" in report.facts:
+            clean_up({"folder": report.facts["folder"], **place}, report)
 
 
-def live(folder: str, plan: "dict[str, Any]", index: int, card: Card, place: "dict[str, Any]") -> int:
-    """From the check to the node's end; returns the exit code, which is 1 where the job is to end with it."""
+def live(folder: str, plan: "dict[str, Any]", index: int, report: Report, place: "dict[str, Any]") -> int:
+    """Check, start the node and wait for its end; return the exit code, which is 1 where the job is to end with it."""
     head, name = index == 0, place["node"]
-    found = program("check")({"ports": plan["ports"] if head else []})
-    card.write(name=name, host=name, found=found)
-    first = None if head else joined(folder, plan["deadline_s"])
+    found = program("check").run({"ports": plan["ports"] if head else []})
+    report.write(name=name, host=name, found=found)
+    first = "" if head else wait_for_head(folder, plan["deadline_s"])
     address = own_address(name, first)
-    values = {"name": name, "address": address, "head": first or "", "cpus": cores()}
-    request = filled(plan["head" if head else "other"], values)
+    # How many CPUs of this node the job has.
+    cpus = os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
+    request = plan["head" if head else "other"]
+    # Placeholders for what only a node knows.
+    for placeholder, value in {"{name}": name, "{address}": address, "{head}": first, "{cpus}": cpus}.items():
+        request["arguments"] = [each.replace(placeholder, value) for each in request["arguments"]]
     with open(os.path.join(folder, "token")) as file:
         request.update(root=found["root"], folder=plan["folders"][index], token=file.read().strip())
     # Written before anything is there: whoever reads it knows where to look.
-    card.write(address=address, folder=os.path.join(found["root"], request["folder"]))
-    waited = started(request, plan, card, place)
-    card.write(**waited)
+    report.write(address=address, folder=os.path.join(found["root"], request["folder"]))
+    waited = start(request, plan, report, place)
+    report.write(**waited)
     if not waited["ready"]:
         return 1
-    while program_of("wait").lives(card.facts):
+    while program("node").lives(report.facts):
         time.sleep(1)
-    with open(os.path.join(card.facts["folder"], "start.log"), errors="replace") as file:
-        card.write(why="its Ray node ended: {}".format(program_of("wait").reason(file.read())))
+    with open(os.path.join(report.facts["folder"], "start.log"), errors="replace") as file:
+        report.write(why="its Ray node ended: {}".format(program("node").reason(file.read())))
     return int(head)
 
 
-def started(request: "dict[str, Any]", plan: "dict[str, Any]", card: Card, place: "dict[str, Any]") -> Any:
-    """What `wait.py` says; a node for which Ray's own deadline was too short is started once more."""
+def start(request: "dict[str, Any]", plan: "dict[str, Any]", report: Report, place: "dict[str, Any]") -> Any:
+    """Return what `wait` says; a node for which Ray's own deadline was too short is started once more."""
     for again in (True, False):
-        card.write(**program("start")(request))
-        port = card.facts["ports"].get("dashboard-port") if card.facts["found"]["dashboard"] else None
-        waited = program("wait")({**card.facts, "port": port, "deadline_s": plan["deadline_s"]})
+        report.write(**program("node").start(request))
+        port = report.facts["ports"].get("dashboard-port") if report.facts["found"]["dashboard"] else None
+        waited = program("node").wait({**report.facts, "port": port, "deadline_s": plan["deadline_s"]})
         if waited["ready"] or not again or plan["too_slow"] not in waited["why"]:
             break
-        program("stop")({"folder": card.facts["folder"], **place})
+        program("node").stop({"folder": report.facts["folder"], **place})
     return waited
 
 
-def clear_up(request: "dict[str, Any]", card: Card) -> None:
-    """End the node; nobody else would. What fails once, as processes go meanwhile, is done again."""
+def clean_up(request: "dict[str, Any]", report: Report) -> None:
+    """End the node; nobody else would. What fails once, as processes end meanwhile, is tried again."""
     for again in (True, False):
         try:
-            card.write(ended=program("stop")(request))
+            report.write(ended=program("node").stop(request))
             return
         except Exception:
             if not again:
                 raise
 
 
-def joined(folder: str, deadline_s: float) -> str:
-    """The address of the head, once it is ready. Raises RuntimeError if it will not be."""
+def wait_for_head(folder: str, deadline_s: float) -> str:
+    """Return the address of the head, once it is ready. Raises RuntimeError if it will not be."""
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
-        if os.path.exists(card_path(folder, 0)):
-            head = read(card_path(folder, 0))
+        if os.path.exists(report_path(folder, 0)):
+            head = read(report_path(folder, 0))
             if head.get("ready"):
                 host = "[{}]".format(head["address"]) if ":" in head["address"] else head["address"]
                 return "{}:{}".format(host, head["ports"]["port"])
@@ -112,9 +117,9 @@ def joined(folder: str, deadline_s: float) -> str:
     raise RuntimeError(f"the head was not ready within {deadline_s:g} s")
 
 
-def own_address(name: str, head: "str | None") -> str:
-    """Where other nodes find this one: as its name says, or else by the way that leads to the head, or out."""
-    if head is None:
+def own_address(name: str, head: str) -> str:
+    """Return where other nodes find this one: by its name, or else by the way that leads to the head, or out."""
+    if not head:
         for candidate in (name, socket.gethostname()):
             try:
                 found = socket.gethostbyname(candidate)
@@ -130,20 +135,7 @@ def own_address(name: str, head: "str | None") -> str:
         return str(probe.getsockname()[0])
 
 
-def cores() -> str:
-    """How many CPUs of this node the job has."""
-    return os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
-
-
-def filled(request: "dict[str, Any]", values: "dict[str, str]") -> "dict[str, Any]":
-    """The request with what only a node knows."""
-    arguments = request["arguments"]
-    for name, value in values.items():
-        arguments = [each.replace("{" + name + "}", value) for each in arguments]
-    return {**request, "arguments": arguments}
-
-
-def card_path(folder: str, index: int) -> str:
+def report_path(folder: str, index: int) -> str:
     return os.path.join(folder, "nodes", f"{index}.json")
 
 
@@ -152,13 +144,9 @@ def read(path: str) -> Any:
         return json.load(file)
 
 
-def program_of(name: str) -> Any:
-    return importlib.import_module(name)
-
-
 def program(name: str) -> Any:
-    """run() of a neighbour of this program."""
-    return program_of(name).run
+    """Return a neighbour of this program, as a module."""
+    return importlib.import_module(name)
 
 
 if __name__ == "__main__":

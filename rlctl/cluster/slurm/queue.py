@@ -1,18 +1,17 @@
-"""Slurm's own commands, and what they say in one line that tells what to do next."""
+"""Slurm's own commands, with each of their complaints as one line that says what to do next."""
 
 import shutil
 import subprocess
 from dataclasses import dataclass
 
-from rlctl.cluster.hosts import answer, started, visible
-from rlctl.cluster.links import SLURM_HIDES
+from rlctl.cluster.hosts import last_line, remedy_of, slurm_environment
 from rlctl.cluster.state import ClusterError
 
 _ANSWER_S, _SUBMIT_S = 60.0, 120.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT")
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-# What sbatch says, and what a person does about it.
-_SBATCH_SAYS = {
+# Complaints of Slurm's commands and their remedies.
+_REMEDIES = {
     "Invalid partition": "no such partition: see `sinfo`, then set partition=...",
     "Invalid account": "not your account, or not for this partition: see `sacctmgr show assoc user=$USER`, "
     "then set account=... and partition=...",
@@ -39,12 +38,14 @@ _ENDINGS = {
 
 @dataclass(frozen=True)
 class Job:
-    """A job as Slurm knows it. nodes: as Slurm abbreviates them. left: of its time limit."""
+    """A job as Slurm knows it."""
 
     id: str
     state: str
     reason: str = ""
+    # As Slurm abbreviates them.
     nodes: str = ""
+    # Time left of its limit.
     left: str = ""
 
     @property
@@ -64,7 +65,7 @@ class Job:
 
 
 def must_be_here() -> None:
-    """Raises ClusterError where Slurm is not installed."""
+    """Raise ClusterError where Slurm is not installed."""
     missing = [name for name in ("sbatch", "squeue", "scancel", "srun") if not shutil.which(name)]
     if missing:
         what = f"no Slurm here, {missing[0]} is not found: run rlctl on a login node of the cluster"
@@ -72,78 +73,67 @@ def must_be_here() -> None:
 
 
 def submit(script: str) -> str:
-    """The id of the new job. Raises ClusterError; after a Ctrl-C `find` still has it."""
-    try:
-        process = started(["sbatch", "--parsable", script], visible(*SLURM_HIDES))
-    except OSError:
-        raise ClusterError(_not_found("sbatch")) from None
-    try:
-        out, err = process.communicate(timeout=_SUBMIT_S)
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"sbatch did not answer within {_SUBMIT_S:g} s: see `scontrol ping`") from None
-    except KeyboardInterrupt:
-        # What is on its way to the controller could not be found and cancelled yet.
-        process.wait(timeout=_ANSWER_S)
-        raise
-    finally:
-        process.kill()
-    if process.returncode:
-        raise ClusterError(_explained(err))
-    return out.strip().splitlines()[-1].split(";")[0]
+    """Return the id of the new job. Raises ClusterError; after a Ctrl-C `find` still has it."""
+    return _run(_SUBMIT_S, "sbatch", "--parsable", script).strip().splitlines()[-1].split(";")[0]
 
 
 def find(job_name: str) -> list[str]:
-    """Ids of one's own jobs of this name that are not over."""
-    return _answer("squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
+    """Return the ids of one's own jobs of this name that are not over."""
+    return _run(_ANSWER_S, "squeue", "--me", "--noheader", f"--name={job_name}", "--format=%A").split()
 
 
 def look_up(job: str) -> Job:
-    """The job now; one that Slurm has forgotten is over as well. Raises ClusterError if Slurm does not answer."""
+    """Return the job now; one that Slurm has forgotten is over as well. Raises ClusterError if Slurm is silent."""
+    options = ("--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L")
     try:
-        said = _answer("squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r|%N|%L").strip()
+        if found := _run(_ANSWER_S, "squeue", *options).strip():
+            return Job(job, *found.splitlines()[0].split("|"))
     except ClusterError as error:
         if "Invalid job id" not in str(error):
             raise
-        said = ""
-    if said:
-        return Job(job, *said.splitlines()[0].split("|"))
-    return _recorded(job)
-
-
-def cancel(jobs: list[str]) -> None:
-    """Asks for their end."""
-    _answer("scancel", *jobs)
-
-
-def _recorded(job: str) -> Job:
-    """From the accounts, where the site keeps them."""
+    # From the accounts, where the site keeps them.
     try:
-        said = _answer("sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason")
+        found = _run(_ANSWER_S, "sacct", "-n", "-X", "-P", "-j", job, "-o", "State,Reason").strip()
     except ClusterError:
-        said = ""
-    state, _, reason = said.strip().partition("|")
+        found = ""
+    state, _, reason = found.partition("|")
     return Job(job, state or "forgotten by Slurm", reason)
 
 
-def _answer(*command: str) -> str:
+def cancel(jobs: list[str]) -> None:
+    """Ask Slurm to end jobs."""
+    _run(_ANSWER_S, "scancel", *jobs)
+
+
+def _run(deadline_s: float, *command: str) -> str:
+    """Return what one of Slurm's commands prints. Raises ClusterError."""
+    name = command[0]
     try:
-        done = answer(command, _ANSWER_S, environment=visible(*SLURM_HIDES))
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"{command[0]} did not answer within {_ANSWER_S:g} s: see `scontrol ping`") from None
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+            errors="replace",
+            env=slurm_environment(),
+        )
     except OSError:
-        raise ClusterError(_not_found(command[0])) from None
-    if done.returncode:
-        raise ClusterError(_explained(done.stderr, command[0]))
-    return done.stdout
-
-
-def _not_found(command: str) -> str:
-    return f"{command} is not found: run rlctl where Slurm is installed"
-
-
-def _explained(errors: str, command: str = "sbatch") -> str:
-    for words, meaning in _SBATCH_SAYS.items():
-        if words.lower() in errors.lower():
-            return f"{command}: {meaning}"
-    said = [line.strip() for line in errors.splitlines() if line.strip()] or [f"{command} said nothing"]
-    return f"{command}: {said[-1].removeprefix(f'{command}: ').removeprefix('error: ').removeprefix('fatal: ')}"
+        raise ClusterError(f"{name} is not found: run rlctl where Slurm is installed") from None
+    try:
+        out, errors = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        raise ClusterError(f"{name} did not answer within {deadline_s:g} s: see `scontrol ping`") from None
+    except KeyboardInterrupt:
+        # A job that is on its way to the controller could not be found and cancelled yet.
+        if name == "sbatch":
+            process.wait(timeout=_ANSWER_S)
+        raise
+    finally:
+        process.kill()
+        process.wait()
+    if not process.returncode:
+        return out
+    said = last_line(errors).removeprefix(f"{name}: ").removeprefix("error: ").removeprefix("fatal: ")
+    raise ClusterError(f"{name}: {remedy_of(errors, _REMEDIES) or said or 'it said nothing'}")

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 import yaml
 
-from rlctl.cluster.kubernetes.kubectl import Kubectl, explained
+from rlctl.cluster.hosts import pod_host
+from rlctl.cluster.kubernetes.kubectl import Kubectl, explained, is_hopeless, is_ready, node_of, waits_for
 from rlctl.cluster.kubernetes.manifest import as_yaml, ray_cluster, ray_job
-from rlctl.cluster.kubernetes.pods import is_hopeless, is_ready, node_of, waits_for
-from rlctl.cluster.links import pod_host
 from rlctl.config.cluster_schema import KubernetesCluster
 from rlctl.config.errors import ConfigError
 from rlctl.config.load_cluster import load_cluster
@@ -35,9 +34,8 @@ def pods_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 def test_manifests_are_as_the_published_schema_has_them(overrides: list[str]) -> None:
     config = config_of(*overrides)
     assert faults(yaml.safe_load(as_yaml(ray_cluster(config))), RAY_CLUSTER) == []
-    job = ray_job(config, ["rlctl", "train", "a b"], "run-1", "/work", {"A": "1"}, 3600)
+    job = ray_job(config, ["rlctl", "train", "a b"])
     assert faults(yaml.safe_load(as_yaml(job)), RAY_JOB) == []
-    assert faults(ray_job(config, ["true"]), RAY_JOB) == []
 
 
 def test_the_schema_finds_what_is_wrong() -> None:
@@ -81,10 +79,8 @@ def test_pods_ask_for_what_they_may_use_and_have_shared_memory_within_it() -> No
 
 
 def test_a_job_has_a_cluster_of_its_own_and_takes_its_words_as_they_are() -> None:
-    job = ray_job(config_of(), ["rlctl", "train", "grpo", "data.path=a b"], "run-1", environment={"A": "1"})
-    assert job["metadata"]["name"] == "run-1"
+    job = ray_job(config_of(), ["rlctl", "train", "grpo", "data.path=a b"])
     assert job["spec"]["entrypoint"] == "rlctl train grpo 'data.path=a b'"
-    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]) == {"env_vars": {"A": "1"}}
     assert job["spec"]["shutdownAfterJobFinishes"]
     assert job["spec"]["rayClusterSpec"] == ray_cluster(config_of())["spec"]
 

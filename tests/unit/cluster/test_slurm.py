@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from rlctl.cluster.lifecycle import shown
-from rlctl.cluster.links import slurm_host
-from rlctl.cluster.slurm.batch import batch_script, job_plan
-from rlctl.cluster.slurm.folder import JobFolder
+from rlctl.cluster.hosts import slurm_host
+from rlctl.cluster.lifecycle import dry_run
+from rlctl.cluster.slurm.job import JobFolder, batch_script, job_plan
 from rlctl.cluster.slurm.queue import Job
 from rlctl.cluster.state import ClusterError, ClusterState
 from rlctl.config.cluster_schema import SlurmCluster
@@ -24,7 +23,7 @@ def config_of(*overrides: str) -> SlurmCluster:
 
 def plan_of(*overrides: str) -> dict[str, Any]:
     state = ClusterState("lab", "slurm", "starting", "python", "", False, 0.0)
-    return job_plan(config_of(*overrides), state, "too slow")
+    return job_plan(config_of(*overrides), state)
 
 
 def test_the_script_asks_for_what_was_asked_and_for_nothing_else() -> None:
@@ -69,11 +68,11 @@ def test_tasks_are_told_the_same_ray_arguments_as_hosts_over_ssh() -> None:
 
 def test_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert f" {tmp_path}/state/rlctl/clusters/slurm/job-" in shown(config_of())
-    assert " /scratch/rlctl-lab-" in shown(config_of("shared_folder=/scratch", "name=lab"))
+    assert f" {tmp_path}/state/rlctl/clusters/slurm/job-" in dry_run(config_of())
+    assert " /scratch/rlctl-lab-" in dry_run(config_of("shared_folder=/scratch", "name=lab"))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ClusterError, match="local submits nothing"):
-        shown(load_cluster("local", []))
+        dry_run(load_cluster("local", []))
 
 
 def test_a_node_is_reached_by_a_step_of_the_job_that_runs_the_setup_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +83,8 @@ def test_a_node_is_reached_by_a_step_of_the_job_that_runs_the_setup_first(monkey
     assert command[-2:] == ["-c", "{\nmodule load cuda\n} </dev/null >&2\nexec ~/py -"]
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    assert host.link
-    environment = host.link.environment()
-    assert environment
+    assert host.environment
+    environment = host.environment()
     assert "SLURM_JOB_ID" not in environment
     assert environment["SLURM_CONF"] == "/etc/slurm.conf"
 
@@ -115,9 +113,9 @@ def test_the_shared_folder_is_private_and_gone_but_for_logs(tmp_path: Path) -> N
         shared.make()
     (shared.logs / "job" / "start.log").write_text("hello\nsrun: error: n1: task 0: Exited with exit code 1\n")
     assert shared.last_words() == "hello"
-    cards = {0: {"name": "n1", "folder": "/tmp/a"}, 1: {"name": "n2", "folder": "/tmp/b", "ended": {"left": [5]}}}
-    for index, card in cards.items():
-        (shared.path / "nodes" / f"{index}.json").write_text(json.dumps(card))
+    reports = {0: {"name": "n1", "folder": "/tmp/a"}, 1: {"name": "n2", "folder": "/tmp/b", "ended": {"left": [5]}}}
+    for index, report in reports.items():
+        (shared.path / "nodes" / f"{index}.json").write_text(json.dumps(report))
     assert shared.uncleared() == [
         "n1: ended without clearing up: look for /tmp/a there",
         "n2: processes 5 would not end",

@@ -16,7 +16,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def saved(store: ClusterStore) -> ClusterState:
-    _, digest = store.new_token()
+    digest = store.new_token()
     node = ClusterNode("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, 8.5)
     state = ClusterState(store.name, "local", "up", "python", digest, False, 1.0, address="127.0.0.1:1", nodes=[node])
     store.save(state)
@@ -77,9 +77,9 @@ def test_the_token_must_be_there_private_and_the_right_one() -> None:
 
 def test_one_command_at_a_time_changes_a_cluster() -> None:
     store, other = ClusterStore("lab"), ClusterStore("lab")
-    with store.alone(), pytest.raises(ClusterError, match="another rlctl is starting or stopping lab"), other.alone():
+    with store.locked(), pytest.raises(ClusterError, match="another rlctl is starting or stopping lab"), other.locked():
         pass
-    with other.alone():
+    with other.locked():
         pass
 
 

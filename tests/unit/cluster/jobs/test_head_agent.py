@@ -13,6 +13,8 @@ from rlctl.launch.runtime import LocalRuntime
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.events import EventLog
 
+CONFIG = "kind: sft\nrun: {dir: runs, name: mine}\nmodel: {path: some/model}\n"
+
 
 def run_of(folder: Path, *kinds: str) -> Path:
     run = folder / "mine"
@@ -46,32 +48,41 @@ def test_a_run_that_was_submitted_again_is_new_until_its_driver_says_so(tmp_path
     assert read_state(run).status == "new"
 
 
-def test_secrets_rest_in_a_file_of_the_owners_alone(tmp_path: Path) -> None:
-    path = tmp_path / "job.env"
-    head_agent._write_secrets(path, {})
-    assert not path.exists()
-    head_agent._write_secrets(path, {"KEY": "value"})
-    assert json.loads(path.read_text()) == {"KEY": "value"}
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "token").write_text("secret")
-    config = "kind: sft\nrun: {dir: runs, name: mine}\nmodel: {path: some/model}\n"
-    request: dict[str, Any] = {
+def request_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    (folder / "token").write_text("secret")
+    return {
         "cluster": "lab",
-        "config": config,
+        "config": CONFIG,
         "resume": None,
-        "work": str(tmp_path),
+        "work": str(folder),
         "files": None,
         "storage": None,
         "called": None,
         "secrets": {"KEY": "value"},
         "flags": [],
         "dashboard": 1,
-        "token_path": str(tmp_path / "token"),
+        "token_path": str(folder / "token"),
+        **changes,
     }
+
+
+def test_secrets_rest_in_a_file_of_the_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sent: list[Any] = []
+    monkeypatch.setattr(head_agent, "_http", lambda request, path, body=None, method="GET": sent.append(body))
+    path = Path(head_agent.accept(request_of(tmp_path))["run"]) / head_agent.SECRETS
+    assert json.loads(path.read_text()) == {"KEY": "value"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = CONFIG.replace("mine", "other")
+    path = Path(head_agent.accept(request_of(tmp_path, config=other, secrets={}))["run"]) / head_agent.SECRETS
+    assert not path.exists()
+    assert len(sent) == 2
+    assert "value" not in json.dumps(sent)
+
+
+def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config, request = CONFIG, request_of(tmp_path)
     with pytest.raises(OSError, match="refused"):
         head_agent.accept(request)
     assert os.listdir(tmp_path / "runs") == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.jobs import watch
+from rlctl.cluster.state import try_lock
 from rlctl.run.run_dir import JobRecord
 
 FILES = ("events.jsonl", "metrics.jsonl")
@@ -18,7 +19,7 @@ def program(there: Path, here: Path, follow: bool) -> "subprocess.Popen[str]":
     texts = {name: (here / name).read_bytes() for name in FILES if (here / name).is_file()}
     have = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in texts.items()}
     request = {"folder": str(there), "files": FILES, "have": have, "follow": follow}
-    return Host("").follow("mirror", request, stdout=subprocess.PIPE)
+    return Host("").follow("mirror.run", request, stdout=subprocess.PIPE)
 
 
 def copy(there: Path, here: Path) -> None:
@@ -73,9 +74,9 @@ def test_while_it_follows_what_is_added_and_cut_arrives(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_brings_a_runs_files(tmp_path: Path) -> None:
-    with watch._alone(tmp_path) as first, watch._alone(tmp_path) as second:
+    with try_lock(tmp_path) as first, try_lock(tmp_path) as second:
         assert (first, second) == (True, False)
-    with watch._alone(tmp_path) as again:
+    with try_lock(tmp_path) as again:
         assert again
 
 

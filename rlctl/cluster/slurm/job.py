@@ -1,0 +1,153 @@
+"""A Slurm job that is a Ray cluster: its batch script, the plan that its tasks read, and the folder they share.
+
+SHARED/                       0700: job-TAG in the cluster's own folder, or shared_folder/rlctl-NAME-TAG
+    job.sh                    what was submitted
+    plan.json token remote_scripts/     what the tasks read
+    nodes/INDEX.json          what they report
+    logs/NODE/                what they leave
+"""
+
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlctl.cluster.hosts import program_text, quoted_path
+from rlctl.cluster.ray_start import TOO_SLOW, Place, start_request
+from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name, write_private
+from rlctl.config.cluster_schema import SlurmCluster
+
+# The task and its neighbours in `remote_scripts/`.
+_PROGRAMS = ("task", "check", "node")
+# Beginnings of Slurm's own lines in a job's log.
+_NOISE = ("srun:", "slurmstepd", "Terminated")
+
+
+def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) -> str:
+    """Return what `sbatch` is given. folder: of the job's files, which every node sees."""
+    asked = {
+        "partition": config.partition,
+        "account": config.account,
+        "qos": config.qos,
+        "time": config.time,
+        "constraint": config.constraint,
+        "cpus-per-task": config.cpus_per_task,
+        "gres": None if config.gpus_per_node is None else f"gpu:{config.gpus_per_node}",
+    }
+    options = [f"--job-name={job_name}", f"--nodes={config.nodes}", "--ntasks-per-node=1"]
+    options += [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
+    options += ["--exclusive"] if config.exclusive else []
+    # A second run of the job would be a cluster that nobody asked for.
+    options += ["--no-requeue", f"--output={shlex.quote(f'{folder}/logs/job/start.log')}", *config.sbatch_options]
+    # Since Slurm 22.05 a step no longer takes this from its job.
+    cpus = "" if config.cpus_per_task is None else f" --cpus-per-task={config.cpus_per_task}"
+    step = f"srun --nodes={config.nodes} --ntasks-per-node=1{cpus} --mem=0 --cpu-bind=none"
+    task = f"{quoted_path(python)} {shlex.quote(f'{folder}/remote_scripts/task.py')} {shlex.quote(folder)}"
+    lines = [
+        "#!/bin/bash",
+        *(f"#SBATCH {option}" for option in options),
+        f"# One Ray node a task; they read the cluster's token from {folder}/token, which is theirs alone to read.",
+        *config.setup,
+        "# The head's end is a failure, and ends the others; another node may go and the rest stays.",
+        f"{step} --kill-on-bad-exit=1 --wait=0 -- {task}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
+    """Return the requests of `remote_scripts/node.py` for the tasks, which fill in what only a node knows."""
+    gpus = config.gpus_per_node if config.num_gpus is None else config.num_gpus
+    config = replace(config, num_gpus=gpus)
+    nodes = [ClusterNode("{name}", f"{{{role}}}", "", role == "head", "{address}") for role in ("head", "other")]
+    state = replace(state, address="{head}", nodes=nodes)
+    place = Place("{name}", "", "{address}", "", 0, dashboard=True)
+    head, other = (start_request(config, state, node, place, "") for node in nodes)
+    if config.num_cpus is None:
+        # Ray would count the machine's, of which the job may have only a part.
+        head["arguments"].append("--num-cpus={cpus}")
+        other["arguments"].append("--num-cpus={cpus}")
+    return {
+        "cluster": state.name,
+        "head": head,
+        "other": other,
+        "ports": [config.port, config.dashboard_port],
+        "folders": [node_folder_name() for _ in range(config.nodes)],
+        "deadline_s": config.start_timeout_s,
+        # Words in a node's log that make a second try worthwhile.
+        "too_slow": TOO_SLOW,
+    }
+
+
+class JobFolder:
+    """The folder that a job's nodes and this machine share."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.script, self.logs = self.path / "job.sh", self.path / "logs"
+
+    def make(self) -> None:
+        """Make the folder. Raises ClusterError unless it is new."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700)
+            for name in ("remote_scripts", "nodes", "logs/job"):
+                (self.path / name).mkdir(parents=True)
+        except FileExistsError:
+            what = f"{self.path} is there already: remove it if no cluster uses it, or set another shared_folder"
+            raise ClusterError(what) from None
+        except OSError as error:
+            raise ClusterError(f"{self.path} cannot be made: {error.strerror}; set another shared_folder") from None
+
+    def fill(self, script: str, plan: dict[str, Any], token: str) -> None:
+        """Write what the job reads."""
+        write_private(self.script, script, 0o700)
+        write_private(self.path / "plan.json", json.dumps(plan, indent=1))
+        write_private(self.path / "token", token)
+        for name in _PROGRAMS:
+            write_private(self.path / "remote_scripts" / f"{name}.py", program_text(name))
+
+    def reports(self) -> dict[int, dict[str, Any]]:
+        """Return what the nodes have reported, by their index in the job."""
+        found = {}
+        # Listed, not looked for by name: a file server's clients remember for long that a name was not there.
+        for path in sorted((self.path / "nodes").glob("*.json")):
+            found[int(path.stem)] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def last_words(self) -> str:
+        """Return the last line of the job's own log."""
+        try:
+            text = (self.logs / "job" / "start.log").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        if found := re.search(r"execve\(\): (\S+): No such file|(\S+): (?:command not found|No such file)", text):
+            return f"not found on the nodes: {found[1] or found[2]}; set python=... to one that has ray and rlctl"
+        # Slurm's own lines come last, and say what is known already.
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(_NOISE)]
+        return lines[-1] if lines else ""
+
+    def uncleared(self) -> list[str]:
+        """Return a line for each node of a job that is over that did not report a full clean-up."""
+        lines = []
+        for report in self.reports().values():
+            if "folder" not in report:
+                continue
+            if "ended" not in report:
+                lines.append(f"{report['name']}: ended without clearing up: look for {report['folder']} there")
+            elif left := report["ended"]["left"]:
+                lines.append(f"{report['name']}: processes {', '.join(map(str, left))} would not end")
+        return lines
+
+    def remove(self, logs: Path) -> None:
+        """Remove the folder; its logs go to `logs`."""
+        if not self.path.is_dir():
+            return
+        for source in self.logs.iterdir() if self.logs.is_dir() else ():
+            if any(source.iterdir()):
+                shutil.rmtree(logs / source.name, ignore_errors=True)
+                logs.mkdir(mode=0o700, exist_ok=True)
+                shutil.move(source, logs / source.name)
+        shutil.rmtree(self.path)
