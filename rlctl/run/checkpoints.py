@@ -16,6 +16,7 @@ from typing import Any
 
 from rlctl.preflight.version import earlier_version
 from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
+from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _STATE = "state.json"
 
@@ -74,7 +75,8 @@ class Checkpoints:
         """`write` fills the folder it is given with the trainer's part.
 
         `state["score"]` ranks: the larger the better, of equals the earlier; without one it is no candidate.
-        Raises CheckpointError (a full disk, say) after removing what was begun; earlier ones stay untouched.
+        Raises CheckpointError (a full disk, say), or the loss of a worker, after removing what was begun; earlier ones
+        stay untouched.
         """
         temporary, final = self._folder / f"tmp_step_{step}", self._folder / f"step_{step}"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -86,7 +88,8 @@ class Checkpoints:
             _sync(temporary)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, Exception):
+            # A lost worker is no fault of the checkpoint: the run begins again from the one before.
+            if isinstance(error, Exception) and not isinstance(error, WorkerDied | WorkerTimeout):
                 raise CheckpointError(f"no checkpoint of step {step} in {self._folder}: {error}") from error
             raise
         if final.exists():

@@ -10,6 +10,7 @@ from rlctl.data.cursor import Cursor
 from rlctl.run.checkpoints import Checkpoint, CheckpointError
 from rlctl.run.health import Health, HealthStop
 from rlctl.run.recorder import RunRecorder, WriteTrainer
+from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 
 class Loop(ABC):
@@ -81,7 +82,7 @@ class Loop(ABC):
         try:
             if start < self.done and self._recorder.saved != self.done:
                 self.save()
-        except CheckpointError as error:
+        except (CheckpointError, WorkerDied, WorkerTimeout) as error:
             return HealthStop(f"{why}; {error}")
         return HealthStop(f"{why}; {self._recorder.newest}")
 

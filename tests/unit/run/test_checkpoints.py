@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlctl.run.checkpoints import CheckpointError, Checkpoints
+from rlctl.workers.errors import WorkerDied
 
 
 def write(folder: Path) -> None:
@@ -55,6 +56,20 @@ def test_a_step_saved_again_replaces_the_older_one(tmp_path: Path) -> None:
         checkpoints.save(1, {}, lambda folder, text=text: _note(folder, text))
     assert names(tmp_path) == ["step_1"]
     assert (tmp_path / "step_1" / "note").read_text() == "new"
+
+
+def test_a_worker_that_dies_while_it_saves_stays_a_lost_worker(tmp_path: Path) -> None:
+    """A checkpoint that failed ends the run; a lost worker has it begin again from the checkpoint before."""
+    checkpoints = Checkpoints(tmp_path, keep_last=2, keep_best=0)
+    checkpoints.save(1, {}, write)
+
+    def dies(folder: Path) -> None:
+        write(folder)
+        raise WorkerDied("save", ["trainer-1"], "its process is gone")
+
+    with pytest.raises(WorkerDied):
+        checkpoints.save(2, {}, dies)
+    assert names(tmp_path) == ["step_1"]
 
 
 def _note(folder: Path, text: str) -> None:
