@@ -21,7 +21,9 @@ def cluster_status(state: ClusterState) -> ClusterStatus:
     with HostCalls(calls, _RUNS_S) as running:
         status = launcher_of(state).status(state)
         # The rest is shown even if the head does not tell what runs.
-        status.runs = [run for _, reply in running.answers() if isinstance(reply, dict) for run in reply["runs"]]
+        status.runs = [
+            run for _, reply in running.answers() if isinstance(reply, dict) for run in reply.get("runs", [])
+        ]
     return status
 
 
