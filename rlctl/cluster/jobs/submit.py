@@ -17,7 +17,7 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.preflight.placement import NodeResources
 from rlctl.run.run_dir import JobRecord, RunDir
 
-_ACCEPT_S = 120.0
+_ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -113,28 +113,22 @@ def submit(target: TargetCluster, order: Submission) -> Path:
         raise ConfigError([Problem(f"on {state.head.name}", "", line) for line in reply["problems"]])
     if not target.away:
         return Path(reply["run"])
-    record = JobRecord(state.name, reply["job"], str(request["work"]), reply["attempt"], reply["run"])
-    return _local_copy(record, Path(config["run"]["dir"]), resume)
+    if not (run := resume):
+        # A directory here that is to be a copy. A name that is free there may be in use here; a job's is nobody else's.
+        root, name = Path(config["run"]["dir"]), Path(reply["run"]).name
+        names = (name, f"{name}--{state.name}", f"{name}--{reply['job']}")
+        run = RunDir.create(next(each for each in names if not (root / each).exists()), root).path
+    JobRecord(state.name, reply["job"], str(request["work"]), reply["attempt"], reply["run"]).write(run)
+    return run
 
 
-def ask(state: ClusterState, operation: str, request: dict[str, Any], deadline_s: float = _ACCEPT_S) -> dict[str, Any]:
+def ask(state: ClusterState, operation: str, request: dict[str, Any]) -> dict[str, Any]:
     """Return what the head answers to an operation of `head_agent.py`. Raises ClusterError."""
     common = {"op": operation, "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
     try:
-        return state.host_of(state.head).run("head.job", {**common, **request}, deadline_s)
+        return state.host_of(state.head).run("head.job", {**common, **request}, _ANSWER_S)
     except HostError as error:
         what = str(error)
         if "No module named 'rlctl'" in what:
             what = f"rlctl is not installed for {state.python}: install it there, or set python=..."
         raise ClusterError(f"head {state.head.name}: {what}") from None
-
-
-def _local_copy(record: JobRecord, root: Path, resume: Path | None) -> Path:
-    """Return a directory here that is to be a copy of the run's."""
-    assert record.remote is not None
-    name = Path(record.remote).name
-    # A name that is free there may be in use here; a job's is nobody else's.
-    names = (name, f"{name}--{record.cluster}", f"{name}--{record.job}")
-    run = resume or RunDir.create(next(each for each in names if not (root / each).exists()), root).path
-    record.write(run)
-    return run

@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 import time
+from importlib.util import find_spec
 from typing import Any
 
 from rlctl.cluster.remote_scripts.shared import nvidia, software, version
@@ -21,19 +22,22 @@ def run(request: "dict[str, Any]") -> "dict[str, Any]":
     now = time.time()
     root = folder_root()
     gpus, driver = nvidia("name")
+    server = ("aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client")
+    # "client address, its port, own address, own port": where the ssh connection arrived, other hosts find this one.
+    connection = os.environ.get("SSH_CONNECTION", "").split()
     return {
         **software(),
         "time": now,
         "psutil": version("psutil"),
-        "dashboard": has("aiohttp_cors", "opencensus", "opentelemetry", "prometheus_client"),
+        "dashboard": all(find_spec(name) is not None for name in server),
         "cores": os.cpu_count(),
-        "memory": memory(),
+        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "root": root,
         "disk": shutil.disk_usage(root).free if root else 0,
         "gpus": [name for (name,) in gpus],
         "driver": driver,
         "taken": [port for port in request["ports"] if port and not is_free(port)],
-        "address": address(),
+        "address": connection[2] if len(connection) == 4 else None,
     }
 
 
@@ -43,19 +47,6 @@ def folder_root() -> "str | None":
     except OSError:
         return None
     return usual if len(os.fsencode(usual)) <= ROOM else "/tmp"
-
-
-def has(*names: str) -> bool:
-    from importlib.util import find_spec
-
-    return all(find_spec(name) is not None for name in names)
-
-
-def memory() -> int:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return 0
 
 
 def is_free(port: int) -> bool:
@@ -69,9 +60,3 @@ def is_free(port: int) -> bool:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 return False
     return True
-
-
-def address() -> "str | None":
-    """Return the address at which the ssh connection arrived, where other hosts find this one."""
-    parts = os.environ.get("SSH_CONNECTION", "").split()
-    return parts[2] if len(parts) == 4 else None

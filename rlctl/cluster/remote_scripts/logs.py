@@ -22,11 +22,13 @@ UNSAFE = "[\x00-\x08\x0a-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]"
 
 def run(request: dict[str, Any]) -> None:
     parent = os.getppid()
-    folders = folders_of(request)
-    if not folders:
+    live, kept = request["folder"], kept_logs(request)
+    folders = [live, os.path.join(live, "r", "session_latest", "logs")] if live and os.path.isdir(live) else [kept]
+    if not os.path.isdir(folders[0]):
         print("{}: no logs".format(request["node"]))
         return
-    names = processes(folders) if request.get("suffixes") else []
+    found = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
+    names = sorted(name[: -len(".log")] for name in found if name.endswith(".log")) if request.get("suffixes") else []
     if request.get("process") and request["process"] not in names:
         there = "there are {}".format(", ".join(names)) if names else "there are none yet"
         sys.stderr.write("error: {} has no process {}; {}\n".format(request["node"], request["process"], there))
@@ -51,14 +53,6 @@ def run(request: dict[str, Any]) -> None:
         time.sleep(0.5)
 
 
-def folders_of(request: dict[str, Any]) -> "list[str]":
-    live = request["folder"]
-    if live and os.path.isdir(live):
-        return [live, os.path.join(live, "r", "session_latest", "logs")]
-    keep = kept_logs(request)
-    return [keep] if os.path.isdir(keep) else []
-
-
 def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
     suffixes = tuple(request.get("suffixes") or SUFFIXES)
     process = request.get("process")
@@ -71,11 +65,6 @@ def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
             if wanted and os.path.isfile(path) and os.path.getsize(path):
                 found.append(path)
     return found
-
-
-def processes(folders: "list[str]") -> "list[str]":
-    names = {name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)}
-    return sorted(name[: -len(".log")] for name in names if name.endswith(".log"))
 
 
 def say(node: str, path: str, lines: "list[str]") -> None:
