@@ -25,7 +25,7 @@ def main() -> int:
         secrets.unlink()
 
     from rlctl.launch.assembly import launch
-    from rlctl.launch.cluster_runtime import ClusterRuntime
+    from rlctl.launch.runtime import ClusterRuntime
     from rlctl.preflight.load import load
 
     composed = load(None, str(run / CONFIG), [], resume=True)

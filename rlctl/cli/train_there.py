@@ -47,8 +47,7 @@ class Where:
 
     def runtime(self) -> "Runtime":
         """Return the runtime of a run that this process drives."""
-        from rlctl.launch.cluster_runtime import ClusterRuntime
-        from rlctl.launch.runtime import LocalRuntime
+        from rlctl.launch.runtime import ClusterRuntime, LocalRuntime
 
         if self.cluster is None:
             return LocalRuntime()

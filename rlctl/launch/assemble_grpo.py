@@ -1,19 +1,20 @@
 """The parts of a run that only GRPO has: rewards, engines, the refit, and the parity check before step 1."""
 
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
-from rlctl.data.load import RunRows
+from rlctl.data.datasets import DataError
+from rlctl.data.load import RunRows, load_prompts
 from rlctl.data.tasks import Task
-from rlctl.launch.loading import DataLoading, RunData, load_run_prompts
+from rlctl.launch.loading import DataLoading, RunData
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.resolved import Resolved
+from rlctl.run.fingerprint import digest_rows
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
@@ -42,10 +43,22 @@ class GrpoParts:
         self.updates = self.config.grpo.num_steps * self.config.grpo.updates_per_step
         self.temperature = self.config.generation.temperature
 
-    def load(self, threads: Executor, rows: RunRows) -> DataLoading[Task]:
-        """Tokenize the prompts, and try the rewards on the first of them."""
-        load = partial(load_run_prompts, self.session, self.config, self.files, rows, self.scorer)
-        return DataLoading.begin(threads, self.session, self.files, load)
+    def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
+        """Tokenize the tasks, and try the rewards on the first one."""
+        from rlctl.rollout.scoring import sample_item
+
+        session, config = self.session, self.config
+        length, answer = Resolved(config).max_length(self.files.max_length), config.generation.max_new_tokens
+        found: dict[str, list[Task]] = {"validation": []}
+        with session.starting("data"):
+            for name, section, listed in rows.parts(config.data):
+                found[name], report = load_prompts(config, section, chat, listed)
+                session.events.emit("data", what=f"{name}: {report}")
+                check_room(found[name], answer, length)
+        session.depend_on_rows(digest_rows(found["train"]))
+        with session.starting("rewards"):
+            self.scorer.try_on_sample(sample_item(found["train"][0]))
+        return RunData(found["train"], found["validation"][: config.validation.max_prompts])
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Task]) -> "GeneratorPool":
         """Start the engines, which are made with the tokens that end an answer."""
@@ -103,7 +116,6 @@ class GrpoParts:
 
     def _connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         from rlctl.launch.worker_specs import refit_options
-        from rlctl.preflight.resolved import Resolved
         from rlctl.refit.refit import Refit
 
         placement = allocation.placement
@@ -123,6 +135,16 @@ class GrpoParts:
             what += ": they go through the disk, which is slower; in a container: docker run --shm-size=2g"
             self.session.events.emit("warning", what=what)
         return allocation.folder(f"rlctl-{self.session.run_dir.name}-", root)
+
+
+def check_room(tasks: list[Task], answer: int, length: int) -> None:
+    """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
+    longest = max(tasks, key=lambda task: len(task.tokens))
+    if len(longest.tokens) + answer > length:
+        raise DataError(
+            f"prompt {longest.id} has {len(longest.tokens)} tokens; with generation.max_new_tokens={answer} that is "
+            f"above the longest sequence, {length}: data.max_prompt_length={length - answer} leaves such prompts out"
+        )
 
 
 def shared_memory(nbytes: int = 0) -> str | None:

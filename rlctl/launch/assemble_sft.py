@@ -1,22 +1,33 @@
 """The parts of a run that only SFT has: samples, and a compiled graph with its warm-up."""
 
-from concurrent.futures import Executor
+import time
 from dataclasses import dataclass
-from functools import partial
+from statistics import median
 from typing import TYPE_CHECKING
 
-from rlctl.config.schema import SftConfig
+from rlctl.config.schema import CompiledGraphSection, SftConfig
+from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
-from rlctl.data.load import RunRows
+from rlctl.data.load import RunRows, load_samples
+from rlctl.data.preview import step_lengths
 from rlctl.data.tasks import SupervisedSample
-from rlctl.launch.loading import DataLoading, RunData, load_run_samples
+from rlctl.launch.loading import DataLoading, RunData
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.backend import layout_of
+from rlctl.preflight.resolved import Resolved
+from rlctl.run.fingerprint import digest_rows
+from rlctl.utils.cores import usable_cores
 
 if TYPE_CHECKING:
     from rlctl.sft.loop import SftLoop
     from rlctl.training.trainer_group import TrainerGroup
+    from rlctl.workers.group import WorkerGroup
+
+# Channels grow by themselves; a batch of the tiny run fits, a larger one grows them during the warm-up.
+_BUFFER_BYTES = 1 << 20
+_CALLS = 20
 
 
 @dataclass
@@ -30,10 +41,22 @@ class SftParts:
     def __post_init__(self) -> None:
         self.updates, self.temperature = self.config.sft.num_steps, 1.0
 
-    def load(self, threads: Executor, rows: RunRows) -> DataLoading[SupervisedSample]:
-        """Tokenize the samples, and tell how they pack."""
-        load = partial(load_run_samples, self.session, self.config, self.files, rows)
-        return DataLoading.begin(threads, self.session, self.files, load)
+    def load(self, chat: Chat, rows: RunRows) -> RunData[SupervisedSample]:
+        """Tokenize the samples, and report how they pack."""
+        from rlctl.training.micro_batching import packing
+
+        session, config = self.session, self.config
+        length = Resolved(config).max_length(self.files.max_length)
+        found: dict[str, list[SupervisedSample]] = {"validation": []}
+        with session.starting("data"):
+            for name, section, listed in rows.parts(config.data):
+                found[name], report = load_samples(config, section, chat, listed, length)
+                session.events.emit("data", what=f"{name}: {report}")
+            shards = layout_of(config.trainer).data
+            packs = packing(step_lengths(found["train"], config), shards, config.trainer.micro_batch_tokens)
+            session.events.emit("data", what=f"packing: {packs}")
+        session.depend_on_rows(digest_rows(found["train"]))
+        return RunData(found["train"], found["validation"][: config.validation.max_prompts])
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[SupervisedSample]) -> None:
         """Start nothing: SFT does not sample."""
@@ -57,14 +80,59 @@ class SftParts:
         return SftLoop(config, components, session.stops)
 
     def _compile(self, trainer: "TrainerGroup", longest: int) -> None:
-        from rlctl.launch.compiled_graph import compile_group
         from rlctl.sft.loss import NllLoss
 
         graph, config = self.config.ray_compiled_graph, self.config
         compile_group(graph, trainer.group, self.session)
         with self.session.starting("warm-up"):
             length = graph.warmup_seq_len or longest
-            # Sizes that happen to be equal are compiled as one: a second length keeps them apart.
+            # Dimensions of equal size are compiled as one: a second length keeps them apart.
             lengths = (length, max(2, length // 2 - 1)) if config.trainer.compile else (length,)
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
+
+
+def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> None:
+    """Send lockstep calls through a graph from now on; with `enabled: true` an impossible graph is a warning.
+
+    Raises GraphUnavailable with `enabled: require`.
+    """
+    from rlctl.workers.graph import GraphUnavailable
+
+    emit = session.events.emit
+    if graph.overlap_communication:
+        what = "batches come from the driver and gradients go through torch.distributed: no edge between accelerators"
+        emit("warning", what=f"ray_compiled_graph.overlap_communication has nothing to overlap: {what}")
+    cores = usable_cores()
+    if len(group) + 1 > cores:
+        what = f"{len(group)} ranks and the driver share {cores} cores: calls are not much faster than ordinary ones"
+        emit("warning", what=f"ray_compiled_graph: {what}")
+
+    def lost(why: str) -> None:
+        if graph.enabled == "require":
+            raise GraphUnavailable(f"the compiled graph broke: {why}")
+        emit("warning", what=f"the compiled graph broke, the run goes on with ordinary calls: {why}")
+
+    ordinary = _milliseconds(group)
+    try:
+        with session.starting("compiled graph"):
+            group.compile(_BUFFER_BYTES, lost)
+    except GraphUnavailable as error:
+        if graph.enabled == "require":
+            raise
+        emit("warning", what=f"no compiled graph, ordinary calls do the same: {error}")
+        return
+    compiled = _milliseconds(group)
+    emit("dispatch", what=f"compiled {compiled:.1f} ms a call, ordinary {ordinary:.1f} ms")
+
+
+def _milliseconds(group: "WorkerGroup") -> float:
+    """Return the median duration of a call that does nothing, in milliseconds."""
+    from rlctl.workers.graph import idle
+
+    taken = []
+    for _ in range(_CALLS):
+        began = time.perf_counter()
+        group.call(idle)
+        taken.append(time.perf_counter() - began)
+    return 1e3 * median(taken)

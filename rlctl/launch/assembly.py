@@ -4,18 +4,19 @@ Read `assemble` from top to bottom. It ends what it started, the last first, how
 own parts, see `AlgorithmParts`.
 """
 
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.data.chat import Chat
 from rlctl.data.cursor import Cursor, RowSource
 from rlctl.data.load import RowReader, RunRows
 from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
-from rlctl.launch.loading import DataLoading, RunData
+from rlctl.launch.loading import DataLoading, RunData, load_run_chat
 from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.session import Session, run_session
 from rlctl.models.model_files import ModelFiles
@@ -39,8 +40,8 @@ class AlgorithmParts(Protocol):
     # Sampling temperature, by which the trainer divides its logits.
     temperature: float
 
-    def load(self, threads: Executor, rows: RunRows) -> DataLoading[Any]:
-        """Start to tokenize the rows in `threads`."""
+    def load(self, chat: Chat, rows: RunRows) -> RunData[Any]:
+        """Tokenize the rows and check them, on a thread of their own. Raises DataError or RewardError."""
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Any]) -> "GeneratorPool | None":
         """Start the engines, and wait for none of them. Returns None for an algorithm that does not sample."""
@@ -85,7 +86,9 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
 
         def begin(placement: Placement) -> None:
             announce(session, placement)
-            begun.append(parts.load(threads, reader.take()))
+            chat = threads.submit(load_run_chat, session, files)
+            data = threads.submit(lambda: parts.load(chat.result()[0], reader.take()))
+            begun.append(DataLoading(chat, data))
 
         # Ray starts once the devices are chosen. The rows are tokenized meanwhile.
         allocation = stack.enter_context(runtime.allocation(session, resources(config), begin))

@@ -1,11 +1,14 @@
-"""Ray on this machine, private to one run: it starts and ends with the driver.
+"""Ray in the driver's process: connected to a cluster's (`ray_session`), or private to one run (`local_ray`).
 
-Tokens are on, Ray's dashboard is off, and Ray's own messages go to the run's log folder.
+A private Ray starts and ends with the driver. Tokens are on, Ray's dashboard is off, and Ray's own messages go to the
+run's log folder.
 """
 
 import functools
+import logging
 import os
 import secrets
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +18,6 @@ from typing import Any
 
 import psutil
 
-from rlctl.launch.ray_session import ray_session
 from rlctl.preflight.placement import PlacementError
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.ports import LOOPBACK
@@ -25,24 +27,56 @@ from rlctl.workers.reaper import SHARED_MEMORY, Reaper, free_bytes
 _OBJECT_STORE_BYTES = 1 << 30
 # Ray refuses a smaller one.
 _LEAST_STORE_BYTES = 75 << 20
-# Ray gives its own node 30 s, a constant of its code, which a machine that is busy for a moment overruns.
+# Ray gives its own node 30 s, a constant of its code, which is too short on a machine that is busy for a moment.
 _ATTEMPTS = 2
-# A Unix socket's path has at most 107 bytes; Ray's own part of it, with the name of the folder, takes this many.
+# Bytes of a Unix socket's path at most, and of Ray's own part of it, with the name of the folder.
 _SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
 _TOO_SLOW = "timed out during startup"
 
 
 @contextmanager
+def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterator[None]:
+    """Connect by `ray.init(**options)` until the block is left. Ray's messages go to a file in `logs`.
+
+    loopback: Ray and its driver listen on loopback alone.
+    """
+    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
+    import ray  # isort: skip
+    from ray._private import ray_constants
+
+    logs.mkdir(parents=True, exist_ok=True)
+    logger = logging.getLogger("ray")
+    logger.handlers, logger.propagate = [logging.FileHandler(logs / "ray.log")], False
+    # Ray reads the switch of loopback at its import, which may have been before.
+    clustered, handler = ray_constants.ENABLE_RAY_CLUSTER, signal.getsignal(signal.SIGTERM)
+    try:
+        ray_constants.ENABLE_RAY_CLUSTER = clustered and not loopback
+        try:
+            ray.init(log_to_driver=False, configure_logging=False, **options)
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = clustered
+            # Ray's own handler ends the process at once: a run that is to stop would not be saved.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
 def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Iterator[Reaper]:
-    """Run a private Ray for the time of the block. Yields the reaper that guards its folders.
+    """Run a private Ray until the block is left. Yields the reaper that guards its folders.
 
     lost: called once, from another thread, with the reason when a process is gone that Ray cannot do without.
     """
     reaper = Reaper()
     try:
         with reaper.folder("rlctl-token-") as folder:
-            os.environ["RAY_AUTH_TOKEN_PATH"] = str(_token(folder))
+            token = folder / "token"
+            token.touch(0o600, exist_ok=False)
+            token.write_text(_secret())
+            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
             with _start_ray(reaper, logs), _watched(lost):
                 yield reaper
     finally:
@@ -52,7 +86,7 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Ite
 def _start_ray(reaper: Reaper, logs: Path) -> ExitStack:
     """Start Ray, which runs until the result is left.
 
-    What a too slow attempt has started is gone before the next. The token stays: Ray reads it once a process.
+    A start that is too slow is cleared up before the next. The token stays: Ray reads it once a process.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         with ExitStack() as stack:
@@ -60,14 +94,15 @@ def _start_ray(reaper: Reaper, logs: Path) -> ExitStack:
                 folder = stack.enter_context(reaper.folder("rlctl-", _root()))
                 session = ray_session(
                     logs,
+                    loopback=True,
                     include_dashboard=False,
                     num_cpus=usable_cores(),
                     **_object_store(folder),
-                    # Ray opens its folder to everybody: below the run's, which nobody else enters.
+                    # Ray makes its folder readable to everybody: it is below the run's, which nobody else can enter.
                     _temp_dir=str(folder / "r"),
                     _node_ip_address=LOOPBACK,
                 )
-                with changed_environment(_inherited(folder)), _loopback_only():
+                with changed_environment(_inherited(folder)):
                     stack.enter_context(session)
                 return stack.pop_all()
             except Exception as error:
@@ -78,8 +113,10 @@ def _start_ray(reaper: Reaper, logs: Path) -> ExitStack:
 
 @contextmanager
 def _watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Watch Ray's head and this machine's raylet. A driver without them works on for a minute, then Ray ends it
-    without a word."""
+    """Watch Ray's head and this machine's raylet.
+
+    A driver without them works on for a minute, then Ray ends it without a message.
+    """
     watched = _needed()
     left = threading.Event()
 
@@ -100,7 +137,7 @@ def _watched(lost: Callable[[str], None]) -> Iterator[None]:
 
 
 def _needed() -> dict[str, psutil.Process]:
-    """Return the processes of this Ray by name: an attempt that was too slow has left ended ones of the same names."""
+    """Return the living processes of this Ray by name; a start that was too slow leaves ended ones of these names."""
     found = {}
     for process in sorted(psutil.Process().children(), key=psutil.Process.create_time):
         with suppress(psutil.NoSuchProcess):
@@ -139,35 +176,15 @@ def _object_store(folder: Path) -> dict[str, Any]:
 
 def _inherited(folder: Path) -> dict[str, str]:
     """Return the environment that Ray's processes, and the run's in them, inherit."""
-    # gloo and NCCL listen at the address that the host's name stands for, if nothing is said.
+    # By default gloo and NCCL listen at the address that the host's name resolves to.
     faces = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
-    # Ray would end the driver a minute after its head, without a word and whatever step it is at.
+    # Ray would end the driver a minute after its head, without a message and in the middle of a step.
     patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "86400"}
-    # What engines leave in the temporary folder, compiled kernels too, is nobody else's and goes with ours.
+    # Engines leave files in the temporary folder, compiled kernels too: they are removed with the run's folder.
     return LOOPBACK_ONLY | faces | patience | {"TMPDIR": str(folder)}
-
-
-@contextmanager
-def _loopback_only() -> Iterator[None]:
-    # Ray reads the switch at its import, which may have been before.
-    from ray._private import ray_constants
-
-    before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-def _token(folder: Path) -> Path:
-    path = folder / "token"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(_secret())
-    return path
 
 
 @functools.cache
 def _secret() -> str:
-    # Ray reads it once a process: a second Ray of this process must have the same.
+    # Ray reads it once a process: a second Ray in this process must have the same.
     return secrets.token_hex(32)

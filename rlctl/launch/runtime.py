@@ -3,6 +3,7 @@
 Both yield an `Allocation`: slots that belong to this run alone, and what a process needs to start in one.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,17 +12,28 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Protocol
 
 from rlctl.dashboard.state import read_state
-from rlctl.preflight.placement import Placement, PlacementError, PlacementSlot, ResourceRequest, place, this_machine
+from rlctl.preflight.placement import (
+    NodeResources,
+    Placement,
+    PlacementError,
+    PlacementSlot,
+    ResourceRequest,
+    place,
+    this_machine,
+)
+from rlctl.preflight.resolved import Device
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import count_gpus, visible_gpus
-from rlctl.workers.reaper import Reaper, leftovers, sweep
+from rlctl.workers.reaper import leftovers, sweep
 
 if TYPE_CHECKING:
     from rlctl.launch.session import Session
-    from rlctl.workers.nodes import NodeLease
+    from rlctl.workers.nodes import NodeLease, Reservation
 
 Announce = Callable[[Placement], None]
+_RESERVE_S = 120.0
+_POLL_S = 3.0
 
 
 class Runtime(Protocol):
@@ -109,21 +121,73 @@ class LocalRuntime:
         placement = place(this_machine(count_gpus()), resources)
         announce(placement)
         with ExitStack() as stack:
-            _clear_leftovers(session)
+            # Drivers that were killed together with their reapers.
+            for each in leftovers():
+                sweep([each.path])
+                session.events.emit("warning", what=f"removed what a killed run left: {each}")
             with session.starting("ray"):
                 reaper = stack.enter_context(local_ray(session.logs, session.lose))
-            yield Allocation(placement, [None], _folders_of(stack, reaper))
+            yield Allocation(
+                placement, [None], lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
+            )
 
 
-def _clear_leftovers(session: "Session") -> None:
-    """Remove and report what this user's drivers left that were killed together with their reapers."""
-    for each in leftovers():
-        sweep([each.path])
-        session.events.emit("warning", what=f"removed what a killed run left: {each}")
+class ClusterRuntime:
+    """The cluster that RAY_ADDRESS of this process names. wait: wait for room already at the first attempt."""
 
+    def __init__(self, wait: bool) -> None:
+        self._wait = wait
 
-def _folders_of(stack: ExitStack, reaper: Reaper) -> Callable[[str, str | None], str]:
-    return lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
+    def refuse(self, run: RunDir) -> None:
+        """Refuse nothing: the submitter of the job has checked the run."""
+
+    @contextmanager
+    def allocation(self, session: "Session", resources: ResourceRequest, announce: Announce) -> Iterator[Allocation]:
+        """Reserve slots, see `Runtime.allocation`.
+
+        Raises PlacementError with the arithmetic if there is too little room and it must not wait, TimeoutError after
+        `placement.wait_s`.
+        """
+        from rlctl.launch.local_ray import ray_session
+
+        with ExitStack() as stack:
+            stack.enter_context(ray_session(session.logs, address="auto"))
+            placement, reservation = self._reserved(session, resources)
+            stack.callback(reservation.release)
+            announce(placement)
+            nodes = dict(zip(placement.used, reservation.nodes))
+            model = Path(session.config.model.path)
+            others = [node for node in reservation.nodes if not node.is_the_drivers]
+            must_share(others, session.run_dir.path.resolve(), model if model.is_dir() else None)
+            # Weights in transit are on the node of the processes, which need not be the driver's.
+            folder = reservation.nodes[0].folder
+            yield Allocation(placement, [nodes.get(index) for index in range(len(placement.nodes))], folder)
+
+    def _reserved(self, session: "Session", resources: ResourceRequest) -> tuple[Placement, "Reservation"]:
+        from rlctl.workers.nodes import NodeRequest, NoRoom, Reservation, live_nodes
+
+        patient = self._wait or session.attempts > 1
+        end, told = time.monotonic() + session.config.placement.wait_s, ""
+        while True:
+            found = live_nodes()
+            try:
+                # A cluster with GPUs does not train on its CPUs.
+                device: Device = "cuda" if any(each.total.get("GPU") for each in found) else "cpu"
+                placement = place([NodeResources.of(each.name, each.free) for each in found], resources, device)
+                shares = [NodeRequest(found[n], placement.gpus_on(n), placement.cpus_on(n)) for n in placement.used]
+                return placement, Reservation(shares, _RESERVE_S)
+            except (PlacementError, NoRoom) as error:
+                why = str(error)
+                if not patient:
+                    raise PlacementError(f"{why}; --wait waits for it") from None
+            if time.monotonic() > end:
+                raise TimeoutError(f"no room within placement.wait_s={session.config.placement.wait_s:g}: {why}")
+            if session.interrupts.asked:
+                raise KeyboardInterrupt
+            if why != told:
+                told = why
+                session.events.emit("warning", what=f"waiting for room: {why}")
+            time.sleep(_POLL_S)
 
 
 def must_share(nodes: "Sequence[NodeLease]", run: Path, model: Path | None) -> None:

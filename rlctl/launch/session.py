@@ -1,7 +1,7 @@
-"""The frame of a run: its directory, events, dashboard, Ctrl-C, and exit code.
+"""The session of a run: its directory, events, dashboard, Ctrl-C, restarts and exit code, whatever the algorithm.
 
-Every algorithm runs in it. Every end leaves a `run_ended` event, the next commands to type, and
-no process behind. Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
+Every end leaves a `run_ended` event, the next commands to type, and no process behind.
+Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted or stopped with a checkpoint saved.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from rlctl.utils.process import lives
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.waits import Waits
 
-# Faults that a message explains; anything else is a defect of ours, whose traceback is what helps.
+# Faults that a message explains. Anything else is a defect of rlctl, and only its traceback helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
 _BAD_INPUT = (DataError, ModelError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
 _LONGEST_PAUSE_S = 60.0
@@ -51,33 +51,35 @@ _HANDED_OVER_S = 30.0
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
+# Fields of run_started that identify the driver, see `utils.process`.
+_DRIVER = ("pid", "create_time", "host")
 # Raises RunDirError for a run that must not be continued from here.
 Refuse = Callable[[RunDir], None]
 
 
 @dataclass
 class Session:
-    """State of a run while it lasts. resolved: its config as YAML. resumed: there was an attempt before.
-
-    checkpoint: the one to continue from. damaged: newer ones by folder, each with a line that says what is wrong with
-    it. anew: the command to type if no checkpoint is whole.
-
-    lost: the reason to end the run after its step, with a checkpoint; for example, Ray's head is gone.
-    """
+    """State of a run while it lasts."""
 
     config: RunConfig
+    # The config as YAML.
     resolved: str
     run_dir: RunDir
     events: EventLog
     recorder: RunRecorder
     interrupts: Interrupts
     reserve: Reserve
+    # True if there was an attempt before.
     resumed: bool
     waits: Waits
     attempts: int = 1
+    # Reason to end the run after its step, with a checkpoint; for example, Ray's head is gone.
     lost: str = ""
+    # The checkpoint to continue from.
     checkpoint: Checkpoint | None = None
+    # Newer checkpoints, by folder, each with a line that says what is wrong with it.
     damaged: dict[Path, str] = field(default_factory=dict)
+    # The command to type if no checkpoint is whole.
     anew: str = ""
 
     @property
@@ -146,8 +148,8 @@ class Session:
         self.events.emit("warning", what=f"{why}: finishing this step and saving")
 
     def begin_again(self) -> None:
-        """Start the next attempt of the same process, which goes on as a resume would."""
-        self.recorder = _recorder(self.config, self.run_dir, self.events, self.recorder.metrics)
+        """Start the next attempt in this process, which continues as a resume does."""
+        self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
         self.resumed = True
         self.attempts += 1
@@ -156,7 +158,7 @@ class Session:
     def starting(self, what: str) -> Iterator[None]:
         """Emit startup events around a part of the start-up, with the seconds it took."""
         if self.interrupts.asked:
-            # Nothing is done yet that could be saved.
+            # There is nothing to save yet.
             raise KeyboardInterrupt
         if self.lost:
             raise RuntimeError(self.lost)
@@ -177,22 +179,22 @@ def run_session(
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
         events = EventLog(run_dir.events)
-        shown = config.telemetry
-        # As it is on disk: trackers show it, and what came from the environment may be secret.
-        trackers = open_trackers(shown.trackers, run_dir.path, yaml.safe_load(resolved), events)
+        # Trackers get the config as it is on disk: values from the environment may be secret.
+        trackers = open_trackers(config.telemetry.trackers, run_dir.path, yaml.safe_load(resolved), events)
         metrics = MetricsLog(run_dir.metrics, events, trackers)
-        recorder = _recorder(config, run_dir, events, metrics)
+        recorder = RunRecorder(run_dir, events, metrics, config)
 
         def notify() -> None:
             what = f"{interrupts.by}: finishing this step and saving; again: stop now"
             events.emit("warning", what=what, asked_to_stop=True)
 
         reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
-        view = stack.enter_context(show_run(run_dir, shown.dashboard, config.run.log_every))
+        view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every))
         interrupts = stack.enter_context(Interrupts(notify))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
-        resumed = resume is not None
-        session = Session(config, resolved, run_dir, events, recorder, interrupts, reserve, resumed, waits)
+        session = Session(
+            config, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits
+        )
         code, status, reason = _run(session, body)
         waits.close()
         metrics.close()
@@ -207,13 +209,12 @@ def run_session(
     return code
 
 
-def _recorder(config: RunConfig, run_dir: RunDir, events: EventLog, metrics: MetricsLog) -> RunRecorder:
-    return RunRecorder(run_dir, events, metrics, config.checkpoint, config.validation, config.telemetry)
-
-
 @contextlib.contextmanager
 def _claimed(config: RunConfig, resolved: str, resume: Path | None, refuse: Refuse) -> Iterator[RunDir]:
-    """Make the run's directory ready for an attempt, and lock it for this process until the block is left."""
+    """Make the run's directory ready for an attempt, and lock it until the block is left.
+
+    Raises RunDirError if a driver on this machine is at work in it: two would ruin it.
+    """
     if resume is None:
         root = Path(config.run.dir)
         run_dir = RunDir.create(config.run.name or automatic_name(config.kind, config.model.path, root), root)
@@ -221,7 +222,10 @@ def _claimed(config: RunConfig, resolved: str, resume: Path | None, refuse: Refu
     else:
         run_dir = RunDir.open(resume)
         refuse(run_dir)
-        _refuse_if_alive(run_dir)
+        starts = [event for event in read_records(run_dir.events) if event["kind"] == "run_started"]
+        if starts and starts[-1]["host"] == socket.gethostname() and lives(*(starts[-1][key] for key in _DRIVER)):
+            what = f"is still running (process {starts[-1]['pid']}): watch it with `rlctl runs dash`"
+            raise RunDirError(f"{run_dir.path} {what}")
         claim = run_dir.claim(_HANDED_OVER_S)
     try:
         if resume is None:
@@ -233,58 +237,49 @@ def _claimed(config: RunConfig, resolved: str, resume: Path | None, refuse: Refu
 
 
 def _start_attempt(run_dir: RunDir, resolved: str) -> None:
-    """Begin new logs, and write the config of this attempt beside them."""
+    """Begin new logs, and write the config of this attempt into them."""
     run_dir.start_attempt()
     write_whole(run_dir.logs.resolve() / "config.yaml", resolved)
 
 
-def _refuse_if_alive(run_dir: RunDir) -> None:
-    """Raise RunDirError if a driver on this machine is at work in the directory: two would ruin it."""
-    starts = [event for event in read_records(run_dir.events) if event["kind"] == "run_started"]
-    last = starts[-1] if starts else None
-    if last and last["host"] == socket.gethostname() and lives(last["pid"], last["create_time"], last["host"]):
-        raise RunDirError(f"{run_dir.path} is still running (process {last['pid']}): watch it with `rlctl runs dash`")
-
-
 def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, str]:
-    try:
-        _run_with_restarts(session, body)
-    except _BAD_INPUT as error:
-        return _failed(session, str(error), 2)
-    except _EXPLAINED as error:
-        _keep_traceback(session, error)
-        return _failed(session, _explain(error), 1)
-    except KeyboardInterrupt:
-        return 130, session.interrupts.status, session.interrupts.by
-    except Exception as error:
-        _keep_traceback(session, error)
-        return _failed(session, f"{type(error).__name__}: {_explain(error)}; see {session.logs / 'driver.log'}", 1)
+    """Run the body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times.
+
+    Returns (exit code, status, reason).
+    """
+    run, pause = session.config.run, 0.0
+    while True:
+        try:
+            if pause:
+                _sleep(session, pause)
+                session.begin_again()
+            if session.resumed:
+                session.find_checkpoint()
+            body(session)
+            break
+        except _BAD_INPUT as error:
+            return _failed(session, str(error), 2)
+        except KeyboardInterrupt:
+            return 130, session.interrupts.status, session.interrupts.by
+        except Exception as error:
+            _keep_traceback(session, error)
+            reason = _explain(error)
+            processes_lost = isinstance(error, WorkerDied | WorkerTimeout | NoEngineLeft)
+            if processes_lost and session.lost:
+                return _failed(session, f"{session.lost}; then {reason}", 1)
+            if processes_lost and session.attempts <= run.max_restarts and not session.interrupts.asked:
+                pause = min(_LONGEST_PAUSE_S, run.restart_backoff_s * 2 ** (session.attempts - 1))
+                count = f"{session.attempts} of {run.max_restarts}"
+                session.events.emit("restart", reason=reason, count=count, pause_s=pause)
+                continue
+            if not isinstance(error, _EXPLAINED):
+                reason = f"{type(error).__name__}: {reason}; see {session.logs / 'driver.log'}"
+            return _failed(session, reason, 1)
     if session.lost:
         return _failed(session, session.lost, 1)
     if session.interrupts.asked:
         return 130, session.interrupts.status, session.interrupts.by
     return 0, "done", ""
-
-
-def _run_with_restarts(session: Session, body: Callable[[Session], None]) -> None:
-    """Run the body, again from the newest checkpoint after each loss of processes, `run.max_restarts` times."""
-    run = session.config.run
-    while True:
-        try:
-            if session.resumed:
-                session.find_checkpoint()
-            return body(session)
-        except (WorkerDied, WorkerTimeout, NoEngineLeft) as error:
-            if session.lost:
-                raise RuntimeError(f"{session.lost}; then {_explain(error)}") from error
-            if session.attempts > run.max_restarts or session.interrupts.asked:
-                raise
-            _keep_traceback(session, error)
-            pause = min(_LONGEST_PAUSE_S, run.restart_backoff_s * 2 ** (session.attempts - 1))
-            count = f"{session.attempts} of {run.max_restarts}"
-            session.events.emit("restart", reason=_explain(error), count=count, pause_s=pause)
-        _sleep(session, pause)
-        session.begin_again()
 
 
 def _sleep(session: Session, seconds: float) -> None:

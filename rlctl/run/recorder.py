@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.config.schema import RunConfig
 from rlctl.models.model_files import list_end_tokens
 from rlctl.run.checkpoints import Checkpoint, Checkpoints
 from rlctl.run.run_dir import RunDir
@@ -24,19 +24,12 @@ WriteTrainer = Callable[[Path, Path | None, str | None], None]
 class RunRecorder:
     """Writes the files of one run."""
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        events: EventLog,
-        metrics: MetricsLog,
-        checkpoint: CheckpointSection,
-        validation: ValidationSection,
-        telemetry: TelemetrySection,
-    ) -> None:
+    def __init__(self, run_dir: RunDir, events: EventLog, metrics: MetricsLog, config: RunConfig) -> None:
         self.events = events
         self.metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
-        self._checkpoint, self._validation, self._telemetry = checkpoint, validation, telemetry
-        self.checkpoints = Checkpoints(run_dir.checkpoints, checkpoint.keep_last, checkpoint.keep_best)
+        self._checkpoint, self._validation = config.checkpoint, config.validation
+        self._rollouts_per_step = config.telemetry.rollouts_per_step
+        self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
         self.measured: dict[str, float] = {}
         self.saved: int | None = None
@@ -66,8 +59,9 @@ class RunRecorder:
     def rollouts(self, step: int, outcomes: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
         """What became of the step's prompts, and some of its rollouts."""
         self._rollouts.write({"kind": "prompts", "step": step, **outcomes})
-        for rollout in shown()[: self._telemetry.rollouts_per_step] if self._telemetry.rollouts_per_step else []:
-            self._rollouts.write({"kind": "rollout", "step": step, **rollout})
+        if self._rollouts_per_step:
+            for rollout in shown()[: self._rollouts_per_step]:
+                self._rollouts.write({"kind": "rollout", "step": step, **rollout})
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:

@@ -19,6 +19,13 @@ from tests.unit import folders
 Body = Callable[[Session], None]
 
 
+def export_only(folder: Path, export: Path | None, dtype: str | None) -> None:
+    """Write a checkpoint with no state of a trainer."""
+    assert export
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was saved after steps 2 and 4 and has recorded step 5."""
@@ -30,7 +37,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             session.recorder.step(step, {})
             session.recorder.rollouts(step, {}, list)
             if step in (2, 4):
-                session.recorder.save(step, {}, lambda folder, export, dtype: None)
+                session.recorder.save(step, {}, export_only)
         raise RuntimeError("lost")
 
     config = load("grpo", "grpo.recipe.yaml", ["run.name=mine", "telemetry.dashboard=off"])
@@ -148,7 +155,7 @@ def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
     def body(session: Session) -> None:
         session.recorder.made_with = {"keys": {"run.seed": 0}}
         session.depend_on_rows("digest")
-        session.recorder.save(6, {}, lambda folder, export, dtype: None)
+        session.recorder.save(6, {}, export_only)
 
     for name in ("step_2", "step_4"):
         (run / "checkpoints" / name).rename(run / f"{name}_gone")

@@ -1,12 +1,14 @@
 """What happens around the steps of a run: in which order, and how it ends."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
 from rlctl.data.cursor import Cursor
+from rlctl.preflight.load import load
 from rlctl.run.health import Ceiling, Health, HealthStop
 from rlctl.run.loop import Loop
 from rlctl.run.recorder import RunRecorder
@@ -33,14 +35,13 @@ class Diary(Loop):
     ) -> None:
         run = RunDir.create("r", root)
         events = EventLog(run.events)
-        recorder = RunRecorder(
-            run,
-            events,
-            MetricsLog(run.metrics, events),
-            CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
-            ValidationSection(validate, at_start, 1, 0.0, None),
-            TelemetrySection("off", [], 0, None),
+        config = replace(
+            load("sft", None, []).config,
+            checkpoint=CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
+            validation=ValidationSection(validate, at_start, 1, 0.0, None),
+            telemetry=TelemetrySection("off", [], 0, None),
         )
+        recorder = RunRecorder(run, events, MetricsLog(run.metrics, events), config)
         self.book: list[str] = []
         self.run_dir, self._ill_at, self._broken_at = run, ill_at, broken_at
         self.kept = recorder.checkpoints

@@ -1,12 +1,14 @@
 """What a run leaves behind: when it validates and saves, what a checkpoint's score is, and the order of records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.preflight.load import load
 from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
@@ -25,11 +27,9 @@ def make_recorder(
     events = EventLog(run.events)
     checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto")
     validation = ValidationSection(every, False, 1, 0.0, None)
-    return RunRecorder(run, events, MetricsLog(run.metrics, events), checkpoint, validation, _shown(1))
-
-
-def _shown(rollouts: int) -> TelemetrySection:
-    return TelemetrySection("off", [], rollouts, None)
+    telemetry = TelemetrySection("off", [], 1, None)
+    config = replace(load("sft", None, []).config, checkpoint=checkpoint, validation=validation, telemetry=telemetry)
+    return RunRecorder(run, events, MetricsLog(run.metrics, events), config)
 
 
 def write(trainer: Path, export: Path | None, dtype: str | None) -> None:
