@@ -40,7 +40,7 @@ class Meeting:
 
 @dataclass
 class Measured:
-    """What one process recorded; lists have one entry a round."""
+    """Record of one process; lists have one entry a round."""
 
     begins: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)

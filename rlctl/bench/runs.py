@@ -14,7 +14,7 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.telemetry.jsonl import Record, read_records
 
 _INTERRUPT_S = 60.0
-# Leave out what would be timed along with the steps, or written for nobody.
+# No validation, checkpoint or dashboard: they would be timed with the steps, or written without a reader.
 _BARE = (
     "data.validation.path=null",
     "validation.every=0",

@@ -1,4 +1,4 @@
-"""How the policy learns: a row for each metric, most telling first, and the curve of accuracy (grpo) or loss (sft)."""
+"""Panels of learning: a row for each metric, most telling first, and the curve of accuracy (grpo) or loss (sft)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

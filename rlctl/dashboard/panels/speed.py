@@ -1,4 +1,4 @@
-"""How fast and how busy: step time by phase, the three throughputs, idle shares, memory and device use."""
+"""Panels of speed: step time by phase, the three throughputs, idle shares, memory and device use."""
 
 from rlctl.dashboard.formats import NONE, duration, gib, number, percent
 from rlctl.dashboard.panels.canvas import Row, box, row

@@ -1,4 +1,4 @@
-"""What the run is and does: the head, the list of what starts before the first step, and the last events."""
+"""Panels of status: the head, the list of what starts before the first step, and the last events."""
 
 import textwrap
 import time
