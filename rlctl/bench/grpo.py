@@ -112,7 +112,7 @@ class ModeRow:
     idle: dict[str, float]  # share of the step by what the trainer waited for
     trainer_idle: float
     generator_idle: float
-    stood: float  # share of the step in which a refit kept engines from sampling
+    paused: float  # share of the step in which a refit kept engines from sampling
     stall: float
     refit: float
     age: float
@@ -179,7 +179,7 @@ class GrpoResults(Results):
             ("share", "" if share is None else f"{share:.0%}"),
             ("trainer idle", f"{row.trainer_idle:.0%}"),
             ("gen idle", f"{row.generator_idle:.0%}"),
-            ("refit", f"{row.stood:.1%}" if row.mode.startswith("async") else ""),
+            ("refit", f"{row.paused:.1%}" if row.mode.startswith("async") else ""),
             *(more if wide else []),
         ]
 
@@ -205,7 +205,7 @@ def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
         idle={name: share for name, share in idle.items() if share >= 0.001},
         trainer_idle=weighted("idle/trainer"),
         generator_idle=weighted("idle/generator"),
-        stood=weighted("idle/generator_refit"),
+        paused=weighted("idle/generator_refit"),
         stall=mean("refit/stall"),
         refit=mean("refit/seconds"),
         age=mean("age/mean"),

@@ -15,7 +15,7 @@ from rlctl.bench.workload import SHAPES, shape_folder
 
 
 def users_folder(parent: Path) -> Path:
-    """Of a model with a tokenizer of its own, of which only the settings are there."""
+    """Return a model folder whose own tokenizer has only its settings."""
     folder = parent / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(SHAPES["tiny"] | {"max_position_embeddings": 4096}))

@@ -51,7 +51,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def async_metrics(step: int) -> dict[str, float]:
-    """Bound 2: half of the step trained, a quarter waited for the oldest group."""
+    """Return a step with an age bound of 2: half of it trained, a fifth waited for the oldest group."""
     both = {name: value for name, value in step_metrics(step).items() if not name.startswith("time/")}
     ages = {
         "age/mean": 0.75,
@@ -82,7 +82,10 @@ def write_run(
     metrics: Callable[[int], dict[str, float]] = step_metrics,
     devices: tuple[int, int] = (1, 1),
 ) -> RunDir:
-    """A run of `steps` of 20 steps with a validation and a checkpoint every 5; ended: its status, None: not yet."""
+    """Write a run that has done `steps` of 20 steps, with a validation and a checkpoint every 5.
+
+    ended: its status; None: still running.
+    """
     run = RunDir.create(name, root)
     run.start_attempt()
     run.config.write_text("checkpoint:\n  metric: validation/accuracy\nhealth:\n  max_token_mult_prob_error: 1.02\n")

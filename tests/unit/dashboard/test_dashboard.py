@@ -208,7 +208,7 @@ def test_a_constant_series_is_flat_at_the_bottom_also_where_it_changes_by_less_t
 
 
 def ends_without_sampling(step: int) -> dict[str, float]:
-    """The last two steps of an asynchronous run: everything was sampled before."""
+    """Return a step of an asynchronous run of 20 steps, whose last two have nothing left to sample."""
     sampling = {"tokens/sampled": 900.0} if step <= 18 else {"tokens/sampled": 0.0}
     rest = {"idle/generator": 1.0, "throughput/generation": 0.0} if step > 18 else {}
     return {**async_metrics(step), **sampling, **rest}
@@ -289,7 +289,7 @@ def test_a_view_that_fails_says_so_at_the_end_and_harms_nothing(
     assert "3 of 20" in out.getvalue()
 
 
-def test_the_svg_stands_alone(tmp_path: Path) -> None:
+def test_the_svg_is_self_contained(tmp_path: Path) -> None:
     write_svg(render(read_state(write_run(tmp_path).path), 140, 40), "rlctl", tmp_path / "a.svg", 140, 40)
     text = (tmp_path / "a.svg").read_text()
     assert text.startswith("<svg") and "Throughput" in text
