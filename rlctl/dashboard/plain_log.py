@@ -41,6 +41,17 @@ COLUMNS: dict[str, tuple[tuple[str, int, str], ...]] = {
 }
 
 
+# First word of an event's line, where it is not its kind.
+TAGS = {
+    "run_started": "run",
+    "processes": "process ids",
+    "refit_opened": "refit",
+    "engine_lost": "engine",
+    "engine_restarted": "engine",
+    "engine_gone": "engine",
+}
+
+
 class LineFormat:
     """Turns records into lines."""
 
@@ -65,7 +76,7 @@ class LineFormat:
         elif kind and kind not in SILENT and kind not in ("validation_started", "run_ended"):
             if kind == "run_started":
                 self._columns = COLUMNS.get(str(record.get("algorithm")), COLUMNS["grpo"])
-            tag = {"run_started": "run", "engine_lost": "engine", "engine_restarted": "engine"}.get(kind, kind)
+            tag = TAGS.get(kind, kind)
             text = describe(record)[0]
             yield f"{tag:<11} {text.removeprefix(f'{tag}: ').removeprefix(f'{tag} ')}"
 

@@ -55,6 +55,10 @@ def test_events_say_what_they_are_in_the_first_column() -> None:
     ]
     assert list(lines.lines({"kind": "startup", "what": "ray", "seconds": 2.0})) == ["startup     ray 2.00s"]
     assert list(lines.lines({"kind": "engine_lost", "engine": 1})) == ["engine      1 lost"]
+    assert list(lines.lines({"kind": "engine_gone", "engine": 1})) == ["engine      1 is gone"]
+    assert list(lines.lines({"kind": "processes", "trainer-0": 7})) == ["process ids trainer-0 7"]
+    opened = {"kind": "refit_opened", "engine": "engine-0", "transport": "shm", "mode": "staged", "why": "on CPU"}
+    assert list(lines.lines(opened)) == ["refit       to engine-0: shm, staged (on CPU)"]
 
 
 def test_what_is_no_news_is_not_printed() -> None:
