@@ -46,7 +46,7 @@ def newest(root: Path) -> Path | None:
 def table(entries: list[RunEntry]) -> Table:
     """Return a row for each run."""
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    grid.add_column("name", overflow="fold")
+    grid.add_column("name", overflow="fold", min_width=12)
     for title in ("kind", "status"):
         grid.add_column(title, no_wrap=True)
     for title in ("step", "accuracy", "tok/s/device", "started"):
