@@ -1,4 +1,4 @@
-"""The SFT loop: one update a step, the next batch made ready meanwhile, now and then the held-out loss."""
+"""The SFT loop: one update a step, the next batch prepared meanwhile, a held-out loss when it is due."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,16 +19,16 @@ from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 
 @dataclass(frozen=True)
 class SftComponents:
-    """What a run is assembled from. devices: those that train, and device their name. flops: of training, (sequence
-    length) -> FLOPs a token.
-    """
+    """Components of an SFT run, as assembly makes them and the loop uses them."""
 
     trainer: TrainerGroup
     source: SampleSource
     validation: list[SupervisedSample]
     recorder: RunRecorder
+    # Devices that train, and their name.
     devices: int
     device: str
+    # Of training: sequence length -> FLOPs a token.
     flops: Callable[[float], float]
 
 
@@ -43,7 +43,7 @@ class SftLoop(Loop):
         self._next = self._prepare(parts.source.cursor.position)
 
     def step(self) -> None:
-        """One step: a batch of samples, one update."""
+        """Make one step: a batch of samples, one update."""
         number, size = self.done + 1, self._config.sft.batch_size
         record, cursor = StepRecorder(self._parts.recorder.events, number), self._parts.source.cursor
         with record.phase("data"):
@@ -75,12 +75,12 @@ class SftLoop(Loop):
         self._threads.shutdown(cancel_futures=True)
 
     def _prepare(self, first: int) -> "Future[PreparedBatch]":
-        """The batch from that draw on, which the cursor passes when the batch is trained."""
+        """Start to prepare the batch from draw `first` on. The cursor passes it when it is trained."""
         source, trainer, size = self._parts.source, self._parts.trainer, self._config.sft.batch_size
         return self._threads.submit(lambda: trainer.prepare(_sequences(source.ahead(first, size))))
 
     def validate(self) -> None:
-        """Held-out loss: the mean over all trained-on tokens of the set."""
+        """Measure the held-out loss: the mean over all trained-on tokens of the set."""
         if self._parts.validation:
             with self._parts.recorder.validation(self.done) as metrics:
                 losses = self._parts.trainer.evaluate(_sequences(self._parts.validation), NllLoss())

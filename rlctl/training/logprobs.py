@@ -1,4 +1,4 @@
-"""Log-probs and entropy from hidden states, a chunk of tokens at a time: logits never exist for more than one.
+"""Log-probs and entropy from hidden states, a chunk of tokens at a time: logits never exist for more than one chunk.
 
 The backward pass makes each chunk's logits again instead of keeping them. Softmax is in float32 throughout.
 """
@@ -18,7 +18,7 @@ from rlctl.training.packing import compile_for_packs
 
 @dataclass(frozen=True)
 class Split:
-    """The vocabulary is shared out: this rank of `group` has the rows of the weight from `first` on."""
+    """This rank's part of a vocabulary shared out over `group`: the rows of the weight from `first` on."""
 
     group: dist.ProcessGroup
     first: int
@@ -34,14 +34,15 @@ def chunked_log_probs(
     compiled: bool = False,
     split: Split | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, and entropy, under softmax(hidden @ weight.T / temperature).
+    """Return the log-prob of each target, and entropy, under softmax(hidden @ weight.T / temperature).
 
-    hidden: [N, h]; weight: [vocab, h]; targets: int64 [N]; chunk: rows whose logits exist at one time; compiled:
-    what is done to logits is fused by torch.compile, so that they are read twice instead of eleven times.
-    split: weight holds a part of the vocabulary; results are of all of it, equal on all ranks, while the gradient to
-    hidden is this part's alone, to be summed over the ranks by the caller.
-    Returns two float32 [N], both with gradient to hidden and weight. With p the tempered softmax and H its
-    entropy: d log p[y] / dz = onehot(y) - p, and dH / dz = -p (log p + H), each over the temperature.
+    hidden: [N, h]. weight: [vocab, h]. targets: int64 [N]. chunk: rows whose logits exist at one time. compiled:
+    torch.compile fuses what is done to logits, so that they are read twice instead of eleven times. split: weight
+    holds a part of the vocabulary; results are of all of it, equal on all ranks, while the gradient to hidden is this
+    part's alone, to be summed over the ranks by the caller.
+
+    Both are float32 [N] with gradient to hidden and weight. With p the tempered softmax and H its entropy,
+    d log p[y] / dz = onehot(y) - p and dH / dz = -p (log p + H), each over the temperature.
     """
     apply: Any = _ChunkedLogProbs.apply
     log_probs, entropy = apply(hidden, weight, targets, temperature, chunk, compiled, split)
@@ -49,9 +50,10 @@ def chunked_log_probs(
 
 
 def _forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a chunk: log-probs and entropy, float32 [rows] each, and what makes logits log-probs, float32 [rows, 2].
+    """Return a chunk's log-probs and entropy, float32 [rows] each, and its normalizer, float32 [rows, 2].
 
-    Those are the largest logit and the log of the sum that is left: added up they would cost digits where p is near 1.
+    The normalizer is the largest logit and the log of the sum that is left: added up they would cost digits where p is
+    near 1.
     """
     scaled = logits.float() / temperature
     peak = scaled.amax(-1)
@@ -76,7 +78,7 @@ def _forward_split(
 
 
 def _sums(logits: Tensor, targets: Tensor, temperature: float, peak: Tensor) -> Tensor:
-    """float32 [3, rows] over these columns: of exp(z), of the target's z, of z exp(z), with z = logit - peak."""
+    """Return float32 [3, rows], with z = logit - peak: sums over these columns of exp(z), the target's z, z exp(z)."""
     below = (logits.float() / temperature).sub_(peak[:, None])
     chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     exp = below.exp()
@@ -92,7 +94,7 @@ def _backward(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """[rows, vocab], the logits' dtype: the gradient of a chunk's logits."""
+    """Return the gradient of a chunk's logits: [rows, vocab], the logits' dtype."""
     peak, log_sum = normalizer[:, :1], normalizer[:, 1:]
     log_p = (logits.float() / temperature).sub_(peak).sub_(log_sum)
     p = log_p.exp()

@@ -1,7 +1,7 @@
-"""What a trainer learns from, and which rank trains which of it in which micro-batch: pure, deterministic, no torch.
+"""Training samples, and the plan of which rank trains which of them in which micro-batch: pure, no torch.
 
-Ranks run their collectives in lockstep, so every one gets the same number of micro-batches. Where several ranks train
-the same sequences, "rank" here is all of them together.
+Ranks run their collectives in lockstep, so every rank gets the same number of micro-batches. Where several ranks train
+the same sequences, "rank" here means all of them together.
 """
 
 import heapq
@@ -14,14 +14,17 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One rollout or chat. tokens: int32 [T]. mask: bool [T], true where the token counts. fields: name -> float32 [T].
+    """One rollout or chat of T tokens.
 
-    Everything is aligned to the token it speaks of: index t of a mask, a log-prob or a field is about tokens[t] given
-    tokens[:t]. Index 0 has no context, so its mask is false.
+    Everything is aligned to its token: index t of a mask, a log-prob or a field is about tokens[t] given tokens[:t].
+    Index 0 has no context, so its mask is false.
     """
 
+    # int32 [T].
     tokens: NDArray[np.int32]
+    # bool [T]: true where the token counts.
     mask: NDArray[np.bool_]
+    # name -> float32 [T].
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -30,24 +33,25 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class PackingStats:
-    """Of some steps. micro_batches: of a rank, mean over the steps. filled: tokens over the room in all micro-batches,
-    those that only keep ranks in step included. busiest: tokens of the rank with most, over the mean.
-    """
+    """Fill of the micro-batches of some steps."""
 
     steps: int
+    # Of a rank, mean over the steps.
     micro_batches: float
+    # Tokens over the room in all micro-batches, those that only keep ranks in step included.
     filled: float
+    # Tokens of the rank with most, over the mean.
     busiest: float
 
     def __str__(self) -> str:
-        """`2.5 micro-batches a rank and step, 93% full`."""
+        """Return `2.5 micro-batches a rank and step, 93% full`."""
         balance = f"; the busiest rank has {self.busiest:.2f} times the mean" if self.busiest >= 1.005 else ""
         plural = "" if self.micro_batches == 1 else "es"
         return f"{self.micro_batches:.3g} micro-batch{plural} a rank and step, {self.filled:.0%} full{balance}"
 
 
 def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> PackingStats:
-    """What `plan_micro_batches` makes of the lengths of each step's sequences."""
+    """Measure `plan_micro_batches` on the lengths of each step's sequences."""
     steps = tokens = room = busiest = 0
     for lengths in batches:
         plan = plan_micro_batches(lengths, ranks, max_tokens)
@@ -62,9 +66,10 @@ def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> Packin
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:
     """Share sequences out: result[rank][micro_batch] is a list of indices into `lengths`.
 
-    Every index stands exactly once; no micro-batch holds more than `max_tokens` tokens; all ranks have equally
-    many micro-batches, of which some at the end may be empty. Longest first, each to the rank with the fewest
-    tokens, then first-fit within the rank. Raises ValueError for a sequence longer than `max_tokens`.
+    Every index is there exactly once. No micro-batch holds more than `max_tokens` tokens. All ranks have equally many
+    micro-batches, of which some at the end may be empty. The longest sequence comes first; each goes to the rank with
+    the fewest tokens, then to that rank's first micro-batch with room. Raises ValueError for a sequence longer than
+    `max_tokens`.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if order and lengths[order[0]] > max_tokens:
@@ -84,7 +89,7 @@ def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[
 
 
 def _first_fit(share: list[int], lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Each of `share`, longest first, into the first micro-batch with room; indices ascend within one."""
+    """Put each of `share`, longest first, into the first micro-batch with room; indices ascend within one."""
     batches: list[list[int]] = []
     room: list[int] = []
     for i in share:

@@ -1,7 +1,7 @@
-"""Moves a trainer's state between its device and the host, so that it stands where the table says, phase by phase.
+"""Moves a trainer's state between its device and the host, so that it is where the table has it, phase by phase.
 
-Copies go through one page-locked buffer a state, made when it is first needed and used ever after, on a lane of their
-own: on the way out beside the pass over log-probs, on the way back beside forward and backward pass.
+Copies go through one page-locked buffer a state, made when it is first needed and kept, on a stream of their own: on
+the way out beside the pass over log-probs, on the way back beside forward and backward pass.
 """
 
 import weakref
@@ -20,9 +20,9 @@ _ALIGNED = 512
 
 
 class OffloadedTensors:
-    """A fixed set of tensors that stand on the device, on the host, or nowhere, all of them together.
+    """A fixed set of tensors that are on the device, on the host, or nowhere, all of them together.
 
-    They move by their storages: the tensors stay the same objects, empty while they are away. A storage must belong
+    They move by their storages: the tensors remain the same objects, empty while they are away. A storage must belong
     to them alone. Every method is called from one thread.
     """
 
@@ -31,12 +31,12 @@ class OffloadedTensors:
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.untyped_storage().nbytes()}
         self._storages = list(storages.values())
         self._sizes = [storage.nbytes() for storage in self._storages]
+        # Where each storage begins in the host buffer, in bytes.
         self._starts: dict[int, int] = {}
-        end = 0
+        self._room = 0
         for key, size in zip(storages, self._sizes):
-            self._starts[key] = end
-            end += -(-size // _ALIGNED) * _ALIGNED
-        self._room = end
+            self._starts[key] = self._room
+            self._room += -(-size // _ALIGNED) * _ALIGNED
         self._device = self._storages[0].device if self._storages else torch.device("cpu")
         self._stream = DeviceStream(self._device)
         self._buffer: Tensor | None = None
@@ -44,33 +44,38 @@ class OffloadedTensors:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors."""
+        """Return the bytes of all tensors."""
         return sum(self._sizes)
 
     def move(self, place: Place) -> int:
-        """Bring the tensors to `place`; returns the bytes that are copied for it, 0 if they are there already.
+        """Bring the tensors to `place`; return the bytes that are copied for it, 0 if they are there already.
 
         Nothing is waited for. On the way out the device's memory is free as soon as its copy is done. After the way
-        back `wait` comes before the tensors are used. What was nowhere comes back as zeros.
+        back `wait` comes before the tensors are used. Tensors that were nowhere come back as zeros.
         """
         if place == self.place:
             return 0
-        copied = 0 if self.place == "device" else self._come_back()
+        copied = 0
+        if self.place != "device":
+            copied += self._return()
+        if place == "host":
+            copied += self._copy(to_host=True)
         if place != "device":
-            copied += self._leave(copy=place == "host")
+            for storage in self._storages:
+                storage.resize_(0)
         self.place = place
         return copied
 
     def wait(self) -> None:
-        """What is queued on the current stream from now on finds the tensors back on the device."""
+        """Have work queued on the current stream from now on find the tensors back on the device."""
         self._stream.lead()
 
     def settle(self) -> None:
-        """Until every copy is done: only then may the host read or write what `at_hand` gives."""
+        """Wait until every copy is done: only then may the host read or write what `at_hand` gives."""
         self._stream.wait()
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, or its own bytes in host memory if it is there: neither moved nor copied."""
+        """Return the tensor itself, or its own bytes in host memory if it is there: neither moved nor copied."""
         start = self._starts.get(tensor.untyped_storage()._cdata)
         if self.place != "host" or start is None:
             return tensor
@@ -79,85 +84,70 @@ class OffloadedTensors:
         own = torch.empty(0, dtype=tensor.dtype)
         return own.set_(self._buffer.untyped_storage(), first, tensor.shape, tensor.stride())
 
-    def _leave(self, *, copy: bool) -> int:
-        if copy:
-            self._stream.follow()
-            with self._stream:
-                for storage, buffer in zip(self._storages, self._buffers()):
-                    lying = _bytes(storage)
-                    buffer.copy_(lying, non_blocking=True)
-                    self._stream.keep(lying)
-        for storage in self._storages:
-            storage.resize_(0)
-        return self.nbytes if copy else 0
-
-    def _come_back(self) -> int:
+    def _return(self) -> int:
         for storage, size in zip(self._storages, self._sizes):
             storage.resize_(size)
-        if self.place == "none":
-            for storage in self._storages:
-                _bytes(storage).zero_()
-            return 0
-        # Behind the current stream: until now the memory may have been somebody else's there.
-        self._stream.follow()
-        with self._stream:
-            for storage, buffer in zip(self._storages, self._buffers()):
-                lying = _bytes(storage)
-                lying.copy_(buffer, non_blocking=True)
-                self._stream.keep(lying)
-        return self.nbytes
+        if self.place == "host":
+            return self._copy(to_host=False)
+        for storage in self._storages:
+            _bytes(storage).zero_()
+        return 0
 
-    def _buffers(self) -> list[Tensor]:
-        """The part of the host buffer that each storage goes to, uint8."""
+    def _copy(self, *, to_host: bool) -> int:
         if self._buffer is None:
             self._buffer = torch.empty(self._room, dtype=torch.uint8)
             if self._device.type == "cuda":
                 _lock(self._buffer)
                 weakref.finalize(self, _unlock, self._buffer, self._stream).atexit = False
-        return [self._buffer[start : start + size] for start, size in zip(self._starts.values(), self._sizes)]
+        # Behind the current stream, which computed the tensors, or had other tensors in their memory until now.
+        self._stream.follow()
+        with self._stream:
+            for storage, start, size in zip(self._storages, self._starts.values(), self._sizes):
+                here, there = _bytes(storage), self._buffer[start : start + size]
+                (there if to_host else here).copy_(here if to_host else there, non_blocking=True)
+                self._stream.keep(here)
+        return self.nbytes
 
 
 class OffloadManager:
-    """Holds a trainer's state to the table: `enter` a phase, and everything stands where that phase wants it.
-
-    moved: bytes copied so far by phase, to the host and to the device.
-    """
+    """Holds a trainer's state to the table: `enter` a phase, and everything goes where that phase wants it."""
 
     def __init__(self, table: Residency, states: Mapping[State, Iterable[Tensor]]) -> None:
-        """states: the tensors that this backend moves, by kind; what it does not name stays as it is.
+        """states: the tensors that this backend moves, by kind; states without an entry remain as they are.
 
-        Tensors in host memory (a CPU trainer's, or what the host updates) stand on the host in any case: they stay.
+        Tensors in host memory (a CPU trainer's, or those that the host updates) never move.
         """
         self._table = table
         self._offloaded_sets = {
             state: OffloadedTensors(_on_device(states[state])) for state in STATES if state in states
         }
+        # Bytes copied so far by phase, to the host and to the device.
         self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
 
     def enter(self, phase: Phase) -> None:
-        """Start the moves of a phase; does nothing if the last one wanted the same. See `OffloadedTensors.move`."""
+        """Start the moves of a phase, see `OffloadedTensors.move`; do nothing if the last phase wanted the same."""
         for state, offloaded in self._offloaded_sets.items():
             place = self._table[phase][state]
             self.moved[phase]["to_device" if place == "device" else "to_host"] += offloaded.move(place)
 
     def wait(self) -> None:
-        """See `OffloadedTensors.wait`. Before the first use of what may have come back."""
+        """Call `OffloadedTensors.wait` of every set: before the first use of tensors that may have come back."""
         for offloaded in self._offloaded_sets.values():
             offloaded.wait()
 
     def settle(self) -> None:
-        """See `OffloadedTensors.settle`."""
+        """Call `OffloadedTensors.settle` of every set."""
         for offloaded in self._offloaded_sets.values():
             offloaded.settle()
 
     def at_hand(self, tensor: Tensor) -> Tensor:
-        """See `OffloadedTensors.at_hand`; for any tensor. After `settle`."""
+        """Return `OffloadedTensors.at_hand` of any tensor. After `settle`."""
         for offloaded in self._offloaded_sets.values():
             tensor = offloaded.at_hand(tensor)
         return tensor
 
     def totals(self) -> dict[str, float]:
-        """For `TrainerRank.memory`: moved_to_host, moved_to_device."""
+        """Return moved_to_host and moved_to_device, for `TrainerRank.memory`."""
         return {
             f"moved_{way}": float(sum(each[way] for each in self.moved.values())) for way in ("to_host", "to_device")
         }
@@ -188,17 +178,15 @@ def _unlock(buffer: Tensor, stream: DeviceStream) -> None:
 
 
 class Reference:
-    """The reference policy: the run's first weights on the host, put in the policy's place while they are needed.
-
-    weights: this rank's part of them, by name, in the compute dtype (forward passes round to it anyway).
-    """
+    """The reference policy: the run's first weights on the host, put in the policy's place while they are needed."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
+        """weights: this rank's part of them, by name, in the compute dtype (forward passes round to it anyway)."""
         self._weights = {name: _host(tensor) for name, tensor in weights.items()}
 
     @contextmanager
     def in_place_of(self, live: dict[str, Tensor]) -> Iterator[None]:
-        """Within, `live` holds the reference weights; after, bit by bit what it held before."""
+        """Have `live` hold the reference weights within the block; after it, bit by bit what it held before."""
         kept = {name: _host(tensor) for name, tensor in live.items()}
         try:
             for name, tensor in live.items():
@@ -210,6 +198,6 @@ class Reference:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, page-locked where a GPU will read it."""
+    """Return a copy in host memory, page-locked where a GPU will read it."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
     return copy.copy_(tensor)

@@ -1,11 +1,7 @@
-"""One micro-batch as flat tensors: its sequences end to end, no padding, with where each begins.
-
-And torch.compile as every backend uses it: once, for packs of every size.
-"""
+"""One micro-batch as flat tensors, its sequences end to end, no padding; and torch.compile for packs of every size."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,24 +11,25 @@ from torch import Tensor
 from rlctl.training.interface import MicroBatch, TokenBatch
 from rlctl.training.micro_batching import TrainingSample
 
-# Two tokens: torch.compile takes a size of one for a constant, and compiles everything anew for it.
+# Two tokens: torch.compile takes a size of one for a constant, and compiles everything again for it.
 _NOTHING = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
 
 
 @dataclass(frozen=True)
 class Packed:
-    """T tokens of S sequences, on the device.
+    """T tokens of S sequences, on the device."""
 
-    tokens, positions, sequence: int64 [T]. mask: bool [T], false at each sequence's first token. fields: name ->
-    float32 [T]. cu_seqlens: int32 [S + 1]. max_len: longest sequence. lengths: on the host.
-    """
-
+    # int64 [T]: ids, positions within their sequence, index of the sequence.
     tokens: Tensor
     positions: Tensor
     sequence: Tensor
+    # bool [T]: false at each sequence's first token.
     mask: Tensor
+    # name -> float32 [T].
     fields: dict[str, Tensor]
+    # int32 [S + 1]: where each sequence begins, and the end.
     cu_seqlens: Tensor
+    # Tokens of the longest sequence, and of each; on the host.
     max_len: int
     lengths: tuple[int, ...]
 
@@ -71,7 +68,7 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
 
 
 def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatch:
-    """What a loss sees of a pack; log_probs, entropy: float32 [T]."""
+    """Return a pack as a loss sees it. log_probs, entropy: float32 [T]."""
     return TokenBatch(
         log_probs=log_probs,
         entropy=entropy,
@@ -82,24 +79,20 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatc
     )
 
 
-# Of one function: norms of hidden states and of heads, with and without gradient, recomputed or not, came to 11
-# (Qwen3 under Megatron, torch 2.13). Beyond torch's own limit of 8 the rest would run uncompiled, without a word.
+# Graphs that one function may have. Norms of hidden states and of heads, with and without gradient, recomputed or not,
+# had 11 (Qwen3 under Megatron, torch 2.13). Beyond torch's own limit of 8 the rest would run uncompiled, unsaid.
 _VARIANTS = 64
 
 
-@cache
-def _compile_options() -> dict[str, Any]:
-    """Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles anew
-    for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in inductor/scheduler.py;
-    pytorch pull request 171941)."""
-    from torch._inductor import config
-
-    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
-
-
 def compile_for_packs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """No graph for each new number of tokens or sequences: the few that there are take arguments of every size."""
+    """Compile without a graph for each new number of tokens or sequences: few graphs take arguments of every size."""
     from torch._dynamo import config
+    from torch._inductor import config as inductor
 
     config.recompile_limit = max(config.recompile_limit, _VARIANTS)
-    return torch.compile(function, dynamic=True, options=_compile_options())
+    # Without the fusion of a norm's two reductions, which Inductor chooses by the number of tokens: it compiles again
+    # for packs below 4096, and again for those below 5 Mi numbers, 10 s each (MixOrderReduction in
+    # inductor/scheduler.py; pytorch pull request 171941).
+    mix = "triton.mix_order_reduction"
+    options: dict[str, Any] = {mix: False} if hasattr(inductor.triton, "mix_order_reduction") else {}
+    return torch.compile(function, dynamic=True, options=options)

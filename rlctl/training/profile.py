@@ -1,4 +1,4 @@
-"""Where the time of some updates goes: a Chrome trace and a table of the dearest operations for each rank."""
+"""Profiles of some updates: a Chrome trace and a table of the dearest operations for each rank."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ _ROWS = 25
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """first, last: updates to look at, the first after the start of the process being 1. folder: for what is found."""
+    """Which updates are profiled, counted from 1 at the start of the process, and the folder for the results."""
 
     folder: str
     first: int
@@ -24,26 +24,31 @@ class ProfileSpec:
 
 @dataclass(frozen=True)
 class Cost:
-    """One kind of operation. seconds: on the device, without those it calls. share: of all operations. calls: of it."""
+    """The cost of one kind of operation."""
 
     name: str
+    # On the device, without the operations it calls.
     seconds: float
+    # Of all operations' seconds.
     share: float
     calls: int
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """wall: seconds of the updates. busy: share of it in which the device worked. costs: dearest first."""
+    """The result of a profile."""
 
     updates: list[int]
+    # Seconds.
     wall: float
+    # Share of the wall time in which the device worked.
     busy: float
+    # Dearest first.
     costs: list[Cost]
 
 
 class Profiler:
-    """Counts the updates of a rank and looks at those of the spec; does nothing without one."""
+    """Counts the updates of a rank and profiles those of the spec; does nothing without a spec."""
 
     def __init__(self, spec: ProfileSpec | None, rank: int) -> None:
         self._spec, self._rank, self._updates, self._began = spec, rank, 0, 0.0
@@ -51,7 +56,7 @@ class Profiler:
 
     @contextmanager
     def update(self, ends: bool = True) -> Iterator[None]:
-        """Around an update, or a part of one, after whose last one the update `ends`. The time between parts counts."""
+        """Surround an update, or one of its parts; the last part `ends` the update. Time between parts counts."""
         if self._spec and self._updates + 1 == self._spec.first and self._profile is None:
             self._begin()
         yield
@@ -96,14 +101,14 @@ class Profiler:
 
 
 def _ran(event: Any) -> bool:
-    """Whether it is work of the device, and no label on a span of it."""
+    """Return true for work of the device, false for a label on a span of it."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:
-    """Length that the spans cover together: streams work at the same time."""
+    """Return the length that the spans cover together: streams work at the same time."""
     covered, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, reached))
@@ -112,7 +117,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _read(averages: Any, wall: float, busy: float, updates: list[int]) -> Profiled:
-    """Operations by the time that their own kernels took; where there is no device, by their own time on the CPU."""
+    """Rank operations by the time that their own kernels took; without a device, by their own time on the CPU."""
     from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
     operations = [event for event in averages if event.device_type == DeviceType.CPU]

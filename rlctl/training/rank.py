@@ -22,12 +22,15 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from rlctl.config.schema import TrainerSection
-from rlctl.models import hf_folder
+from rlctl.models.hf_folder import Layout
+from rlctl.models.meta_model import layout_of, skeleton
 from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.backend import backend_of
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.offload import OffloadManager, Reference
 from rlctl.training.profile import ProfileSpec
+from rlctl.training.sharded_checkpoint import TensorShard, load_progress, save_shards
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.ports import open_store
@@ -35,7 +38,7 @@ from rlctl.utils.ports import open_store
 
 @dataclass(frozen=True)
 class TrainerSpec:
-    """What a rank is made of."""
+    """The parts a rank is made of."""
 
     config: TrainerSection
     # Hugging Face folder.
@@ -62,15 +65,22 @@ class TrainerRank(ABC):
     first `accumulate` to `step` or `discard` only `accumulate`, `layout`, `shards` and `memory` may be called.
     """
 
-    # Set by the backend's constructor.
+    # Set by the backend's constructor: the state that moves, and the dtype of the weights that `export` reads.
     _state: OffloadManager
+    _kept_in: str
 
     def __init__(self, spec: TrainerSpec) -> None:
+        """Join the process group. Raises ValueError for a model that the backend does not train."""
         self._spec, self._config = spec, spec.config
         self._device = torch.device(spec.device)
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.config.dtype]
-        self._own_dtype = spec.config.dtype
         self._folder = Path(spec.model_path)
+        self._lm = skeleton(self._folder, self._device)
+        self._layout = layout_of(self._lm)
+        self._sizes = read_sizes(self._folder / "config.json")
+        for finding in backend_of(spec.config).check_model(spec.config, self._sizes):
+            raise ValueError(finding.what)
+        self._join()
         self._reference: Reference | None = None
         # Updates made: what the learning rate follows.
         self._updates = 0
@@ -191,9 +201,9 @@ class TrainerRank(ABC):
             self._state.enter("refit")
         return self._shards()
 
-    @abstractmethod
-    def layout(self, dtype: str | None = None) -> hf_folder.Layout:
+    def layout(self, dtype: str | None = None) -> Layout:
         """Return (Hugging Face name, shape, dtype) of everything `export` yields, in its order; no data is moved."""
+        return [(name, shape, dtype or self._kept_in) for name, shape in self._layout]
 
     @abstractmethod
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -203,16 +213,26 @@ class TrainerRank(ABC):
         memory: read it before asking for the next.
         """
 
-    @abstractmethod
     def save(self, folder: Path) -> None:
         """Write weights, optimizer, number of updates and RNG into `folder`, loadable on any number of ranks.
 
-        All ranks must see the same folder: they write side by side.
+        All ranks must see the same folder: they write side by side. State is written from where it is: engines may
+        hold the device's memory. Raises OSError with the first rank's reason, a full disk say.
         """
+        self._reach_state()
+        save_shards(folder, self._saved(), self._updates)
 
-    @abstractmethod
     def load(self, folder: Path) -> None:
-        """Read what `save` of any backend wrote."""
+        """Read what `save` of any backend wrote. Raises FileNotFoundError if `folder` holds no state, OSError."""
+        self._reach_state()
+        self._updates = load_progress(folder)
+        self._load(folder)
+
+    def _reach_state(self) -> None:
+        """Have all state where the host may read and write it."""
+        self._state.enter("checkpoint")
+        self._state.wait()
+        self._state.settle()
 
     @abstractmethod
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
@@ -240,13 +260,12 @@ class TrainerRank(ABC):
 
         active_parameters: weights that a token is multiplied with, the embedding look-up left out.
         """
-        sizes = read_sizes(self._folder / "config.json")
         cuda = self._device.type == "cuda"
         return {
-            "parameters": sum(math.prod(shape) for _, shape, _ in self.layout()),
-            "active_parameters": sizes.active_parameters,
-            "vocab_size": sizes.vocab,
-            "dtype": self._own_dtype,
+            "parameters": sum(math.prod(shape) for _, shape in self._layout),
+            "active_parameters": self._sizes.active_parameters,
+            "vocab_size": self._sizes.vocab,
+            "dtype": self._config.dtype,
             "device": str(self._device),
             "device_name": torch.cuda.get_device_name(self._device) if cuda else "cpu",
         }
@@ -298,6 +317,17 @@ class TrainerRank(ABC):
     @abstractmethod
     def _shards(self) -> list[Shard]:
         """Do the work of `shards`."""
+
+    @abstractmethod
+    def _saved(self) -> dict[str, TensorShard]:
+        """Return weights and optimizer state by their names in a checkpoint, as this rank writes them.
+
+        Names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME, for the model's own parameter names.
+        """
+
+    @abstractmethod
+    def _load(self, folder: Path) -> None:
+        """Read weights and optimizer state after `updates` updates."""
 
 
 def make_trainer(spec: TrainerSpec) -> TrainerRank:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -30,35 +31,50 @@ class TensorShard:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "TensorShard":
-        """All of a tensor."""
+        """Return all of a tensor as its shard."""
         return cls(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
-def save_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
-    """Called by all ranks together. Raises OSError with the first rank's reason, a full disk say."""
-    write(folder, {name: shard.tensor for name, shard in shards.items()}, _Saving(shards))
+def save_shards(folder: Path, shards: Mapping[str, TensorShard], updates: int) -> None:
+    """Write shards, the number of updates and this rank's RNG state; all ranks together.
 
-
-def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
-    """Fill every box in place; called by all ranks together. Raises OSError with the first rank's reason."""
-    fill(folder, {name: shard.tensor for name, shard in shards.items()}, _Loading(shards))
-
-
-def write(folder: Path, state: dict[str, Any], planner: DefaultSavePlanner | None = None) -> None:
-    """What DCP writes, into `folder`. Raises OSError with the first rank's reason, a full disk say."""
+    Raises OSError with the first rank's reason, a full disk say.
+    """
+    rng = {f"rng.{dist.get_rank()}": TensorShard.whole(torch.get_rng_state())}
+    shards = {**shards, **rng, "updates": TensorShard.whole(torch.tensor(updates))}
+    state: dict[str, Any] = {name: shard.tensor for name, shard in shards.items()}
     folder.mkdir(parents=True, exist_ok=True)
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     try:
-        dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), planner=planner)
+        dcp_save(state, storage_writer=writer, planner=_Saving(shards))
     except CheckpointException as error:  # not even an Exception: it would pass every handler above
         raise OSError(_first(error, "write")) from error
 
 
-def fill(folder: Path, state: dict[str, Any], planner: DefaultLoadPlanner | None = None) -> None:
-    """What DCP reads from `folder`, into the tensors of `state`. Raises OSError with the first rank's reason."""
+def load_shards(folder: Path, shards: Mapping[str, TensorShard]) -> None:
+    """Fill every shard in place; all ranks together. Raises OSError with the first rank's reason."""
+    state: dict[str, Any] = {name: shard.tensor for name, shard in shards.items()}
     try:
-        dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=planner)
+        dcp_load(state, storage_reader=HuggingFaceStorageReader(str(folder)), planner=_Loading(shards))
     except CheckpointException as error:
         raise OSError(f"{_first(error, 'read')} from {folder}") from error
+
+
+def load_progress(folder: Path) -> int:
+    """Set this rank's RNG state, and return the number of updates.
+
+    A rank that did not exist when the state was saved takes rank 0's RNG state. Raises FileNotFoundError if `folder`
+    holds no state.
+    """
+    if not any(folder.glob("*.safetensors")):
+        raise FileNotFoundError(f"{folder} holds no trainer state")
+    names = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    own = f"rng.{dist.get_rank()}"
+    updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
+    found = {"updates": updates, own if own in names else "rng.0": rng}
+    load_shards(folder, {name: TensorShard.whole(tensor) for name, tensor in found.items()})
+    torch.set_rng_state(rng)
+    return int(updates)
 
 
 def _first(error: CheckpointException, what: str) -> str:
@@ -66,46 +82,34 @@ def _first(error: CheckpointException, what: str) -> str:
     return f"rank {rank} could not {what}: {cause}"
 
 
-def rng_name(rank: int) -> str:
-    """What a rank's RNG state is saved as."""
-    return f"rng.{rank}"
-
-
-def saved_rng_name(folder: Path, rank: int) -> str:
-    """The RNG state that `rank` takes: its own, or rank 0's if there was no such rank when it was saved.
-
-    Raises FileNotFoundError if `folder` holds no state.
-    """
-    if not any(folder.glob("*.safetensors")):
-        raise FileNotFoundError(f"{folder} holds no trainer state")
-    names = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return rng_name(rank) if rng_name(rank) in names else rng_name(0)
-
-
 class _Saving(DefaultSavePlanner):
+    """Writes each tensor as the part of a larger one that it is."""
+
     def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__()
         self._shards = shards
 
     def create_local_plan(self) -> SavePlan:
+        def placed(item: WriteItem) -> WriteItem:
+            assert item.tensor_data
+            shard = self._shards[item.index.fqn]
+            offsets = torch.Size(shard.start)
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
+            data = replace(item.tensor_data, chunk=chunk, size=torch.Size(shard.shape))
+            index = MetadataIndex(item.index.fqn, offsets)
+            return replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data)
+
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[_placed(item, self._shards[item.index.fqn]) for item in plan.items])
+        self.plan = replace(plan, items=[placed(item) for item in plan.items])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         return self.state_dict[index.fqn]
 
 
-def _placed(item: WriteItem, shard: TensorShard) -> WriteItem:
-    """The item of a tensor as the part of a larger one that it is."""
-    assert item.tensor_data
-    offsets, size = torch.Size(shard.start), torch.Size(shard.shape)
-    chunk = ChunkStorageMetadata(offsets=offsets, sizes=shard.tensor.size())
-    data = replace(item.tensor_data, chunk=chunk, size=size)
-    return replace(item, index=MetadataIndex(item.index.fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)
-
-
 class _Loading(DefaultLoadPlanner):
+    """Reads into each tensor the part of a larger one that it is."""
+
     def __init__(self, shards: Mapping[str, TensorShard]) -> None:
         super().__init__()
         self._shards = shards

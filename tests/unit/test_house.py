@@ -46,9 +46,7 @@ TO_DO: tuple[str, ...] = (
     "refit",
     "rollout",
     "run",
-    "sft",
     "telemetry",
-    "training",
     "utils",
     "workers",
 )

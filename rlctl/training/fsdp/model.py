@@ -15,10 +15,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
 from rlctl.models.hf_folder import WeightFiles
-from rlctl.models.meta_model import skeleton
-from rlctl.training.fsdp.optimizer import Named, local
 from rlctl.training.logprobs import chunked_log_probs
 from rlctl.training.packing import Packed, compile_for_packs
+
+Named = dict[str, nn.Parameter]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard, sharing memory with `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class FsdpPolicy(nn.Module):
@@ -33,8 +38,11 @@ class FsdpPolicy(nn.Module):
         self.compiled = compiled
 
     def forward(self, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-prob and entropy, float32 [N] each, of the tokens at `rows` (int64 [N], each after its sequence's
-        first) given those before them, under the tempered policy."""
+        """Return log-prob and entropy, float32 [N] each, of the tokens at `rows` given those before them, under the
+        tempered policy.
+
+        rows: int64 [N], each after its sequence's first.
+        """
         output = self.lm.get_submodule(self.row.backbone)(
             input_ids=packed.tokens[None],
             position_ids=packed.positions[None],
@@ -49,15 +57,14 @@ class FsdpPolicy(nn.Module):
 
 
 def build_policy(
-    folder: Path, section: TrainerSection, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
+    lm: Any, folder: Path, section: TrainerSection, dtype: torch.dtype, mesh: DeviceMesh, temperature: float
 ) -> FsdpPolicy:
-    """The model of a Hugging Face folder, sharded over `mesh`; computes in `dtype`, keeps float32 masters.
+    """Shard a `skeleton` over `mesh` and read its weights; computes in `dtype`, keeps float32 masters.
 
-    Raises what `skeleton` and WeightFiles raise.
+    Raises what WeightFiles raises.
     """
     cuda = mesh.device_type == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    lm = skeleton(folder, device)
     # With a padding index torch would withhold that token's input gradient, and pad is often the end token.
     row = ARCHITECTURES[lm.config.model_type]
     embedding = lm.get_submodule(row.embedding)
@@ -79,7 +86,11 @@ def build_policy(
     if lm.config.tie_word_embeddings:
         lm.get_submodule(row.head).weight = embedding.weight
     fully_shard(policy, mesh=mesh, mp_policy=precision)
-    _sum_gradients(policy)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            # Gradients are summed over ranks, not averaged: the update divides them once.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     return policy
 
 
@@ -94,29 +105,16 @@ def _materialize(module: nn.Module, prefix: str, files: WeightFiles, device: tor
 
 
 def read_shards(folder: Path, parameters: Named, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Of every parameter, in `dtype`, cut as it is."""
+    """Read every parameter from the folder, in `dtype`, cut as it is."""
     files = WeightFiles(folder)
     weights = {}
-    for name, parameter in parameters.items():
-        whole = torch.empty(parameter.shape, dtype=torch.float32)
+    for name, p in parameters.items():
+        whole = torch.empty(p.shape, dtype=torch.float32)
         files.read_into(name, whole)
-        weights[name] = _own_shard(whole, parameter).to(dtype)
+        if isinstance(p, DTensor):
+            whole = local(distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None))
+        weights[name] = whole.to(dtype)
     return weights
-
-
-def _own_shard(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of `whole`, which every rank holds, cut as `like` is."""
-    if not isinstance(like, DTensor):
-        return whole
-    return local(distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None))
-
-
-def _sum_gradients(policy: nn.Module) -> None:
-    """Gradients are sums over ranks: losses come divided by their global totals already."""
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def free_gathered(policy: nn.Module) -> None:

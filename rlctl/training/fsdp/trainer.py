@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from rlctl.config.schema import OptimizerSection
 from rlctl.models import hf_folder
 from rlctl.models.architectures import is_fused
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
-from rlctl.training.fsdp import checkpoint
-from rlctl.training.fsdp.model import build_policy, free_gathered, read_shards
-from rlctl.training.fsdp.optimizer import Named, build_adamw, local, moments
+from rlctl.training.fsdp.model import Named, build_policy, free_gathered, local, read_shards
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import pack, token_batch
 from rlctl.training.rank import TrainerRank, TrainerSpec
+from rlctl.training.sharded_checkpoint import TensorShard, load_shards
 from rlctl.training.update import MetricAccumulator, divide_and_clip
 
 
@@ -32,40 +32,28 @@ class FsdpTrainer(TrainerRank):
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group and load the model."""
         super().__init__(spec)
-        self._join()
+        self._kept_in = "float32"
         torch.manual_seed(spec.seed + spec.rank)
         mesh = init_device_mesh(self._device.type, (spec.world,))
-        self._policy = build_policy(self._folder, spec.config, self._dtype, mesh, spec.temperature)
+        self._policy = build_policy(self._lm, self._folder, spec.config, self._dtype, mesh, spec.temperature)
         self._parameters: Named = dict(self._policy.lm.named_parameters())
-        self._optimizer = build_adamw(self._parameters, spec.config.optimizer)
-        # Gradients are freed after each update: of the table's states, the moments alone are moved.
+        self._optimizer = _build_adamw(self._parameters, spec.config.optimizer)
+        # Gradients are freed after each update: of the table's states, AdamW's two moments of every parameter alone are
+        # moved, 8 bytes a parameter. Step counts take next to nothing.
+        states = self._optimizer.state.values()
+        moments = [local(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
-        self._state = OffloadManager(table, {"optimizer": map(local, moments(self._optimizer))})
+        self._state = OffloadManager(table, {"optimizer": moments})
         # Engines start beside, or measure what is free before the first step.
         self.rest()
 
-    def layout(self, dtype: str | None = None) -> hf_folder.Layout:
-        return [
-            (part, tuple(view.shape), str(view.dtype).removeprefix("torch."))
-            for name, p in self._parameters.items()
-            for part, view in hf_folder.unfuse(name, torch.empty(p.shape, dtype=_dtype(dtype, p), device="meta"))
-        ]
-
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, p in self._parameters.items():
-            whole = p.detach().to(_dtype(dtype, p))
+            whole = p.detach().to(getattr(torch, dtype or self._kept_in))
             yield from hf_folder.unfuse(name, whole.full_tensor() if isinstance(whole, DTensor) else whole)
 
-    def save(self, folder: Path) -> None:
-        self._state.enter("checkpoint")
-        checkpoint.save(folder, self._parameters, self._optimizer, self._state, self._updates)
-
-    def load(self, folder: Path) -> None:
-        self._state.enter("checkpoint")
-        self._updates = checkpoint.load(folder, self._parameters, self._optimizer, self._state)
-
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        dtype = dtype or self._own_dtype
+        dtype = dtype or self._config.dtype
         hf_folder.write_folder_together(self._folder, folder, self.layout(dtype), self.export(dtype))
 
     def _log_probs(self, micro_batches: list[MicroBatch]) -> list[list[NDArray[np.float32]]]:
@@ -143,18 +131,44 @@ class FsdpTrainer(TrainerRank):
     def _shards(self) -> list[Shard]:
         found = []
         for name, p in self._parameters.items():
-            mine = local(p).detach()
-            # Rows are cut evenly: of experts stacked in one parameter whole ones.
-            first = self._spec.rank * -(-p.shape[0] // self._spec.world) if isinstance(p, DTensor) else 0
+            mine, first = local(p).detach(), self._first_row(p)
             for part, view in hf_folder.unfuse(name, mine, first) if mine.numel() else ():
+                # Rows of experts stacked in one parameter are whole experts, each a tensor of its own.
                 start = 0 if is_fused(name) else first
                 found.append(Shard(part, (start,) + (0,) * (view.ndim - 1), view))
         return found
 
+    def _saved(self) -> dict[str, TensorShard]:
+        """Return the live tensors: what is loaded into them is loaded."""
+        found = {}
+        for name, p in self._parameters.items():
+            for kind, tensor in {"model": p.detach(), **self._optimizer.state[p]}.items():
+                start = (self._first_row(tensor), *(0,) * (tensor.ndim - 1)) if tensor.ndim else ()
+                shard = TensorShard(tuple(tensor.shape), start, self._state.at_hand(local(tensor)))
+                if shard.tensor.numel():
+                    found[f"{kind}.{name}"] = shard
+        return found
 
-def _dtype(name: str | None, like: Tensor) -> torch.dtype:
-    chosen: torch.dtype = like.dtype if name is None else getattr(torch, name)
-    return chosen
+    def _load(self, folder: Path) -> None:
+        load_shards(folder, self._saved())
+
+    def _first_row(self, tensor: Tensor) -> int:
+        """Return the first row of this rank's shard: torch cuts rows evenly, rounded up."""
+        return self._spec.rank * -(-tensor.shape[0] // self._spec.world) if isinstance(tensor, DTensor) else 0
+
+
+def _build_adamw(parameters: Named, section: OptimizerSection) -> torch.optim.AdamW:
+    """Build AdamW with decay on matrices alone. Its state is made at once, so that loading and saving find it."""
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": section.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    beta1, beta2 = section.betas
+    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=(beta1, beta2), eps=section.eps, fused=True)
+    for p in parameters.values():
+        step = torch.zeros((), dtype=torch.float32, device=p.device)
+        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 TRAINER = FsdpTrainer

@@ -19,17 +19,19 @@ from rlctl.models.packed_attention import packed_attention
 
 @dataclass
 class Pack(PackedSeqParams):  # type: ignore[misc]
-    """What attention knows of a pack of T tokens: where its sequences begin (int32 [S + 1]), the longest one, and the
-    rotary table of all tokens, cos and sin [T, head_dim], in the compute dtype."""
+    """A pack of T tokens and S sequences, as attention needs it."""
 
+    # int32 [S + 1]: where the sequences begin, and the end.
     cu_seqlens: Tensor | None = None
+    # Tokens of the longest sequence.
     max_len: int = 0
+    # [T, head_dim], in the compute dtype: the rotary table of all tokens.
     cos: Tensor | None = None
     sin: Tensor | None = None
 
 
 class CoreAttention(MegatronModule):  # type: ignore[misc]
-    """q [t, heads, dim]; k, v [t, kv_heads, dim], t being this rank's part of the pack; returns [t, heads, dim]."""
+    """Attention of q [t, heads, dim], k and v [t, kv_heads, dim]: t tokens are this rank's part of the pack."""
 
     def __init__(self, config: Any, pg_collection: Any, **kwargs: Any) -> None:
         super().__init__(config=config)
@@ -40,7 +42,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, packed_seq_params: Pack, **kwargs: Any
     ) -> Tensor:
-        """Attention of this rank's tokens to those before them in their sequence."""
+        """Return [t, heads, dim]: each token attends to those before it in its sequence."""
         pack = packed_seq_params
         assert pack.cu_seqlens is not None and pack.cos is not None and pack.sin is not None
         if self._group:
@@ -51,19 +53,19 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
 
 def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Both `rotated`."""
+    """Return both `rotated`."""
     return rotated(query, cos, sin), rotated(key, cos, sin)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim] turned by its position: x cos + rotate_half(x) sin (RoFormer, arXiv 2104.09864)."""
+    """Turn x [T, heads, dim] by its position: x cos + rotate_half(x) sin (RoFormer, arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     crossed = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos[:, None] + crossed * sin[:, None]
 
 
 def _whole_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[t, heads, dim] of a part of the tokens -> [T, heads / ranks, dim]; too few heads are repeated."""
+    """Exchange [t, heads, dim] of a part of the tokens for [T, heads / ranks, dim]; too few heads are repeated."""
     ranks = dist.get_world_size(group)
     if x.shape[1] < ranks:
         x = x.repeat_interleave(ranks // x.shape[1], 1)
@@ -72,7 +74,7 @@ def _whole_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _whole_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back."""
+    """Exchange [T, heads / ranks, dim] for [t, heads, dim]."""
     ranks = dist.get_world_size(group)
     parts = x.reshape(ranks, len(x) // ranks, *x.shape[1:])
     return _exchange(parts, group).transpose(0, 1).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""A Megatron rank's state under the same names and in the same form as FSDP's: either resumes what the other saved.
+"""A Megatron rank's state under the same names and in the same form as FSDP's, so that either resumes the other's.
 
 Weights are the float32 ones that are updated. The distributed optimizer gives each rank flat pieces of parameters;
 they are put together over its ranks, one parameter at a time, and each rank writes its share of the parameters.
@@ -14,60 +14,51 @@ from torch import Tensor, nn
 
 from rlctl.training.megatron.mapping import Mapping, Part
 from rlctl.training.megatron.optimizer import MOMENTS, Optimizer, OptimizerShard
-from rlctl.training.sharded_checkpoint import TensorShard, load_shards, rng_name, save_shards, saved_rng_name
+from rlctl.training.sharded_checkpoint import TensorShard, load_shards
 
 KINDS = ("model", *MOMENTS)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What this rank holds. named: its parameters; mirrored: of them, those that another rank answers for; at_hand:
-    where a tensor of the optimizer lies, on the device or on the host."""
+    """The state that this rank holds."""
 
-    named: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     mapping: Mapping
     optimizer: Optimizer
+    # Parameters that another rank, holding the same, answers for.
     mirrored: set[str]
+    # A tensor of the optimizer -> the same in the memory where it is now, on the device or on the host.
     at_hand: Callable[[Tensor], Tensor]
 
     def piece(self, slot: OptimizerShard, kind: str) -> Tensor:
-        """float32 [stop - start] of one slot: its main ("model") or a moment."""
+        """Return float32 [stop - start] of one slot: its main ("model") or a moment."""
         return self.at_hand(slot.main if kind == "model" else slot.state[kind])
 
 
-def save(folder: Path, stage: Stage, updates: int) -> None:
-    """Weights, moments, step counts, the number of updates and this rank's RNG state. Raises OSError."""
+def saved(stage: Stage, updates: int) -> dict[str, TensorShard]:
+    """Return weights, moments and step counts as this rank writes them."""
     shards = {kind: _merged(_own_parts(stage, kind), stage.mapping) for kind in KINDS}
     state = {f"{kind}.{name}": shard for kind, found in shards.items() for name, shard in found.items()}
-    state |= {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in shards["model"]}
-    state |= {
-        "updates": TensorShard.whole(torch.tensor(updates)),
-        rng_name(dist.get_rank()): TensorShard.whole(torch.get_rng_state()),
-    }
-    save_shards(folder, state)
+    return state | {f"step.{name}": TensorShard.whole(torch.tensor(float(updates))) for name in shards["model"]}
 
 
-def load(folder: Path, stage: Stage) -> int:
-    """What either backend saved, on any layout; returns the number of updates. Raises OSError."""
-    key = saved_rng_name(folder, dist.get_rank())
-    updates, rng = torch.tensor(0), torch.zeros_like(torch.get_rng_state())
-    load_shards(folder, {"updates": TensorShard.whole(updates), key: TensorShard.whole(rng)})
-    torch.set_rng_state(rng)
+def load(folder: Path, stage: Stage, updates: int) -> None:
+    """Read what either backend saved, on any layout. Raises OSError."""
     for kind in KINDS:
         _load_kind(folder, stage, kind)
     for slot in stage.optimizer.slots.values():
         slot.state["step"].fill_(float(updates))
     stage.optimizer.publish(lambda slot: stage.piece(slot, "model"))
-    return int(updates)
 
 
 def mains(stage: Stage) -> dict[str, Tensor]:
-    """The float32 weights behind this rank's parameters, on the host; called by all ranks together."""
-    return {name: _gathered(stage, p, "model", stage.optimizer.group(p)).cpu() for name, p in stage.named.items()}
+    """Return the float32 weights behind this rank's parameters, on the host; all ranks together."""
+    return {name: _gathered(stage, p, "model", stage.optimizer.group(p)).cpu() for name, p in stage.parameters.items()}
 
 
 def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
-    held = {name: stage.named[name] for name in stage.named if stage.named[name] in stage.optimizer.slots}
+    held = {name: p for name, p in stage.parameters.items() if p in stage.optimizer.slots}
     values = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in held.items()}
     parts = [part for name, value in values.items() for part in stage.mapping.parts(name, value)]
     shards = _merged(parts, stage.mapping)
@@ -81,13 +72,16 @@ def _load_kind(folder: Path, stage: Stage, kind: str) -> None:
 
 
 def _own_parts(stage: Stage, kind: str) -> Iterator[Part]:
-    """The parts that this rank writes, on the host. Ranks share parameters out by tensors of the checkpoint, so that
-    of a layer's experts, which are one, all that are here have one writer."""
+    """Yield the parts that this rank writes, on the host.
+
+    Ranks share parameters out by tensors of the checkpoint: of a layer's experts, which are one tensor, all that are
+    here have one writer.
+    """
     tensors = {
-        name: stage.mapping.fused(stage.mapping.parts(name, p.detach())[0])[0] for name, p in stage.named.items()
+        name: stage.mapping.fused(stage.mapping.parts(name, p.detach())[0])[0] for name, p in stage.parameters.items()
     }
     numbers = {tensor: number for number, tensor in enumerate(dict.fromkeys(tensors.values()))}
-    for name, parameter in stage.named.items():
+    for name, parameter in stage.parameters.items():
         group = stage.optimizer.group(parameter)
         whole = _gathered(stage, parameter, kind, group)
         own = numbers[tensors[name]] % dist.get_world_size(group) == dist.get_rank(group)
@@ -96,7 +90,7 @@ def _own_parts(stage: Stage, kind: str) -> Iterator[Part]:
 
 
 def _gathered(stage: Stage, parameter: nn.Parameter, kind: str, group: dist.ProcessGroup) -> Tensor:
-    """float32, of the parameter's shape, on its device: the ranks' pieces together."""
+    """Return the ranks' pieces together: float32, of the parameter's shape, on its device."""
     whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
     slot = stage.optimizer.slots.get(parameter)
     if slot is not None:
@@ -107,7 +101,7 @@ def _gathered(stage: Stage, parameter: nn.Parameter, kind: str, group: dist.Proc
 
 
 def _merged(parts: Iterable[Part], mapping: Mapping) -> dict[str, TensorShard]:
-    """One box a tensor, of all its parts that are here; experts of a layer fused, as they are in memory."""
+    """Return one shard a tensor, of all its parts that are here; experts of a layer are fused, as in memory."""
     by_name: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]] = {}
     for part in parts:
         name, shape, start = mapping.fused(part)
@@ -127,7 +121,7 @@ def _shard(found: list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]) -> Tens
 
 
 def _within(shard: TensorShard, start: tuple[int, ...], like: Tensor) -> Tensor:
-    """The view of a box that is the part at `start`, of the shape of `like`."""
+    """Return the view of a shard that is the part at `start`, of the shape of `like`."""
     size = (1,) * (len(shard.shape) - like.ndim) + tuple(like.shape)
     begin = [at - low for at, low in zip(start, shard.start)]
     return shard.tensor[tuple(slice(b, b + n) for b, n in zip(begin, size))].view(like.shape)

@@ -1,6 +1,6 @@
-"""Megatron-core without a GPU: what it asks of CUDA is answered by the CPU. Where CUDA is, nothing here does anything.
+"""Megatron-core without a GPU: the CPU answers what it asks of CUDA. With CUDA nothing here does anything.
 
-Changes `torch.cuda` for the whole process, so it is for trainer processes only; and a TorchFunctionMode holds for one
+`torch.cuda` changes for the whole process, so this is for trainer processes only. A TorchFunctionMode holds for one
 thread, so it begins on the thread that trains. `stop` puts everything back.
 """
 
@@ -17,13 +17,13 @@ CPU = torch.device("cpu")
 
 
 class Emulation:
-    """From `start` to `stop` calls for the device "cuda" go to the CPU."""
+    """Sends calls for the device "cuda" to the CPU, from `start` to `stop`."""
 
     def __init__(self) -> None:
         self._undo = contextlib.ExitStack()
 
     def start(self) -> None:
-        """Nothing where CUDA is."""
+        """Begin, unless there is CUDA."""
         if torch.cuda.is_available():
             return
         from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -40,7 +40,7 @@ class Emulation:
         self._undo.enter_context(mode)
 
     def stop(self) -> None:
-        """As it was before `start`; on the same thread."""
+        """Put everything back as it was before `start`; on the same thread."""
         self._undo.close()
 
     def _replace(self, owner: Any, values: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class _CudaToCpu(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # While not empty, what counts as a GPU's: these and what is made of them, but by `cpu`.
+        # While not empty, these count as a GPU's, and so does everything made of them except by `cpu`.
         self.on_device: dict[int, Tensor] = {}
 
     def __torch_function__(
@@ -135,7 +135,7 @@ _CUDA: dict[str, Any] = {
 
 
 def _whole_sizes(exchange: Callable[..., Any]) -> Callable[..., Any]:
-    """Split sizes as numbers: Megatron leaves them tensors when they are not on a GPU."""
+    """Wrap an exchange so that split sizes are numbers: Megatron leaves them tensors when they are not on a GPU."""
 
     def all_to_all_single(output: Tensor, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
         named = {name: _numbers(value) if name.endswith("split_sizes") else value for name, value in kwargs.items()}
@@ -151,7 +151,7 @@ def _numbers(sizes: Any) -> Any:
 
 
 def _on_a_device(mode: _CudaToCpu, split: Callable[..., Any]) -> Callable[..., Any]:
-    """The CPU optimizer's choice of what to take to the host, with all parameters taken for a GPU's."""
+    """Wrap the host optimizer's choice of what it takes, so that all parameters pass for a GPU's."""
 
     def on_a_device(optimizer: Any, fraction: float) -> Any:
         mode.on_device = {id(p): p for group in optimizer.param_groups for p in group["params"]}

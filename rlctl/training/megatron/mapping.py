@@ -1,4 +1,4 @@
-"""Megatron's parameters as parts of Hugging Face tensors: one map, for loading, refit, export and checkpoints alike.
+"""Megatron's parameters as parts of Hugging Face tensors: one mapping for loading, refit, export and checkpoints.
 
 Megatron keeps q, k and v of a layer in one matrix, by groups of heads that share k and v; gate and up in one; and of
 each matrix only this rank's rows (column-parallel) or columns (row-parallel).
@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor, nn
 
 from rlctl.models import hf_folder
 from rlctl.models.architectures import ARCHITECTURES
@@ -20,22 +23,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """Of the whole tensor `name` (as on disk) of `shape`: what begins at `start`, as a view of the given memory."""
+    """The part of the whole tensor `name` (as on disk) of `shape` that begins at `start`."""
 
     name: str
     shape: Shape
     start: Shape
+    # Of the given memory.
     view: Tensor
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this rank stands: number and count of tensor-parallel and of expert-parallel ranks."""
-
-    tensor: int
-    tensors: int
-    expert: int
-    experts: int
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -50,23 +44,28 @@ _WHOLE = {
 
 
 class Mapping:
-    """Of the parameters of one stage."""
+    """The mapping of the parameters of this rank's stage."""
 
-    def __init__(self, policy: MegatronPolicy, hf: Any, ranks: Ranks) -> None:
-        self._config, self._hf, self._ranks = policy.config, hf, ranks
+    def __init__(self, policy: MegatronPolicy, hf: Any) -> None:
+        self._config, self._hf = policy.config, hf
+        # Number and count of tensor-parallel and of expert-parallel ranks.
+        self._tensor = parallel_state.get_tensor_model_parallel_rank()
+        self._tensors = parallel_state.get_tensor_model_parallel_world_size()
+        self._expert_rank = parallel_state.get_expert_model_parallel_rank()
+        self._expert_ranks = parallel_state.get_expert_model_parallel_world_size()
         self._row = ARCHITECTURES[hf.model_type]
         layers = policy.decoder.layers
         self._first = layers[0].layer_number - 1 if len(layers) else 0
 
     @property
     def tied(self) -> bool:
-        """Whether the output weight is the embedding."""
+        """True if the output weight is the embedding."""
         return bool(self._hf.tie_word_embeddings)
 
     def parts(self, name: str, tensor: Tensor) -> list[Part]:
-        """The parts that parameter `name` is made of; `tensor`: the parameter, or anything of its shape.
+        """Return the parts that parameter `name` is made of, as views of `tensor`.
 
-        Raises KeyError for a parameter that no Hugging Face tensor stands for.
+        tensor: the parameter, or anything of its shape. Raises KeyError for a parameter without a Hugging Face tensor.
         """
         row = self._row
         if name == "embedding.word_embeddings.weight":
@@ -81,11 +80,11 @@ class Mapping:
         return list(self._of_layer(f"{row.layers}.{self._first + int(found[1])}.", found[2], tensor))
 
     def fused(self, part: Part) -> tuple[str, Shape, Shape]:
-        """Name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
+        """Return name, shape and start of a part where a layer's experts are one tensor, as they are in memory."""
         return hf_folder.fuse(part.name, part.shape, part.start, self._config.num_moe_experts or 0)
 
     def replicated(self, name: str) -> bool:
-        """Whether every tensor-parallel rank holds the whole parameter."""
+        """Return true if every tensor-parallel rank holds the whole parameter."""
         found = _LAYER.fullmatch(name)
         return name == "decoder.final_layernorm.weight" or (found is not None and found[2] in _WHOLE)
 
@@ -107,12 +106,12 @@ class Mapping:
             raise KeyError(layer + name)
 
     def _heads(self, layer: str, leaf: str, tensor: Tensor) -> Iterator[Part]:
-        """Group by group: its heads' rows of q, then one head's of k, one of v."""
+        """Yield group by group: its heads' rows of q, then one head's of k, one of v."""
         groups, dim = self._config.num_query_groups, self._config.kv_channels
         heads = self._config.num_attention_heads // groups
         rest = tensor.shape[1:]
-        own = tensor.view(groups // self._ranks.tensors, (heads + 2) * dim, *rest)
-        for number, group in enumerate(own, self._ranks.tensor * len(own)):
+        own = tensor.view(groups // self._tensors, (heads + 2) * dim, *rest)
+        for number, group in enumerate(own, self._tensor * len(own)):
             begin = 0
             for part, count in (("q", heads), ("k", 1), ("v", 1)):
                 view = group[begin * dim : (begin + count) * dim]
@@ -121,7 +120,7 @@ class Mapping:
                 begin += count
 
     def _expert(self, layer: str, local: int, which: str, tensor: Tensor) -> Iterator[Part]:
-        number = self._ranks.expert * (self._config.num_moe_experts // self._ranks.experts) + local
+        number = self._expert_rank * (self._config.num_moe_experts // self._expert_ranks) + local
         assert self._row.experts
         stem = f"{layer}{self._row.experts.module}.{number}."
         if which == "linear_fc2":
@@ -132,12 +131,12 @@ class Mapping:
 
     def _rows(self, name: str, tensor: Tensor) -> Part:
         rows, rest = tensor.shape[0], tensor.shape[1:]
-        shape = (rows * self._ranks.tensors, *rest)
-        return Part(name, shape, (self._ranks.tensor * rows, *(0,) * len(rest)), tensor)
+        shape = (rows * self._tensors, *rest)
+        return Part(name, shape, (self._tensor * rows, *(0,) * len(rest)), tensor)
 
     def _columns(self, name: str, tensor: Tensor) -> Part:
         rows, columns = tensor.shape
-        return Part(name, (rows, columns * self._ranks.tensors), (0, self._ranks.tensor * columns), tensor)
+        return Part(name, (rows, columns * self._tensors), (0, self._tensor * columns), tensor)
 
 
 def _whole(name: str, tensor: Tensor) -> Part:
@@ -148,3 +147,39 @@ def read(parts: list[Part], slice_of: Callable[[str, Shape, Shape, Shape], Tenso
     """Fill every part. slice_of: (name, whole shape, start, extent) -> that part of a stored tensor."""
     for part in parts:
         part.view.copy_(slice_of(part.name, part.shape, part.start, tuple(part.view.shape)))
+
+
+class Exporter:
+    """Whole Hugging Face tensors from the parts that ranks hold, one alive at a time."""
+
+    def __init__(self, named: dict[str, nn.Parameter], mapping: Mapping, device: torch.device) -> None:
+        self._named, self._mapping, self._device = named, mapping, device
+        later = parallel_state.get_tensor_model_parallel_rank() > 0
+        copied = mapping.tied and not parallel_state.is_pipeline_first_stage()
+        # Parameters that another rank, holding the same, answers for.
+        self.mirrored = {
+            name for name in named if (later and mapping.replicated(name)) or (copied and name == "output_layer.weight")
+        }
+
+    def tensors(
+        self, layout: hf_folder.Layout, values: dict[str, Tensor] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of `layout`, in its order and dtype; on every rank, in lockstep.
+
+        values: stand-ins for the parameters, by name and of their shape; None for the parameters themselves.
+        """
+        dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        expert = parallel_state.get_expert_data_parallel_rank()
+        parts: dict[str, list[Part]] = {}
+        for name, parameter in self._named.items():
+            copies_before = dense if getattr(parameter, "allreduce", True) else expert
+            if name not in self.mirrored and copies_before == 0:
+                for part in self._mapping.parts(name, values[name] if values else parameter.detach()):
+                    parts.setdefault(part.name, []).append(part)
+        for name, shape, dtype in layout:
+            whole = torch.zeros(shape, dtype=getattr(torch, dtype), device=self._device)
+            for part in parts.get(name, ()):
+                whole[tuple(slice(a, a + n) for a, n in zip(part.start, part.view.shape))].copy_(part.view)
+            if dist.get_world_size() > 1:
+                dist.all_reduce(whole)
+            yield name, whole

@@ -31,7 +31,7 @@ moe_utils.te_general_gemm = None
 
 
 class RMSNorm(nn.Module):
-    """As Megatron builds norms. With sequence parallelism its gradient is summed over the tensor-parallel ranks."""
+    """A norm as Megatron builds it. With sequence parallelism its gradient is summed over the tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
@@ -41,18 +41,18 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., hidden_size]; see `rms_norm`."""
+        """Return `rms_norm` of x [..., hidden_size]."""
         return self.norm(x, self.weight, self._eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x may be wider than the weight, as a float32 residual is; the result is as wide as the weight, rounded once."""
+    """Norm x, which may be wider than the weight, as a float32 residual is; round once, to the weight's dtype."""
     wide = weight.to(x.dtype)
     return F.rms_norm(x, wide.shape, wide, eps).to(weight.dtype)
 
 
 def residual_add(training: bool, fused: bool) -> Callable[[tuple[Tensor, None], Tensor, float], Tensor]:
-    """As Megatron builds the end of a sublayer; without biases and dropout.
+    """Make the end of a sublayer as Megatron asks for it; without biases and dropout.
 
     Megatron's own brings the residual to the dtype of what is added to it, so that in 0.16.1
     `fp32_residual_connection` is lost in the first layer.
@@ -73,7 +73,10 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """permuted_local_hidden_states [N, hidden], by expert; tokens_per_expert [experts]; permuted_probs [N]."""
+        """Return [N, hidden]: the experts' outputs, each token weighted by its probability.
+
+        permuted_local_hidden_states: [N, hidden], by expert. tokens_per_expert: [experts]. permuted_probs: [N].
+        """
         hidden = permuted_local_hidden_states
         if hidden.dtype != torch.bfloat16 or not hidden.is_cuda or len(hidden) == 0:
             output, _ = super().forward(hidden, tokens_per_expert, permuted_probs)
@@ -96,7 +99,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
     """The last stage returns the normed hidden states instead of logits: log-probs are made of them in chunks."""
 
     def forward(self, tokens: Tensor, positions: Tensor, pack: Pack) -> Tensor:
-        """tokens, positions: int64 [t], this rank's part of the pack. Returns [t (or its sequence part), 1, hidden]."""
+        """Return [t (or its sequence part), 1, hidden]. tokens, positions: int64 [t], this rank's part of the pack."""
         out: Tensor = super().forward(tokens[None], positions[None], None, packed_seq_params=pack)
         return out
 
@@ -104,7 +107,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
         return hidden_states
 
     def head(self) -> Tensor:
-        """This rank's rows of the output weight [vocab / tensor, hidden]."""
+        """Return this rank's rows of the output weight, [vocab / tensor, hidden]."""
         shared = self.share_embeddings_and_output_weights
         weight: Tensor = self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
         return weight
@@ -113,7 +116,7 @@ class MegatronPolicy(GPTModel):  # type: ignore[misc]
 def build_policy(
     hf: Any, sizes: ModelSizes, section: TrainerSection, dtype: torch.dtype, device: torch.device
 ) -> MegatronPolicy:
-    """This rank's stage, weights not yet read. hf: the model's Hugging Face configuration, one that is supported."""
+    """Build this rank's stage, weights not yet read. hf: the model's Hugging Face configuration, a supported one."""
     config = _transformer_config(hf, sizes, section, dtype, device)
     policy = MegatronPolicy(
         config,
@@ -128,25 +131,19 @@ def build_policy(
     policy.to(dtype)
     for name, parameter in policy.named_parameters():
         if ".local_experts." in name:
-            # Megatron says so only where experts are shared out; but every tensor-parallel rank holds whole ones, and
+            # Megatron says so only where experts are shared out. But every tensor-parallel rank holds whole ones and
             # sees its own tokens alone: without it their gradients would not be summed over those ranks.
             parameter.allreduce = False
     if section.compile:
-        _fuse(policy)
+        # Norms and rotary embedding become few kernels, which all layers share. Not whole layers: between these lie
+        # Megatron's own autograd functions and its communication.
+        norm, turn = compile_for_packs(rms_norm), compile_for_packs(turned)
+        for module in policy.modules():
+            if isinstance(module, RMSNorm):
+                module.norm = norm
+            elif isinstance(module, CoreAttention):
+                module.turn = turn
     return policy
-
-
-def _fuse(policy: MegatronPolicy) -> None:
-    """Norms and rotary embedding as few kernels; all layers share what is compiled.
-
-    Not whole layers: between these lie Megatron's own autograd functions and its communication.
-    """
-    norm, turn = compile_for_packs(rms_norm), compile_for_packs(turned)
-    for module in policy.modules():
-        if isinstance(module, RMSNorm):
-            module.norm = norm
-        elif isinstance(module, CoreAttention):
-            module.turn = turn
 
 
 def _transformer_config(
@@ -187,9 +184,9 @@ def _transformer_config(
         # Packs differ in size, so stages tell each other how large they are; Megatron asks for this dispatcher then.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # Losses come divided by their global totals: gradients are sums.
+        # Gradients are sums: the update divides them once.
         calculate_per_token_loss=True,
-        # What needs Apex, Transformer Engine or a GPU.
+        # These need Apex, Transformer Engine or a GPU.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,

@@ -1,8 +1,8 @@
 """Megatron's optimizers as rlctl uses them: AdamW behind the distributed optimizer, on the device or on the host.
 
-What 0.16.1 leaves to its callers, or gets wrong without Transformer Engine, is settled here: factors of decay and rate
-are applied each step; state is there from the start, each parameter with a step count of its own, and is filled in
-place, so that nothing of Megatron's own loading (which shares one step count among all) is needed.
+Megatron-core 0.16.1 leaves some things to its callers, or gets them wrong without Transformer Engine; they are settled
+here. Factors of decay and rate are applied each step. State is there from the start, each parameter with a step count
+of its own, and is filled in place: Megatron's own loading, which shares one step count among all, is not used.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,17 +24,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """This rank's share of one parameter: elements `start` to `stop` of it, flat. main: float32 [stop - start], what is
-    updated; state: step, exp_avg, exp_avg_sq of it."""
+    """This rank's share of one parameter: elements `start` to `stop` of it, flat."""
 
     start: int
     stop: int
+    # float32 [stop - start]: the weights that are updated.
     main: Tensor
+    # step, exp_avg, exp_avg_sq of it.
     state: dict[str, Tensor]
 
 
 class Optimizer:
-    """Of one rank's stage, wrapped in Megatron's DistributedDataParallel."""
+    """The optimizer of one rank's stage, which is wrapped in Megatron's DistributedDataParallel."""
 
     def __init__(self, ddp: Any, section: TrainerSection, dtype: torch.dtype) -> None:
         self._section, self._ddp = section.optimizer, ddp
@@ -47,7 +48,7 @@ class Optimizer:
         self.slots = {parameter: slot for member in self._members for parameter, slot in _slots(member)}
 
     def zero_grad(self) -> None:
-        """Before the gradients of an update."""
+        """Set the gradients to 0, before those of an update."""
         self._ddp.zero_grad_buffer()
         self._chained.zero_grad(set_to_none=True)
 
@@ -78,23 +79,23 @@ class Optimizer:
             slot.state["step"].zero_()
 
     def publish(self, main_of: Callable[[OptimizerShard], Tensor]) -> None:
-        """Bring the mains, filled from a checkpoint, to the weights of all ranks."""
+        """Copy the mains, filled from a checkpoint, to the weights of all ranks."""
         with torch.no_grad():
             for parameter, slot in self.slots.items():
                 parameter.data.view(-1)[slot.start : slot.stop].copy_(main_of(slot))
             self._ddp.start_param_sync(force_sync=True)
 
     def group(self, parameter: nn.Parameter) -> dist.ProcessGroup:
-        """The ranks that share the state of a parameter out among them."""
+        """Return the ranks that share the state of a parameter out among them."""
         dense = getattr(parameter, "allreduce", True)
         return self._ddp.intra_dp_cp_group if dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
 
     def gradients(self) -> list[Tensor]:
-        """The buffers of all gradients, float32."""
+        """Return the buffers of all gradients, float32."""
         return [buffer.grad_data for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers)]
 
     def device_state(self) -> list[Tensor]:
-        """Moments, and mains where they are not the weights themselves."""
+        """Return moments, and mains where they are not the weights themselves."""
         found = []
         for parameter, slot in self.slots.items():
             found += [slot.state[key] for key in MOMENTS]

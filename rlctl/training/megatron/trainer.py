@@ -20,24 +20,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.models import hf_folder
-from rlctl.models.meta_model import layout_of, skeleton
-from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.backend import State, backend_of
+from rlctl.preflight.backend import State
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, LossOutput, MicroBatch
 from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
-from rlctl.training.megatron.export import Exporter
-from rlctl.training.megatron.head import Head
-from rlctl.training.megatron.inputs import PackSlicer
-from rlctl.training.megatron.mapping import Mapping, Ranks, read
+from rlctl.training.megatron.mapping import Exporter, Mapping, read
 from rlctl.training.megatron.model import build_policy
 from rlctl.training.megatron.optimizer import Optimizer
+from rlctl.training.megatron.stage_io import Head, PackSlicer
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
 from rlctl.training.rank import TrainerRank, TrainerSpec
+from rlctl.training.sharded_checkpoint import TensorShard
 from rlctl.training.update import MetricAccumulator
 
 # (log-probs, entropy, the pack they belong to, whether it holds any sequence) -> loss and what is kept of it.
@@ -53,31 +50,20 @@ class MegatronTrainer(TrainerRank):
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process groups and load the model.
 
-        Raises ValueError for a model that these layers do not make, or an optimizer on the host without bfloat16.
+        Raises ValueError, also for an optimizer on the host without bfloat16.
         """
-        super().__init__(spec)
         config = spec.config
-        why = cpu_offload_problem(self._own_dtype)
+        why = cpu_offload_problem(config.dtype)
         if config.megatron.optimizer_cpu_offload and why:
             raise ValueError(f"trainer.megatron.optimizer_cpu_offload {why}")
-        lm = skeleton(self._folder, self._device)
-        self._layout = layout_of(lm)
-        sizes = read_sizes(self._folder / "config.json")
-        for finding in backend_of(config).check_model(config, sizes):
-            raise ValueError(finding.what)
-        self._join()
+        super().__init__(spec)
+        self._kept_in = config.dtype
         self._emulation = Emulation()
         self._emulation.start()
         self._initialize_parallel()
-        self._policy = build_policy(lm.config, sizes, config, self._dtype, self._device)
+        self._policy = build_policy(self._lm.config, self._sizes, config, self._dtype, self._device)
         self._named = dict(self._policy.named_parameters())
-        ranks = Ranks(
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_rank(),
-            parallel_state.get_expert_model_parallel_world_size(),
-        )
-        self._mapping = Mapping(self._policy, lm.config, ranks)
+        self._mapping = Mapping(self._policy, self._lm.config)
         for name, p in self._named.items():
             # Megatron says so only where it draws weights at random; what is not marked, the gradient norm counts once.
             p.tensor_model_parallel = not self._mapping.replicated(name)  # type: ignore[attr-defined]
@@ -92,31 +78,28 @@ class MegatronTrainer(TrainerRank):
         cut = config.megatron.context_parallel_size
         multiple = cut * config.megatron.tensor_model_parallel_size
         position = parallel_state.get_context_parallel_rank()
-        self._slicer = PackSlicer(lm.model.rotary_emb, self._dtype, multiple, position, cut)
+        self._slicer = PackSlicer(self._lm.model.rotary_emb, self._dtype, multiple, position, cut)
         self._exporter = Exporter(self._named, self._mapping, self._device)
         states: dict[State, list[Tensor]] = {"gradients": self._optimizer.gradients()}
         if not config.megatron.optimizer_cpu_offload:
             states["optimizer"] = self._optimizer.device_state()
         self._state = OffloadManager(residency(config, shared=config.offload_optimizer_for_generation), states)
+        self._stage = checkpoint.Stage(
+            self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
+        )
         # Engines start beside, or measure what is free before the first step.
         self.rest()
-
-    def layout(self, dtype: str | None = None) -> hf_folder.Layout:
-        return [(name, shape, dtype or self._own_dtype) for name, shape in self._layout]
 
     def export(self, dtype: str | None = None) -> Iterator[tuple[str, Tensor]]:
         return self._exporter.tensors(self.layout(dtype))
 
-    def save(self, folder: Path) -> None:
-        checkpoint.save(folder, self._checkpointed(), self._updates)
-
-    def load(self, folder: Path) -> None:
-        self._updates = checkpoint.load(folder, self._checkpointed())
-
     def export_folder(self, folder: Path, dtype: str | None = None) -> None:
-        layout = self.layout(dtype)
-        # What is wider than the weights is in the optimizer.
-        mains = checkpoint.mains(self._stage()) if dtype == "float32" != self._own_dtype else None
+        layout, mains = self.layout(dtype), None
+        if dtype == "float32" != self._kept_in:
+            # The optimizer has them unrounded.
+            self._state.wait()
+            self._state.settle()
+            mains = checkpoint.mains(self._stage)
         hf_folder.write_folder_together(self._folder, folder, layout, self._exporter.tensors(layout, mains))
 
     def close(self) -> None:
@@ -245,16 +228,11 @@ class MegatronTrainer(TrainerRank):
                 read(self._mapping.parts(name, whole), files.part)
                 slot.main.copy_(whole.view(-1)[slot.start : slot.stop])
 
-    def _checkpointed(self) -> checkpoint.Stage:
-        self._state.enter("checkpoint")
-        return self._stage()
+    def _saved(self) -> dict[str, TensorShard]:
+        return checkpoint.saved(self._stage, self._updates)
 
-    def _stage(self) -> checkpoint.Stage:
-        self._state.wait()
-        self._state.settle()
-        return checkpoint.Stage(
-            self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
-        )
+    def _load(self, folder: Path) -> None:
+        checkpoint.load(folder, self._stage, self._updates)
 
 
 TRAINER = MegatronTrainer

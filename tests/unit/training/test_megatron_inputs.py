@@ -26,7 +26,7 @@ def sequence(*tokens: int) -> TrainingSample:
 def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
     lengths: list[int], multiple: int, total: int
 ) -> None:
-    from rlctl.training.megatron.inputs import PackSlicer
+    from rlctl.training.megatron.stage_io import PackSlicer
 
     packed = pack([sequence(*range(1, length + 1)) for length in lengths], CPU)
     ranks = min(2, multiple)
@@ -46,7 +46,7 @@ def test_every_rank_gets_an_equal_part_and_the_filler_is_a_sequence(
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])
 def test_a_rank_without_work_has_two_tokens_for_each_of_those_that_share_them(multiple: int) -> None:
-    from rlctl.training.megatron.inputs import PackSlicer
+    from rlctl.training.megatron.stage_io import PackSlicer
 
     given = PackSlicer(table, torch.float32, multiple, 0, 1)(pack([], CPU))
     assert len(given.tokens) == 2 * multiple

@@ -1,0 +1,97 @@
+"""Input and output of a rank's stage: its part of a pack, and log-probs from the last stage's hidden states."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from torch import Tensor
+
+from rlctl.config.schema import TrainerSection
+from rlctl.training.logprobs import Split, chunked_log_probs
+from rlctl.training.megatron.attention import Pack
+from rlctl.training.megatron.model import MegatronPolicy
+from rlctl.training.packing import Packed
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """This rank's part of a pack: its tokens from `first` on."""
+
+    # int64 [t].
+    tokens: Tensor
+    positions: Tensor
+    first: int
+    pack: Pack
+
+
+class PackSlicer:
+    """Cuts packs for rank `rank` of `ranks` context-parallel ones, filled up to a size that ranks can share."""
+
+    def __init__(self, rotary: Any, dtype: torch.dtype, multiple: int, rank: int, ranks: int) -> None:
+        """multiple: divides the number of tokens. rotary: transformers' own module, with every scaling it knows."""
+        self._rotary, self._dtype, self._multiple, self._rank, self._ranks = rotary, dtype, multiple, rank, ranks
+
+    def __call__(self, packed: Packed) -> Inputs:
+        """Return this rank's part. Tokens that fill up are a sequence of their own, which no loss looks at."""
+        tokens, positions, cu_seqlens = packed.tokens, packed.positions, packed.cu_seqlens
+        # Two tokens a rank at least, where the whole pack of a rank without work has two: torch.compile takes a single
+        # one for a constant, and compiles for it while other ranks wait.
+        filler = max(-len(tokens) % self._multiple, 2 * self._multiple - len(tokens))
+        if filler:
+            tokens = torch.cat((tokens, tokens.new_zeros(filler)))
+            positions = torch.cat((positions, torch.arange(filler, device=positions.device)))
+            cu_seqlens = torch.cat((cu_seqlens, cu_seqlens[-1:] + filler))
+        cos, sin = self._rotary(torch.empty(0, dtype=self._dtype, device=tokens.device), positions[None])
+        size = len(tokens) // self._ranks
+        own = slice(self._rank * size, (self._rank + 1) * size)
+        pack = Pack(
+            qkv_format="thd", cu_seqlens=cu_seqlens, max_len=max(packed.max_len, filler), cos=cos[0], sin=sin[0]
+        )
+        return Inputs(tokens[own], positions[own], own.start, pack)
+
+
+class Head:
+    """Log-probs and entropy under the tempered policy: a rank has part of the tokens and words, and all the result."""
+
+    def __init__(self, policy: MegatronPolicy, section: TrainerSection, temperature: float) -> None:
+        self._policy, self._section, self._temperature = policy, section, temperature
+        self._context = parallel_state.get_context_parallel_group()
+
+    def __call__(self, hidden: Tensor, given: Inputs, packed: Packed, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both, float32 [T], 0 except at `rows`; equal on all ranks of the stage.
+
+        hidden: [t or its sequence part, 1, hidden], of this rank's tokens. rows: int64, none its sequence's first.
+        """
+        mine = rows[(rows > given.first) & (rows <= given.first + len(given.tokens))]
+        # Reshaped before the collective and not after: Megatron loses the sum of a gradient that is not contiguous.
+        flat, weight = hidden.reshape(-1, hidden.shape[-1]), self._policy.head()
+        sequence_parallel = self._policy.config.sequence_parallel
+        # [t, hidden]; its gradient is summed over the tensor-parallel ranks.
+        collect = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_model_parallel_region
+        whole: Tensor = collect(flat)
+        split = None
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
+            split = Split(parallel_state.get_tensor_model_parallel_group(), first)
+        log_probs, entropy = chunked_log_probs(
+            whole.index_select(0, mine - 1 - given.first),
+            weight,
+            packed.tokens[mine],
+            self._temperature,
+            self._section.logprob_chunk_tokens,
+            compiled=self._section.compile,
+            split=split,
+        )
+        return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)
+
+    def _placed(self, values: Tensor, packed: Packed, rows: Tensor) -> Tensor:
+        """Put values in the whole pack; each rank's gradient is that of its own rows."""
+        whole = values.new_zeros(len(packed.tokens)).index_copy(0, rows, values)
+        placed: Tensor = reduce_from_tensor_model_parallel_region(whole, group=self._context)
+        return placed
