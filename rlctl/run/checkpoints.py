@@ -1,8 +1,8 @@
 """Checkpoints of a run: `checkpoints/step_N/`, whole or not there at all.
 
-Written to `tmp_step_N`, synced, then renamed; the newest `keep_last` and the `keep_best` best by a metric stay.
-What a checkpoint holds beside the trainer's state is one JSON file: version, data cursor, best metric.
-A manifest holds the digest of every file, and none is read before it was compared.
+Each is written to `tmp_step_N`, synced, then renamed. The newest `keep_last` and the `keep_best` best by a metric stay.
+Apart from the trainer's state a checkpoint has one JSON file: version, data cursor, metric.
+A manifest holds the digest of every file; a resume compares a file with it before reading it.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import Any
 
 from rlctl.preflight.version import earlier_version
 from rlctl.run.manifest import MANIFEST, find_damage, is_as_written, write_manifest
+from rlctl.utils.files import sync
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 _STATE = "state.json"
@@ -31,7 +32,7 @@ class Checkpoint:
 
     @property
     def trainer(self) -> Path:
-        """The trainer's own part."""
+        """Folder of the trainer's part."""
         return self.path / "trainer"
 
     @property
@@ -54,27 +55,26 @@ class EarlierVersion(NoWholeCheckpoint):
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a run goes on from; None where it has none.
+    """The checkpoint that a run continues from, and the state of its folder."""
 
-    damaged: newer ones that cannot be used, by their folder, each with a line that says why. notes: what else a person
-    should know of the folder, a line each.
-    """
-
+    # None for a run without checkpoints.
     checkpoint: Checkpoint | None
+    # Newer ones that cannot be used, by folder, each with a line that says why.
     damaged: dict[Path, str]
+    # Further lines for the user.
     notes: list[str]
 
 
 class Checkpoints:
-    """Writes, finds and prunes the checkpoints of one run directory."""
+    """The checkpoints of one run directory: written, found and pruned here."""
 
     def __init__(self, folder: Path, keep_last: int, keep_best: int) -> None:
         self._folder, self._keep_last, self._keep_best = folder, keep_last, keep_best
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[Path], None]) -> Checkpoint:
-        """`write` fills the folder it is given with the trainer's part.
+        """Save a checkpoint; `write` fills the folder that it is given.
 
-        `state["score"]` ranks: the larger the better, of equals the earlier; without one it is no candidate.
+        `state["score"]` ranks checkpoints: the larger the better, among equals the earlier; None is not ranked.
         Raises CheckpointError (a full disk, say), or the loss of a worker, after removing what was begun; earlier ones
         stay untouched.
         """
@@ -85,7 +85,8 @@ class Checkpoints:
             write(temporary)
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}))
             write_manifest(temporary)
-            _sync(temporary)
+            for path in (*temporary.rglob("*"), temporary):
+                sync(path)
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             # A lost worker is no fault of the checkpoint: the run begins again from the one before.
@@ -95,24 +96,24 @@ class Checkpoints:
         if final.exists():
             _remove(final)
         os.replace(temporary, final)
-        _sync_folder(self._folder)
+        sync(self._folder)
         self._prune()
         return Checkpoint(final, step, state)
 
     def all(self) -> list[Checkpoint]:
-        """Checkpoints whose state can be read, oldest first; their other files were not looked at.
+        """Return the checkpoints whose state can be read, oldest first. Other files are not read.
 
-        Half-written ones of a killed run are not among them, nor is whatever else lies in the folder.
+        Half-written ones of a killed run are left out, and so is anything else in the folder.
         """
         return [checkpoint for step, path in self._folders() if (checkpoint := _read(path, step))]
 
     def latest(self) -> Checkpoint | None:
-        """The newest of `all`."""
+        """Return the newest of `all`."""
         found = self.all()
         return found[-1] if found else None
 
     def latest_as_written(self) -> Checkpoint | None:
-        """The newest whose state is as it was written; its other files were not looked at."""
+        """Return the newest whose state is as it was written. Other files are not read."""
         for step, path in reversed(list(self._folders())):
             if is_as_written(path, _STATE) and (checkpoint := _read(path, step)):
                 return checkpoint
@@ -157,7 +158,7 @@ class Checkpoints:
         return aside
 
     def _folders(self, prefix: str = "") -> Iterator[tuple[int, Path]]:
-        """(step, folder) of what is named like a checkpoint, oldest first."""
+        """Yield (step, folder) of folders that are named like a checkpoint, oldest first."""
         names = (
             (re.fullmatch(rf"{prefix}step_(\d+)", path.name), path) for path in self._folder.glob(f"{prefix}step_*")
         )
@@ -178,7 +179,7 @@ class Checkpoints:
         for leftover in self._folder.glob("tmp_*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for step, path in self._folders("damaged_"):
-            # The run has come past it.
+            # The run has passed it.
             if step <= found[-1].step:
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -198,7 +199,7 @@ def _is_earlier(path: Path, step: int) -> bool:
 
 
 def _line(wrong: dict[Path, str]) -> str:
-    """The first of what is wrong, and how many more there are."""
+    """Return the first damage, and the count of the others."""
     (path, what), *more = wrong.items()
     return f"{path}: {what}" + (f" (and {len(more)} more)" if more else "")
 
@@ -209,19 +210,3 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     os.replace(folder, aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        else:
-            _sync_folder(path)
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)

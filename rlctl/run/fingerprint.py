@@ -1,7 +1,7 @@
-"""What a checkpoint depends on and does not hold: model, tokenizer and data as they were when it was made.
+"""The inputs that a checkpoint depends on and does not hold: model, tokenizer and data when it was made.
 
-Kept in its state as `made_with`; what a later config says otherwise is refused, since the weights would not fit, or the
-cursor would stand among other rows, so that tasks are lost or trained twice (contract 2).
+They are in its state as `made_with`. A later config that contradicts them is refused: the weights would not fit, or the
+cursor would count other rows, so that tasks are lost or trained twice (contract 2).
 """
 
 import hashlib
@@ -37,14 +37,14 @@ _SIZES = [
 ]
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _ENDS = 1 << 20
-# What says which rows there are, in which order, and what they become. A file's own bytes come besides.
+# Keys that determine the rows, their order and their text, apart from the data file's own bytes.
 _DATASET_KEYS = [f"data.train.{name}" for name in ("prompt_key", "answer_key", "messages_key", "limit", "split")]
 _DATA_KEYS = ["run.seed", "data.shuffle", "data.system_prompt", "data.chat_template", "data.max_prompt_length"]
 
 
 @dataclass(frozen=True)
 class Contradiction:
-    """A value that does not go with a checkpoint."""
+    """A value that does not fit a checkpoint."""
 
     key: str
     old: str
@@ -56,15 +56,15 @@ class Contradiction:
 
 
 def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
-    """Describe what a run trains, and on what, as plain values. model: a Hugging Face folder; None: not here yet.
+    """Describe a run's model, tokenizer and data as plain values; None for those that are not on this machine.
 
-    What cannot be seen from here is None.
+    model: a Hugging Face folder; None: not here yet.
     """
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
     dataset, template = config.data.train.path, Path(config.data.chat_template)
     keys = {key: _value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
     if config.data.system_prompt is not None:
-        # It may come from the environment, whose values are on no disk.
+        # It may come from the environment, whose values are never written to disk.
         keys["data.system_prompt"] = f"sha256 {hashlib.sha256(config.data.system_prompt.encode()).hexdigest()[:12]}"
     if not config.data.shuffle:
         keys["run.seed"] = None
@@ -95,7 +95,7 @@ def digest_rows(rows: Sequence[Task] | Sequence[SupervisedSample]) -> str:
 
 
 def contradictions(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> list[Contradiction]:
-    """Compare two results of `made_with`: what of `now` does not go with the checkpoint of `step`, made with `then`."""
+    """Return the values of `now` that do not fit the checkpoint of `step`. Both are results of `made_with`."""
     return [*_models(then, now, step), *_data(then, now, step)]
 
 

@@ -1,4 +1,4 @@
-"""Bounds on a run's health: a step's metrics in, warnings out. Pure; the loop says them and may stop.
+"""Bounds on a run's health: a step's metrics in, warnings out. Pure; the loop reports them and may stop.
 
 A check warns once, and again only after a step in which its metric was measured within the bound.
 """
@@ -15,38 +15,42 @@ Finding = tuple[float, float, str] | None
 
 
 class HealthStop(RuntimeError):
-    """A run that must not go on. It leaves a checkpoint of the last whole step."""
+    """A run that must not continue. It leaves a checkpoint of the last whole step."""
 
 
 @dataclass(frozen=True)
 class HealthWarning:
-    """A bound that was left. check: its name. fatal: the run stops whatever `health.stop` says."""
+    """A bound that was left."""
 
+    # Name of the check.
     check: str
     step: int
     value: float
     bound: float
     what: str
+    # The run stops, also without `health.stop`.
     fatal: bool
 
 
 class HealthCheck(Protocol):
-    """One bound. name: of the check, for warnings and the summary. fatal: leaving it stops the run in any case."""
+    """One bound on a metric."""
 
+    # For warnings and the summary.
     name: str
+    # Leaving the bound stops the run, also without `health.stop`.
     fatal: bool
 
     def measured(self, metrics: Metrics) -> bool:
         """Return True if the metrics say anything about this bound."""
 
     def find(self, metrics: Metrics) -> Finding:
-        """Return what is wrong; called once a step, in order, where the bound was measured."""
+        """Return the finding of one step; called in the order of steps, if the metric was measured."""
 
     def state_dict(self) -> Any:
-        """Return what a resumed run goes on with."""
+        """Return the state that a resumed run continues with."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Take up what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Ceiling:
         return self.above
 
     def load_state_dict(self, state: Any) -> None:
-        # What stopped the run was mended, or stops it again after as many steps.
+        # A cause that was not mended stops the run again after as many steps.
         self.above = 0 if self.fatal and state >= self.patience else state
 
 
@@ -86,7 +90,7 @@ class Ceiling:
 class Jump:
     """A metric that stays within `bound` times its median over the last `window` values, once half of them are there.
 
-    A value of 0 is no neighbour: nothing was learnt from in such a step.
+    A value of 0 is not counted: nothing was learnt in such a step.
     """
 
     name: str
@@ -122,7 +126,7 @@ class Jump:
 
 @dataclass
 class Decline:
-    """A metric that gets no worse than its first value by more than `bound`. worse: 1 if small is good, else -1."""
+    """A metric that gets worse than its first value by at most `bound`. worse: 1 if small is good, else -1."""
 
     name: str
     metric: str
@@ -139,7 +143,7 @@ class Decline:
         value = metrics[self.metric]
         self.start = value if self.start is None else self.start
         lost = self.worse * (value - self.start)
-        # Shares of few prompts are coarse numbers: what equals the bound but for rounding is within it.
+        # Shares of few prompts are coarse: a loss that equals the bound up to rounding is within it.
         if lost <= self.bound + 1e-9:
             return None
         return lost, self.bound, self.what.format(value=value, start=self.start, lost=lost, bound=self.bound)
@@ -152,14 +156,14 @@ class Decline:
 
 
 class Health:
-    """The checks of one run. stop: every warning stops it."""
+    """The checks of one run. stop: every warning stops the run."""
 
     def __init__(self, checks: Sequence[HealthCheck], *, stop: bool) -> None:
         self._checks, self._stop = checks, stop
         self._ill: set[str] = set()
 
     def look(self, step: int, metrics: Metrics) -> list[HealthWarning]:
-        """Return the warnings of a step's metrics: of bounds that were left in this step."""
+        """Return a warning for each bound that was left in this step."""
         found = []
         for check in self._checks:
             if not check.measured(metrics):
@@ -173,12 +177,12 @@ class Health:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with."""
+        """Return the state that a resumed run continues with."""
         return {"ill": sorted(self._ill), **{check.name: check.state_dict() for check in self._checks}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; checks that it does not know begin anew."""
-        # What stopped the run stops it again, unless it was mended.
+        """Restore the state that `state_dict` returned; checks that it does not know start empty."""
+        # A cause that was not mended stops the run again.
         fatal = {check.name for check in self._checks if check.fatal or self._stop}
         self._ill = set(state.get("ill", ())) - fatal
         for check in self._checks:
@@ -187,7 +191,7 @@ class Health:
 
 
 def gradient_jump(ratio: float, window: int) -> Jump:
-    """Return the check of every kind of training."""
+    """Return the gradient's check, which every kind of training has."""
     return Jump(
         "grad_norm",
         "train/grad_norm",

@@ -1,26 +1,26 @@
-"""Ctrl-C, or SIGTERM, which is how `rlctl runs stop` and schedulers ask: the first asks the run to end after its step,
-the second ends it at once. A cluster command has no step: its first signal stops it, and its clearing up none."""
+"""Ctrl-C, and SIGTERM, which `rlctl runs stop` and schedulers send.
+
+The first asks the run to end after its step, the second ends it at once. A cluster command has no step: the first
+signal stops it, and no signal interrupts its clearing up.
+"""
 
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 
 class Interrupts:
-    """While entered, SIGINT and SIGTERM set `asked` once; a second one ends the process with exit code 130.
+    """Handlers of SIGINT and SIGTERM: the first signal sets `asked`, the second ends the process with exit code 130."""
 
-    by: which it was, in words. status: what the run is called that ends by it.
-    """
-
-    def __init__(self, notify: Any) -> None:
+    def __init__(self, notify: Callable[[], None]) -> None:
         self.asked = False
-        self.by = "Ctrl-C"
-        self.status = "interrupted"
+        # The signal in words, and the status of a run that it ends.
+        self.by, self.status = "Ctrl-C", "interrupted"
         self._notify = notify
         self._before: dict[int, Any] = {}
 
@@ -39,29 +39,32 @@ class Interrupts:
         if number == signal.SIGTERM:
             self.by, self.status = "asked to stop", "stopped"
         self.asked = True
-        # Not here: the main thread may stand in the middle of what this waits for.
+        # On a thread of its own: the interrupted main thread may hold a lock that this waits for.
         threading.Thread(target=self._notify, name="interrupted").start()
 
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """A terminal that closes and a `kill` are Ctrl-C: what was started is stopped again."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    """Treat `kill` and a closed terminal as Ctrl-C, so that the block stops what it started."""
+    with _handled_by(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Clearing up is not interrupted: it takes seconds, and what it leaves nobody would stop."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    """Ignore signals while the block clears up: it takes seconds, and nobody would stop what it leaves."""
+    with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+
+
+@contextmanager
+def _handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        sys.stdout.flush()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)

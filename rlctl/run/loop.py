@@ -1,5 +1,4 @@
-"""What every loop does around its steps: validates and saves when due, judges the run's health, and leaves a checkpoint
-at Ctrl-C."""
+"""The part of a loop that every algorithm has: validation, checkpoints, health, and a checkpoint at Ctrl-C."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
 
 class Loop(ABC):
-    """Runs steps until `num_steps`, or until `stop()` is true between two steps. `done`: steps done, the version."""
+    """Runner of steps until `num_steps`, or until `stop()` is true between two steps."""
 
     def __init__(
         self,
@@ -25,20 +24,15 @@ class Loop(ABC):
         stop: Callable[[], bool],
         health: Health,
     ) -> None:
-        self._num_steps, self._recorder, self._cursor, self._write, self._stop = (
-            num_steps,
-            recorder,
-            cursor,
-            write,
-            stop,
-        )
-        self._health = health
-        # Of the step just done: a check's name -> what its warning says besides.
+        self._num_steps, self._recorder, self._cursor = num_steps, recorder, cursor
+        self._write, self._stop, self._health = write, stop, health
+        # By a health check's name: what its warning says in addition, in the step just done.
         self._details: dict[str, str] = {}
+        # Steps done, which is the weight version.
         self.done = 0
 
     def run(self, start: int) -> None:
-        """From the step after `start` on. Validates and saves as the config says, and saves when it is stopped.
+        """Run from the step after `start` on. Validates and saves as the config says, and saves when it is stopped.
 
         Raises HealthStop, with a checkpoint saved.
         """
@@ -62,11 +56,11 @@ class Loop(ABC):
             self.save()
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Take up what `save_with` kept."""
+        """Restore the state that `save_with` wrote."""
         self._health.load_state_dict(checkpoint.state.get("health", {}))
 
     def _judge(self, start: int) -> None:
-        """Say what of the step just done is outside its bound. Raises HealthStop, with a checkpoint of the step."""
+        """Warn of each bound that the step just done has left. Raises HealthStop, with a checkpoint of the step."""
         warnings = self._health.look(self.done, self._recorder.measured)
         said = []
         for each in warnings:
@@ -78,7 +72,7 @@ class Loop(ABC):
             raise self._stopped(fatal[0], start)
 
     def _stopped(self, why: str, start: int) -> HealthStop:
-        """The end of a run for its health's sake, once there is a checkpoint of the last whole step."""
+        """Save the last whole step, and return the error that ends a run which is not healthy."""
         try:
             if start < self.done and self._recorder.saved != self.done:
                 self.save()
@@ -88,22 +82,22 @@ class Loop(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """One step, recorded; `done` is one more afterwards."""
+        """Do one step, record it, and increase `done` by one."""
 
     @abstractmethod
     def validate(self) -> None:
-        """The held-out data, under the weights as they are."""
+        """Measure the current weights on the held-out data."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what works beside the steps."""
+        """End the threads that work while steps run."""
 
     def save(self) -> None:
-        """A checkpoint of the step just done."""
+        """Save a checkpoint of the step just done."""
         self.save_with({})
 
     def save_with(self, own: dict[str, Any], write: Callable[[Path], None] | None = None) -> None:
-        """With more state, and what `write` puts into the checkpoint's folder."""
+        """Save a checkpoint with more state, and with the files that `write` puts into its folder."""
         state = {"version": self.done, "cursor": self._cursor.state_dict(), "health": self._health.state_dict(), **own}
         self._recorder.save(self.done, state, self._write, write)
 

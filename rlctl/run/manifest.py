@@ -1,6 +1,6 @@
-"""The files of a checkpoint with their sizes and digests, in `manifest.json`, and what has become of them since.
+"""The manifest of a checkpoint: sizes and digests of its files in `manifest.json`, and the search for damage.
 
-A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB: so one large file keeps all cores busy, too.
+A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that all cores work on one large file.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from rlctl.utils.cores import usable_cores
 MANIFEST = "manifest.json"
 _PIECE = 64 << 20
 _READ = 4 << 20
-# Disks give no more to more readers.
+# More readers get no more out of a disk.
 _MOST_THREADS = 16
 
 
@@ -37,14 +37,14 @@ def size_of(folder: Path) -> int:
 
 
 def find_damage(folder: Path) -> dict[Path, str]:
-    """Compare the files in `folder` with its manifest; return path -> what is wrong with it."""
+    """Compare the files in `folder` with its manifest; return the damage by path."""
     try:
         listed = _read(folder / MANIFEST)
     except FileNotFoundError:
         return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
     except (OSError, ValueError, RecursionError) as error:
         return {folder / MANIFEST: f"cannot be read: {error}"}
-    # Sizes cost nothing: a file that was cut is found before any is read.
+    # Sizes first: a file that was cut is found before any file is read.
     wrong = {folder / name: what for name, facts in listed.items() if (what := _wrong_size(folder / name, facts))}
     rest = {folder / name: facts["digest"] for name, facts in listed.items() if folder / name not in wrong}
     found = _digests(rest)
@@ -54,7 +54,7 @@ def find_damage(folder: Path) -> dict[Path, str]:
             wrong[path] = f"cannot be read: {now.strerror}"
         elif now != digest:
             wrong[path] = "its bytes are not those that were written"
-    # The loader reads every shard that it finds.
+    # The loader reads every shard in the folder.
     shards = (path for path in (folder / "trainer").glob("*.safetensors") if f"trainer/{path.name}" not in listed)
     return wrong | dict.fromkeys(shards, "not written with this checkpoint")
 
@@ -92,7 +92,7 @@ def _wrong_size(path: Path, facts: dict[str, Any]) -> str:
 
 
 def _digests(paths: Iterable[Path]) -> dict[Path, str | OSError]:
-    """Digest of each file, or why it cannot be read."""
+    """Return the digest of each file, or the error of reading it."""
     pieces = {path: max(1, -(-path.stat().st_size // _PIECE)) for path in paths}
     found: dict[Path, str | OSError] = {}
     with ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as threads:

@@ -1,7 +1,7 @@
-"""What a loop leaves behind in the run directory: step and validation records, rollouts, checkpoints.
+"""The records of a loop in the run directory: steps, validations, rollouts, checkpoints.
 
-Order at the end of a step: its record, then validation, then the checkpoint; so that whatever a kill cuts off
-belongs to steps after the newest checkpoint, which a resume drops and does again.
+Order at the end of a step: its record, then validation, then the checkpoint. So whatever a kill cuts off
+belongs to steps after the newest checkpoint, which a resume drops and repeats.
 """
 
 import time
@@ -22,7 +22,7 @@ WriteTrainer = Callable[[Path, Path | None, str | None], None]
 
 
 class RunRecorder:
-    """Writes the files of one run."""
+    """Writer of one run's files."""
 
     def __init__(self, run_dir: RunDir, events: EventLog, metrics: MetricsLog, config: RunConfig) -> None:
         self.events = events
@@ -30,34 +30,34 @@ class RunRecorder:
         self._checkpoint, self._validation = config.checkpoint, config.validation
         self._rollouts_per_step = config.telemetry.rollouts_per_step
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
-        # Metrics of the step just done: a checkpoint is ranked by what was measured of its own weights alone.
+        # Metrics of the step just done: a checkpoint is ranked by metrics of its own weights alone.
         self.measured: dict[str, float] = {}
         self.saved: int | None = None
-        # What checkpoints depend on, see fingerprint.py.
+        # The inputs that checkpoints depend on, see fingerprint.py.
         self.made_with: dict[str, Any] = {}
         # Dtype of exported Hugging Face folders, and the tokens at which their answers end.
         self.export_dtype: str | None = None
         self.end_tokens: tuple[int, ...] = ()
 
     def validation_due(self, step: int, last: bool) -> bool:
-        """Every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
+        """Return True every `validation.every` steps, after the last, and before the first if `validation.at_start`."""
         every = self._validation.every
         if step == 0:
             return every > 0 and self._validation.at_start
         return every > 0 and (last or step % every == 0)
 
     def checkpoint_due(self, step: int, last: bool) -> bool:
-        """Every `checkpoint.every` steps, and after the last if `checkpoint.at_end`."""
+        """Return True every `checkpoint.every` steps, and after the last if `checkpoint.at_end`."""
         every = self._checkpoint.every
         return (last and self._checkpoint.at_end) or (every > 0 and step % every == 0)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The record of one step."""
+        """Write the record of one step."""
         self.measured = dict(metrics)
         self.metrics.write("step", step, metrics)
 
     def rollouts(self, step: int, outcomes: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
-        """What became of the step's prompts, and some of its rollouts."""
+        """Write the outcome of the step's tasks, and some of its rollouts."""
         self._rollouts.write({"kind": "prompts", "step": step, **outcomes})
         if self._rollouts_per_step:
             for rollout in shown()[: self._rollouts_per_step]:
@@ -65,7 +65,7 @@ class RunRecorder:
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:
-        """The block fills the record of one validation; its seconds are added."""
+        """Write the record of one validation, which the block fills; its seconds are added."""
         self.events.emit("validation_started", step=step)
         begin, metrics = time.perf_counter(), dict[str, float]()
         yield metrics
@@ -76,7 +76,7 @@ class RunRecorder:
     def save(
         self, step: int, state: dict[str, Any], write: WriteTrainer, write_own: Callable[[Path], None] | None = None
     ) -> Checkpoint:
-        """A checkpoint whose trainer's part is what `write` does, and the loop's what `write_own` does."""
+        """Save a checkpoint: `write` fills the trainer's part, `write_own` the loop's."""
         begin = time.perf_counter()
         self.events.emit("phase", step=step, name="checkpoint")
 
@@ -96,7 +96,7 @@ class RunRecorder:
 
     @property
     def newest(self) -> str:
-        """The newest checkpoint, in words."""
+        """Name of the newest checkpoint, in words."""
         found = self.checkpoints.latest()
         return f"the last checkpoint is of step {found.step}" if found else "there is no checkpoint"
 

@@ -1,7 +1,7 @@
-"""The run directory: where each file of a run stands, and who may use a name.
+"""The run directory: the place of each file of a run, and the lock on its name.
 
-`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`; a start
-and each resume get logs of their own, and `logs/latest` points to the newest.
+`runs/NAME/{config.yaml, events.jsonl, metrics.jsonl, rollouts.jsonl, checkpoints/, logs/attempt_N/}`. The start
+and each resume have logs of their own; `logs/latest` points to the newest.
 """
 
 import fcntl
@@ -14,25 +14,27 @@ from pathlib import Path
 from shlex import quote
 
 from rlctl.config.errors import did_you_mean
-from rlctl.utils.files import write_whole
+from rlctl.utils.files import sync, write_whole
 
 _CLAIM_POLL_S = 0.1
-# A run from a checkpoint has that run's name in its own: a chain of them must stay a folder's name.
+# A run from a checkpoint has that run's name in its own: a chain of such names must not exceed a folder's name.
 _LONGEST_MODEL = 80
 _CHECKPOINT = re.compile(r"([^/]+)/checkpoints/(step_\d+)/hf/*$")
 
 
 class RunDirError(ValueError):
-    """A run directory that cannot be used as asked; the message is one line that says what to do instead."""
+    """A run directory that cannot be used as asked. The message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
 class RunDir:
+    """The directory of one run."""
+
     path: Path
 
     @classmethod
     def create(cls, name: str, root: Path) -> "RunDir":
-        """Make `root/name`, which only this user enters: prompts, answers and configs may hold secrets.
+        """Make `root/name`, which only this user can enter: prompts, answers and configs may hold secrets.
 
         Raises RunDirError if the name is no plain folder name, or is in use.
         """
@@ -51,7 +53,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> "RunDir":
-        """An existing run. Raises RunDirError if `path` holds none."""
+        """Open an existing run. Raises RunDirError if `path` holds none."""
         if not path.is_dir():
             raise RunDirError(f"{path}: no such run; `rlctl runs list` shows what there is")
         run = cls(path)
@@ -85,7 +87,7 @@ class RunDir:
 
     @property
     def logs(self) -> Path:
-        """The newest attempt's logs, one file an actor."""
+        """Logs of the newest attempt, one file a process."""
         return self.path / "logs" / "latest"
 
     @property
@@ -95,9 +97,9 @@ class RunDir:
         return max((int(name[1]) for name in names if name), default=0)
 
     def claim(self, wait_s: float = 0.0) -> int:
-        """A lock on the run that only one process has, until it closes the descriptor or ends.
+        """Lock the run for this process, until it closes the returned descriptor or ends.
 
-        Raises RunDirError if another still has it after `wait_s` seconds.
+        Raises RunDirError if another process still holds the lock after `wait_s` seconds.
         """
         descriptor, end = os.open(self.path / ".driver", os.O_RDWR | os.O_CREAT, 0o644), time.monotonic() + wait_s
         while True:
@@ -112,7 +114,7 @@ class RunDir:
             time.sleep(_CLAIM_POLL_S)
 
     def start_attempt(self) -> int:
-        """A new `logs/attempt_N`, which `logs/latest` points to from now on; returns N."""
+        """Make the next `logs/attempt_N`, point `logs/latest` to it, and return N."""
         number = self.attempt + 1
         folder = self.path / "logs" / f"attempt_{number}"
         folder.mkdir(parents=True)
@@ -123,7 +125,7 @@ class RunDir:
         return number
 
     def truncate_metrics(self, step: int) -> None:
-        """Drops what metrics.jsonl and rollouts.jsonl hold of steps after `step`: they will be done again.
+        """Drop the records of steps after `step` from metrics.jsonl and rollouts.jsonl: they will be repeated.
 
         Atomic: a kill at any instant leaves the old file or the new one.
         """
@@ -134,30 +136,31 @@ class RunDir:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """cluster: its name here. job: Ray's submission id. work: the driver's working directory, on the head.
-    attempt: how often the run was submitted.
+    """The job that drives a run on a cluster."""
 
-    remote: path of the run directory on the head where this one is a copy of it; None where it is the run's own.
-    called: path by which whoever submitted the run knows it; None: its own.
-    """
-
+    # The cluster's name on this machine.
     cluster: str
+    # Ray's submission id.
     job: str
+    # Working directory of the driver, on the head.
     work: str
+    # How often the run was submitted.
     attempt: int = 1
+    # Path of the run directory on the head, if this one is a copy of it.
     remote: str | None = None
+    # Path by which the submitter knows the run; None: its own.
     called: str | None = None
 
     @classmethod
     def read(cls, run: Path) -> "JobRecord | None":
-        """None for a run without a job."""
+        """Return the record of a run; None for a run without a job."""
         try:
             return cls(**json.loads((run / "job.json").read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, run: Path) -> None:
-        """Whole or not at all."""
+        """Write the record, whole or not at all."""
         write_whole(run / "job.json", json.dumps(asdict(self)))
 
 
@@ -195,14 +198,9 @@ def _drop_after(path: Path, step: int) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with path.open("rb") as old, temporary.open("wb") as new:
         new.writelines(line for line in old if _belongs(line, step))
-        new.flush()
-        os.fsync(new.fileno())
+    sync(temporary)
     temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def _belongs(line: bytes, step: int) -> bool:

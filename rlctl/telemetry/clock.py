@@ -1,7 +1,7 @@
 """The clock of one step: named phases and named idle times that add up to its wall time.
 
-Contract 5: `time/step` equals the sum of every other `time/*` of the step; `time/other` is what the driver
-itself took. Pure: the clock is passed in, and `StepRecorder` alone writes events.
+Contract 5: `time/step` equals the sum of every other `time/*` of the step; `time/other` is the driver's own time.
+Pure: the clock is passed in, and `StepRecorder` alone writes events.
 """
 
 import math
@@ -17,7 +17,7 @@ APART = ("time/validation", "time/checkpoint")
 
 
 class StepClock:
-    """Measures one step, from its making to `finish`. Spans are exclusive; one name may occur several times."""
+    """Clock of one step, from its construction to `finish`. Spans are exclusive; a name may occur several times."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -27,7 +27,7 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts its block's seconds as `time/NAME`. Raises RuntimeError inside another span."""
+        """Count the block's seconds as `time/NAME`. Raises RuntimeError inside another span."""
         if self._open is not None:
             raise RuntimeError(f"phase {name} begins inside {self._open}: the spans of a step are exclusive")
         self._open = name
@@ -40,19 +40,19 @@ class StepClock:
 
     @contextmanager
     def idle(self, name: str) -> Iterator[None]:
-        """Counts its block's seconds as `time/idle_NAME`: the driver waits, NAME says for whom."""
+        """Count the block's seconds as `time/idle_NAME`: the driver waits for NAME."""
         with self.phase(f"idle_{name}"):
             yield
 
     def finish(self) -> dict[str, float]:
-        """Seconds by name: `time/PHASE`, `time/idle_NAME`, `time/other`, and their sum `time/step`."""
+        """Return seconds by name: `time/PHASE`, `time/idle_NAME`, `time/other`, and their sum `time/step`."""
         wall = self._now() - self._start
         other = max(0.0, wall - math.fsum(self._spans.values()))
         return {**self._spans, "time/other": other, "time/step": wall}
 
 
 class StepRecorder:
-    """A `StepClock` whose phases are also events. `times` after the block are those of `StepClock.finish`."""
+    """A `StepClock` whose phases are also events."""
 
     def __init__(self, events: EventLog, step: int) -> None:
         self._events, self._step = events, step
@@ -60,16 +60,16 @@ class StepRecorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times the block as `time/NAME`."""
+        """Emit the phase, and count the block's seconds as `time/NAME`."""
         self._events.emit("phase", step=self._step, name=name)
         with self._clock.phase(name):
             yield
 
     def finish(self) -> dict[str, float]:
-        """Seconds by name, see `StepClock.finish`."""
+        """Return seconds by name, see `StepClock.finish`."""
         return self._clock.finish()
 
 
 def productive_seconds(times: dict[str, float]) -> float:
-    """Wall seconds of a step without validation and checkpoint: the time base of throughput and idle shares."""
+    """Return the wall seconds of a step without validation and checkpoint: the base of throughput and idle shares."""
     return times["time/step"] - sum(times.get(name, 0.0) for name in APART)

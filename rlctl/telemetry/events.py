@@ -1,9 +1,9 @@
-"""What the loops write: events.jsonl (things that happened) and metrics.jsonl (numbers of a step).
+"""Writers of events.jsonl (occurrences of a run) and metrics.jsonl (numbers of a step).
 
 Contract 7: dashboard, lines, summary and reports read these files and nothing else. Times are unix seconds.
 Kinds of events: run_started, startup, phase, refit_opened, checkpoint, validation_started, prompts, warning,
 error, engine_lost, engine_restarted, engine_gone, redrawn, dispatch, restart, submitted, run_ended.
-Metric names, units and meanings stand in `metrics.py`.
+Metric names, units and meanings are in `metrics.py`.
 """
 
 import math
@@ -16,7 +16,7 @@ from rlctl.telemetry.jsonl import JsonlWriter
 
 
 class Tracker(Protocol):
-    """Anything that takes the same clean numbers as metrics.jsonl: TensorBoard, Weights & Biases."""
+    """A receiver of the numbers of metrics.jsonl: TensorBoard, Weights & Biases."""
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -28,7 +28,7 @@ class EventLog:
 
     - run_started: name, algorithm, model, num_steps, start_step (steps already done), attempt,
       device (cpu or cuda), devices {trainer, generator}, ranks, engines, shared (devices), and `process.identity()`
-    - startup: what; without `seconds` it begins, with `seconds` it is done
+    - startup: what; without `seconds` at its begin, with `seconds` at its end
     - phase: step, name; begins now and lasts until the next phase
     - run_ended: status (done, failed, interrupted or stopped), reason, next (commands to paste)
     """
@@ -42,15 +42,15 @@ class EventLog:
 
     @property
     def lost(self) -> int:
-        """Events that could not be written."""
+        """Number of events that could not be written."""
         return self._writer.lost
 
 
 class MetricsLog:
     """metrics.jsonl: one flat record a step (kind "step") and one a validation (kind "validation").
 
-    A value that is no finite number is left out and reported as one warning event a name; trackers receive
-    what was written.
+    A value that is no finite number is left out, and reported as one warning event a name. Trackers receive the written
+    numbers.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MetricsLog:
 
     @property
     def lost(self) -> int:
-        """Records that could not be written."""
+        """Number of records that could not be written."""
         return self._writer.lost
 
     def write(self, kind: str, step: int, metrics: Mapping[str, Any]) -> None:
@@ -91,7 +91,7 @@ class MetricsLog:
 
 
 def as_number(value: Any) -> float | int | None:
-    """The Python number of a scalar (also NumPy's and a 0-d tensor); None for anything else, NaN or infinity."""
+    """Return a scalar (also NumPy's, or a 0-d tensor) as a Python number; None for NaN, infinity and all else."""
     if not isinstance(value, (int, float)):
         try:
             value = value.item()

@@ -1,6 +1,6 @@
-"""JSON lines on disk: an appender that outlives a full disk, and readers that forgive a half-written line.
+"""JSON lines on disk: a writer that survives a full disk, and readers that skip a half-written line.
 
-Keeps the run directory readable at any instant: a record is one line, written by one flush, or it is skipped.
+The run directory is readable at any instant: a record is one whole line, or it is skipped.
 """
 
 import json
@@ -15,21 +15,21 @@ Record = dict[str, Any]
 
 
 class JsonlWriter:
-    """Appends records, one line each, visible to readers as soon as `write` returns. Thread-safe; never raises.
+    """Writer of records, one line each, which readers see as soon as `write` returns. Thread-safe; never raises.
 
-    A write that fails (full disk, lost mount) is one warning on stderr; later records are tried again. lost: records
-    that could not be written.
+    The first write that fails (full disk, lost mount) is a warning on stderr; later records are tried again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._warned = False
+        # Number of records that could not be written.
         self.lost = 0
         self._torn = _ends_mid_line(path)
 
     def write(self, record: Record) -> None:
-        # Half a surrogate pair, which messages of others may hold, is no UTF-8.
+        # Half a surrogate pair, which foreign messages may hold, is no UTF-8.
         line = json.dumps(record, default=str, ensure_ascii=False).encode(errors="replace") + b"\n"
         with self._lock:
             try:
@@ -41,7 +41,7 @@ class JsonlWriter:
                 self._warn(error)
 
     def _append(self, data: bytes) -> None:
-        # Opened anew each time: a file replaced meanwhile (truncate_metrics) is never written to by mistake.
+        # Opened each time, so that a file which was replaced (truncate_metrics) is never written to.
         descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             while data:
@@ -56,7 +56,7 @@ class JsonlWriter:
 
 
 class Tail:
-    """Reads what was appended since the last `read`; starts over when the file was replaced or cut."""
+    """Reader of the records appended since the last `read`; starts over if the file was replaced or cut."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -64,7 +64,7 @@ class Tail:
         self._offset = 0
 
     def read(self) -> list[Record]:
-        """New complete records in file order; an unfinished last line waits for its end."""
+        """Return new complete records in file order; an unfinished last line waits for its end."""
         try:
             status = self._path.stat()
         except OSError:
@@ -82,7 +82,7 @@ class Tail:
 
 
 def read_records(path: Path) -> list[Record]:
-    """All complete records of a file; none if there is no such file."""
+    """Return all complete records of a file; none if the file does not exist."""
     return Tail(path).read()
 
 

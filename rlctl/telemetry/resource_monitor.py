@@ -1,4 +1,4 @@
-"""Memory and device use of a run, asked for every few seconds at most, so that fast steps do not pay for it."""
+"""Memory and device use of a run, read every few seconds at most, so that fast steps do not pay for it."""
 
 import math
 import time
@@ -13,7 +13,7 @@ Ask = Callable[[], list[dict[str, float]]]
 
 
 class ResourceMonitor:
-    """memory/*_gib: device memory at peak where there is a device, else resident memory; the largest process."""
+    """Source of memory/*_gib: the largest process's peak device memory, on a CPU its resident memory."""
 
     def __init__(self, device: str, sources: dict[str, Ask], now: Callable[[], float] = time.monotonic) -> None:
         self._sources, self._now = sources, now
@@ -21,7 +21,7 @@ class ResourceMonitor:
         self._next = now()
 
     def read(self) -> dict[str, float]:
-        """Nothing if it was read a moment ago."""
+        """Return the metrics; none if they were read less than `EVERY_S` seconds ago."""
         if self._now() < self._next:
             return {}
         self._next = self._now() + EVERY_S

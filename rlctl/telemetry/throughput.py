@@ -1,6 +1,7 @@
 """Three throughputs, each with its denominator, and MFU with its formula (contract 9). Pure functions.
 
-`times` are the seconds of `StepClock.finish`; token counts are those of the same step. 0.0 where no time passed.
+`times` are the seconds of `StepClock.finish`; token counts are those of the same step. The result is 0.0 if no time
+passed.
 """
 
 import re
@@ -11,30 +12,38 @@ from rlctl.telemetry.clock import productive_seconds
 
 # Peak dense bf16 FLOP/s of a device, from its vendor's data sheet (without sparsity); of an SXM module.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e12}
-# Forms of a device with a lower peak, and slices of one. As a PCIe card the A100 alone has the module's peak.
+# Variants with a lower peak, and slices. Only the A100 has the module's peak as a PCIe card.
 _LESSER = {name: {"PCIE", "NVL", "MIG"} for name in PEAK_FLOPS} | {"A100": {"MIG"}}
 
 
 def effective(prompt_tokens: int, generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
-    """End to end, tokens/s/device: prompt and generated tokens of the step's rollouts, divided by the step's
-    wall time without validation and checkpoint, divided by ALL distinct devices, trainer's and generator's."""
+    """Return the end-to-end throughput, tokens/s/device.
+
+    Prompt and generated tokens of the step's rollouts, divided by the step's wall time without validation and
+    checkpoint, divided by ALL distinct devices, trainer's and generator's.
+    """
     return _rate(prompt_tokens + generated_tokens, productive_seconds(dict(times)), devices)
 
 
 def training_only(trained_tokens: int, times: Mapping[str, float], devices: int) -> float:
-    """Tokens/s/device: tokens that went through the update, divided by `time/train`, divided by the trainer's
-    devices. Log-prob passes, waiting and refit are outside."""
+    """Return the throughput of training alone, tokens/s/device.
+
+    Tokens that went through the update, divided by `time/train`, divided by the trainer's devices. Log-prob passes,
+    waiting and refit are not in that time.
+    """
     return _rate(trained_tokens, times.get("time/train", 0.0), devices)
 
 
 def generation_only(generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
-    """Tokens/s/device: generated tokens (no prompts), divided by `time/generation`, divided by the
-    generator's devices."""
+    """Return the throughput of generation alone, tokens/s/device.
+
+    Generated tokens (no prompts), divided by `time/generation`, divided by the generator's devices.
+    """
     return _rate(generated_tokens, times.get("time/generation", 0.0), devices)
 
 
 def flops_per_token(parameters: int, layers: int, hidden: int, length: float) -> float:
-    """Training FLOPs a token: 6 N for the weights, 12 L H T for attention over sequences of T tokens.
+    """Return training FLOPs a token: 6 N for the weights, 12 L H T for attention over sequences of T tokens.
 
     N: parameters a token passes through (of a mixture of experts, the active ones); H: heads times head size.
     Source: PaLM, appendix B (arXiv 2204.02311). Recomputed activations do not count.
@@ -43,22 +52,27 @@ def flops_per_token(parameters: int, layers: int, hidden: int, length: float) ->
 
 
 def length_of_a_token(lengths: Sequence[int]) -> float:
-    """Tokens of the sequence that a token is in, mean over all tokens of sequences of these lengths: what attention
-    costs grows with the square of a sequence's length, and the mean over sequences says too little of a long tail."""
+    """Return the mean over all tokens of the length of their sequence.
+
+    The cost of attention grows with the square of a sequence's length, so the mean over sequences would count a long
+    tail too little.
+    """
     return sum(length * length for length in lengths) / max(1, sum(lengths))
 
 
 def mfu(training: float, flops: float, device: str) -> float | None:
-    """Model FLOPs utilisation of the trainer, 0 to 1: `training_only` tokens/s/device times FLOPs a token,
-    divided by the device's bf16 peak. None where the peak is not known, as on a CPU."""
+    """Return the model FLOPs utilisation of the trainer, 0 to 1; None if the peak is not known, as on a CPU.
+
+    `training_only` tokens/s/device times FLOPs a token, divided by the device's bf16 peak.
+    """
     peak = peak_flops(device)
     return None if peak is None else training * flops / peak
 
 
 def peak_flops(device: str) -> float | None:
-    """Of the device of that name, like NVIDIA H100 80GB HBM3. None where it is not known for certain.
+    """Return the bf16 peak of a device such as NVIDIA H100 80GB HBM3; None if it is not known for certain.
 
-    Peaks of one chip differ: a PCIe or NVL card runs slower than an SXM module, a MIG slice is a part of it. A wrong
+    Peaks of one chip differ: a PCIe or NVL card is slower than an SXM module, a MIG slice is a part of it. A wrong
     MFU is worse than none.
     """
     words = set(re.findall(r"[A-Z0-9]+", device.upper()))
@@ -66,9 +80,9 @@ def peak_flops(device: str) -> float | None:
 
 
 def idle_share(times: Mapping[str, float], busy: Iterable[str]) -> float:
-    """Share (0 to 1) of the step, validation and checkpoint apart, in which a side did nothing.
+    """Return the share (0 to 1) of the step, without validation and checkpoint, in which a side did nothing.
 
-    busy: the phases in which it worked, for example ("train", "log_probs", "refit") for the trainer.
+    busy: phases in which it worked, for example ("train", "log_probs", "refit") for the trainer.
     """
     wall = productive_seconds(dict(times))
     worked = sum(times.get(f"time/{name}", 0.0) for name in busy)
@@ -80,7 +94,7 @@ def _rate(tokens: int, seconds: float, devices: int) -> float:
 
 
 def split(steps: Sequence[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """(phase, share of all the steps' wall time), largest first, from step records with `time/*`."""
+    """Return (phase, share of all steps' wall time), largest first, from step records with `time/*`."""
     wall = sum(float(record.get("time/step", 0.0)) for record in steps)
     names = {name for record in steps for name in record if name.startswith("time/")} - {"time/step"}
     sums = {name: sum(float(record.get(name, 0.0)) for record in steps) for name in names}

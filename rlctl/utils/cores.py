@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use, which in containers and jobs are fewer than the machine has."""
+"""Number of CPU cores that this process may use: in containers and jobs fewer than the machine has."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(quota: Path = _QUOTA) -> int:
-    """At least 1: those of its affinity (taskset, cpusets, Slurm), at most what its control group's quota is worth.
+    """Return the cores of the affinity mask (taskset, cpusets, Slurm), limited by the control group's quota.
 
-    quota: a file of cgroup v2: microseconds of CPU time, or max, and the period that they are for.
+    quota: a file of cgroup v2 with the CPU time in microseconds, or max, and its period.
     """
     allowed = len(os.sched_getaffinity(0))
     try:

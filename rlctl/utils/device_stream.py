@@ -1,7 +1,4 @@
-"""Lanes of device work that run beside each other, and the marks by which one hands over to the next.
-
-On CUDA a lane is a stream and a mark an event; on CPU work is done when it is called, and a mark is a moment.
-"""
+"""CUDA streams and events, with a CPU form in which all work is done when it is called."""
 
 import time
 from typing import Any
@@ -10,32 +7,32 @@ import torch
 
 
 class DeviceEvent:
-    """A moment of a lane: reached once everything queued there before it is done."""
+    """A point of a stream, reached when everything queued before it is done. event: None on a CPU."""
 
     def __init__(self, event: Any) -> None:
         self.event, self._time = event, time.perf_counter()
 
     def reached(self) -> bool:
-        """Whether the device has come this far."""
+        """Return True if the device has reached the point."""
         return self.event is None or bool(self.event.query())
 
     def lead(self) -> None:
-        """The thread's current stream queues behind it."""
+        """Queue the thread's current stream behind this point."""
         if self.event is not None:
             self.event.wait()
 
     def seconds_since(self, earlier: "DeviceEvent") -> float:
-        """Between two marks that both are reached."""
+        """Return the seconds since an earlier point; both are reached."""
         if self.event is None:
             return self._time - earlier._time
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
 class DeviceStream:
-    """`with lane:` queues device work on it."""
+    """A stream: `with stream:` queues device work on it."""
 
     def __init__(self, device: torch.device, urgent: bool = False) -> None:
-        """urgent: its kernels are started before those of other lanes."""
+        """Make a stream. urgent: its kernels start before those of other streams."""
         cuda = device.type == "cuda"
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-int(urgent)) if cuda else None  # type: ignore[no-untyped-call]
@@ -57,27 +54,27 @@ class DeviceStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def lead(self) -> None:
-        """The thread's current stream queues behind everything here."""
+        """Queue the thread's current stream behind everything on this one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """The tensor's memory, once freed, is nobody else's until what is queued here so far is done."""
+        """Keep a tensor's memory from reuse until the work queued so far is done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
     def after(self, mark: DeviceEvent | None) -> None:
-        """Queue behind another lane's mark."""
+        """Queue behind a point of another stream."""
         if self._stream is not None and mark is not None:
             self._stream.wait_event(mark.event)
 
     def wait(self) -> None:
-        """Until the device has done everything queued here."""
+        """Wait until the device has done everything queued here."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def mark(self) -> DeviceEvent:
-        """This moment of the lane."""
+        """Return the current point of the stream."""
         if self._stream is None:
             return DeviceEvent(None)
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -89,5 +86,5 @@ Span = tuple[DeviceEvent, DeviceEvent]
 
 
 def elapsed(spans: list[Span]) -> float:
-    """Seconds between the marks of each pair, summed."""
+    """Return the seconds between the points of each pair, summed."""
     return sum(end.seconds_since(begin) for begin, end in spans)

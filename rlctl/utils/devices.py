@@ -11,13 +11,13 @@ from typing import Any
 
 
 def visible_gpus() -> list[str]:
-    """NVIDIA devices that this process may use, each as CUDA_VISIBLE_DEVICES names it: a seat's devices count these.
+    """Return the NVIDIA devices that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
     Asks the driver's tool, so that torch need not be imported.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        # CUDA reads up to the first that is none.
+        # CUDA stops at the first entry that names no device.
         return list(takewhile(lambda name: name not in ("", "-1"), map(str.strip, visible.split(","))))
     tool = shutil.which("nvidia-smi")
     return [str(index) for index in range(_installed(tool) if tool else 0)]
@@ -25,20 +25,20 @@ def visible_gpus() -> list[str]:
 
 @cache
 def _installed(tool: str) -> int:
-    # Asked once: it takes up to a second, and every seat of a run wants to know.
+    # Cached: it takes up to a second, and every slot of a run asks.
     listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
 def count_gpus() -> int:
-    """How many NVIDIA devices this process may use."""
+    """Return the number of NVIDIA devices that this process may use."""
     return len(visible_gpus())
 
 
 def utilization_meter(device: str) -> Callable[[], float]:
-    """A function that returns the share of use, 0 to 1, since it was last called (GPU: over NVML's own last second).
+    """Return a function that gives the share of use, 0 to 1, since its last call (GPU: over NVML's own last second).
 
-    NaN where that cannot be told: no run ends for want of this number.
+    It gives NaN where the share cannot be read: no run ends for want of this number.
     """
     return _gpus() if device == "cuda" else _cores()
 
@@ -63,7 +63,7 @@ def _gpus() -> Callable[[], float]:
         try:
             percents = [float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu) for handle in handles]
             return sum(percents) / len(percents) / 100
-        except Exception:  # no device, one that was lost, or one that does not tell (a MIG slice)
+        except Exception:  # no device, a lost one, or one that does not report (a MIG slice)
             return math.nan
 
     return read

@@ -1,6 +1,6 @@
-"""Text of others (prompts, completions, names, error messages) as it is safe to show.
+"""Foreign text (prompts, completions, names, error messages) in a form that is safe to show.
 
-A terminal obeys what is written to it: a completion may move the cursor, retitle the window or fill the clipboard.
+A terminal obeys control characters: a completion could move the cursor, retitle the window or fill the clipboard.
 """
 
 import re

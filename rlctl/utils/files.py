@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """The file with this content, text as UTF-8; whoever looks meanwhile, or after a kill, finds the old one.
+    """Replace a file by this content, text as UTF-8. A reader, also after a kill, finds the old file or the new one.
 
-    Nothing is written through a symbolic link: one in the file's place is replaced.
+    Nothing is written through a symbolic link: a link at `path` is replaced.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -18,23 +18,32 @@ def write_whole(path: Path, content: str | bytes) -> None:
     temporary.replace(path)
 
 
+def sync(path: Path) -> None:
+    """Write a file or folder through to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class Reserve:
-    """Room on the disk that is given back when a run ends, so that its last words fit on a disk that is full."""
+    """Disk space that is released when a run ends, so that its last records fit on a full disk."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Claims nothing where the disk is full already."""
+        """Reserve the space, unless the disk is full already."""
         self._path = path
         with suppress(OSError), path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
 
     def release(self) -> None:
-        """Give the room back."""
+        """Release the space."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 def foreign_link(path: Path) -> Path | None:
-    """Return the symbolic link on the way to `path` that somebody else made, who chooses where the way leads."""
+    """Return a symbolic link in `path` that another user made, and could redirect; None if there is none."""
     for each in [path.absolute(), *path.absolute().parents]:
         try:
             status = each.lstat()

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def load_object(name: str) -> Any:
-    """Return what `module:object` or `file.py:object` names. Raises whatever the import does, or AttributeError."""
+    """Return the object of `module:object` or `file.py:object`. Raises the import's errors, or AttributeError."""
     module, _, attribute = name.rpartition(":")
     own = module.startswith("rlctl.")
     return getattr(importlib.import_module(module) if own else load_module(module), attribute)
@@ -18,7 +18,7 @@ def load_object(name: str) -> Any:
 def load_module(name: str) -> ModuleType:
     """Import a module by its name, looked up in the current directory too, or by its file.
 
-    A file inside a package is imported as part of it, so that its siblings are found. Raises whatever the import does.
+    A file inside a package is imported as part of it, so that its siblings are found. Raises the import's errors.
     """
     path = Path(name)
     folder = path.resolve().parent if path.suffix == ".py" else Path.cwd()

@@ -1,4 +1,4 @@
-"""Ports for processes that must meet, and torch's store at one, which only the address that was asked for reaches."""
+"""Ports at which processes meet, and torch's store, which listens on one address alone."""
 
 import socket
 from datetime import timedelta
@@ -8,7 +8,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """A TCP port of an address of this machine that nobody listens on at this moment."""
+    """Return a TCP port of an address of this machine that nobody listens on at this moment."""
     with socket.socket(_family(address)) as probe:
         probe.bind((address, 0))
         port: int = probe.getsockname()[1]

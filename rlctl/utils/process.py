@@ -1,4 +1,4 @@
-"""Which process drives a run, and whether it still lives: pid and start time, so that a reused pid fools nobody."""
+"""Identity of the process that drives a run: pid and start time, since a pid may be reused."""
 
 import os
 import socket
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def identity() -> dict[str, Any]:
-    """Fields of run_started that name this process: pid, create_time (unix seconds), host."""
+    """Return the fields of run_started that identify this process: pid, create_time (unix seconds), host."""
     import psutil
 
     return {
@@ -17,7 +17,7 @@ def identity() -> dict[str, Any]:
 
 
 def lives(pid: int, create_time: float, host: str | None) -> bool:
-    """Whether that very process runs. On another host nobody can tell from here: True."""
+    """Return True if that process still runs, and for a process of another host, which cannot be seen."""
     import psutil
 
     if host not in (None, socket.gethostname()):

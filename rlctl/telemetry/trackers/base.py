@@ -1,6 +1,6 @@
-"""Trackers get the numbers of metrics.jsonl and may fail freely.
+"""Trackers of a run, which get the numbers of metrics.jsonl and never end it.
 
-Whatever goes wrong in one, at import, start or any write, is one warning event, and that tracker is done.
+The first error of a tracker, at import, start or any write, is one warning event, and that tracker is off.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ def _make(section: TrackerSection, run: Path, config: Mapping[str, Any]) -> Trac
 
 
 class Guarded:
-    """A tracker that cannot hurt: made now, dropped with one warning at its first failure."""
+    """A tracker that is dropped with one warning at its first failure."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], events: EventLog) -> None:
         self._name = name

@@ -8,14 +8,14 @@ import wandb
 
 
 class WandB:
-    """One W&B run a run directory; a resumed run continues it."""
+    """One W&B run for each run directory; a resumed run continues it."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], project: str) -> None:
         name = run.resolve().name
         self._run = wandb.init(project=project, name=name, id=name, dir=str(run), config=dict(config), resume="allow")
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        # Validation falls on a step that may be logged already, so the step is a field of its own.
+        # W&B refuses a step that it has seen, and validation has its step's number: the step is a field of its own.
         self._run.log({"step": step, **metrics})
 
     def close(self) -> None:
