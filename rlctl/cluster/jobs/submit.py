@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -18,6 +18,8 @@ from rlctl.preflight.placement import NodeResources
 from rlctl.run.run_dir import JobRecord, RunDir
 
 _ANSWER_S = 120.0
+# Of `head_agent.OPERATIONS`.
+Operation = Literal["accept", "status", "stop", "runs"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def submit(target: TargetCluster, order: Submission) -> Path:
     return run
 
 
-def ask(state: ClusterState, operation: str, request: dict[str, Any]) -> dict[str, Any]:
+def ask(state: ClusterState, operation: Operation, request: dict[str, Any]) -> dict[str, Any]:
     """Return what the head answers to an operation of `head_agent.py`. Raises ClusterError."""
     common = {"op": operation, "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
     try:

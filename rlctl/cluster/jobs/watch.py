@@ -138,7 +138,7 @@ def stop_job(run: Path, record: JobRecord, now: bool) -> bool:
     if state is None:
         raise ClusterError(f"{record.cluster} is not up, and so nothing of it runs")
     request = {"job": record.job, "run": _ClusterRun(run, record, state).path, "now": now}
-    return bool(ask(state, "node.stop", request)["stopped"])
+    return bool(ask(state, "stop", request)["stopped"])
 
 
 def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> int:

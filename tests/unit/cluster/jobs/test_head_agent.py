@@ -3,11 +3,12 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from rlctl.cluster.jobs import head_agent
+from rlctl.cluster.jobs.submit import Operation
 from rlctl.dashboard.state import read_state
 from rlctl.launch.runtime import LocalRuntime
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
@@ -116,3 +117,7 @@ def test_a_run_of_a_cluster_is_not_gone_on_with_beside_its_driver(tmp_path: Path
     JobRecord("lab", "mine-1", "/work", remote="/there/mine").write(run)
     with pytest.raises(RunDirError, match="is a copy of a run that lives on lab: add --cluster lab"):
         LocalRuntime().refuse(RunDir(run))
+
+
+def test_the_head_knows_every_operation_that_it_is_asked_for() -> None:
+    assert head_agent.OPERATIONS.keys() == set(get_args(Operation))
