@@ -247,10 +247,11 @@ def _run(session: Session, body: Callable[[Session], None]) -> tuple[int, str, s
 
     Returns (exit code, status, reason).
     """
-    run, pause = session.config.run, 0.0
+    run = session.config.run
+    pause: float | None = None
     while True:
         try:
-            if pause:
+            if pause is not None:
                 _sleep(session, pause)
                 session.begin_again()
             if session.resumed:

@@ -126,7 +126,9 @@ class Checkpoints:
         """
         self.refuse_earlier()
         damaged: dict[Path, str] = {}
-        notes = [f"{path}: no checkpoint of rlctl, left alone" for path in self._strangers()]
+        known = {path for _, path in self._folders()}
+        strangers = sorted(path for path in self._folder.glob("step_*") if path not in known)
+        notes = [f"{path}: no checkpoint of rlctl, left alone" for path in strangers]
         for step, path in reversed(list(self._folders())):
             wrong = find_damage(path)
             export = {file: what for file, what in wrong.items() if path / "hf" in file.parents}
@@ -163,10 +165,6 @@ class Checkpoints:
             (re.fullmatch(rf"{prefix}step_(\d+)", path.name), path) for path in self._folder.glob(f"{prefix}step_*")
         )
         yield from sorted((int(name[1]), path) for name, path in names if name and path.is_dir())
-
-    def _strangers(self) -> list[Path]:
-        known = {path for _, path in self._folders()}
-        return sorted(path for path in self._folder.glob("step_*") if path not in known)
 
     def _prune(self) -> None:
         found = self.all()

@@ -23,7 +23,6 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._warned = False
         # Number of records that could not be written.
         self.lost = 0
         self._torn = _ends_mid_line(path)
@@ -38,7 +37,8 @@ class JsonlWriter:
             except OSError as error:
                 self._torn = True
                 self.lost += 1
-                self._warn(error)
+                if self.lost == 1:
+                    print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
 
     def _append(self, data: bytes) -> None:
         # Opened each time, so that a file which was replaced (truncate_metrics) is never written to.
@@ -48,11 +48,6 @@ class JsonlWriter:
                 data = data[os.write(descriptor, data) :]
         finally:
             os.close(descriptor)
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            self._warned = True
-            print(f"warning: cannot write {self._path}: {error.strerror}; the run goes on", file=sys.stderr)
 
 
 class Tail:

@@ -27,12 +27,11 @@ class ResourceMonitor:
         self._next = self._now() + EVERY_S
         import psutil
 
-        held = {name: max(map(_bytes, ask()), default=0.0) for name, ask in self._sources.items()}
+        held = {
+            name: max((each["device_peak"] or each["host_rss"] for each in ask()), default=0.0)
+            for name, ask in self._sources.items()
+        }
         metrics = {f"memory/{name}_gib": size / GIB for name, size in held.items()}
         metrics["memory/driver_gib"] = psutil.Process().memory_info().rss / GIB
         used = self._utilization()
         return metrics if math.isnan(used) else metrics | {"device/utilization": used}
-
-
-def _bytes(memory: dict[str, float]) -> float:
-    return memory["device_peak"] or memory["host_rss"]

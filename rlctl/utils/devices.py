@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable
 from functools import cache
 from itertools import takewhile
-from typing import Any
 
 
 def visible_gpus() -> list[str]:
@@ -40,22 +39,23 @@ def utilization_meter(device: str) -> Callable[[], float]:
 
     It gives NaN where the share cannot be read: no run ends for want of this number.
     """
-    return _gpus() if device == "cuda" else _cores()
-
-
-def _cores() -> Callable[[], float]:
+    if device == "cuda":
+        return _gpu_meter()
     import psutil
 
     psutil.cpu_percent(None)
     return lambda: psutil.cpu_percent(None) / 100
 
 
-def _gpus() -> Callable[[], float]:
+def _gpu_meter() -> Callable[[], float]:
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        handles = [_handle(pynvml, name) for name in visible_gpus()]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in visible_gpus()
+        ]
     except Exception:  # no NVML, or none of its devices
         handles = []
 
@@ -67,7 +67,3 @@ def _gpus() -> Callable[[], float]:
             return math.nan
 
     return read
-
-
-def _handle(nvml: Any, name: str) -> Any:
-    return nvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID(name)

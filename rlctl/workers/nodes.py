@@ -138,8 +138,14 @@ class Reservation:
             if not self._group.wait(deadline_s):
                 why = placement_group_table(self._group)["stats"]["scheduling_state"]
                 raise NoRoom(f"what the run needs could not be reserved within {deadline_s:g} s (Ray says {why})")
-            helpers = [self._helper(index, share) for index, share in enumerate(shares)]
-            facts = ray.get([helper.facts.remote(each.node.address) for helper, each in helpers], timeout=deadline_s)
+            helpers = [
+                ray.remote(num_cpus=0, num_gpus=share.gpus)(NodeHelper)
+                .options(scheduling_strategy=self._strategy(index))
+                .remote()
+                for index, share in enumerate(shares)
+            ]
+            asked = [helper.facts.remote(share.node.address) for helper, share in zip(helpers, shares)]
+            facts = ray.get(asked, timeout=deadline_s)
         except (RayActorError, GetTimeoutError) as error:
             remove_placement_group(self._group)
             raise NoRoom(f"a node was lost while it was reserved: {error}") from error
@@ -150,7 +156,7 @@ class Reservation:
             NodeLease(
                 share.node.id, share.node.name, share.node.address, face, gpus, cores, helper, self._strategy(index)
             )
-            for index, ((helper, share), (face, gpus, cores)) in enumerate(zip(helpers, facts))
+            for index, (helper, share, (face, gpus, cores)) in enumerate(zip(helpers, shares, facts))
         ]
 
     def release(self) -> None:
@@ -160,10 +166,6 @@ class Reservation:
         for node in self.nodes:
             ray.kill(node.helper)
         remove_placement_group(self._group)
-
-    def _helper(self, index: int, share: NodeRequest) -> tuple[Any, NodeRequest]:
-        actor = ray.remote(num_cpus=0, num_gpus=share.gpus)(NodeHelper)
-        return actor.options(scheduling_strategy=self._strategy(index)).remote(), share
 
     def _strategy(self, index: int) -> Any:
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)

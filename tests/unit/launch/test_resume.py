@@ -142,6 +142,8 @@ def test_a_restart_goes_through_the_same_door(run: Path) -> None:
     assert resume(run, body, "run.max_restarts=1", "run.restart_backoff_s=0") == 0
     assert starts == [4, 2]
     assert steps(run) == [1, 2]
+    # The run, its resume and the restart each have logs of their own.
+    assert sorted(path.name for path in (run / "logs").glob("attempt_*")) == ["attempt_1", "attempt_2", "attempt_3"]
 
 
 def test_rows_that_are_not_those_of_the_checkpoint_are_bad_input(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
