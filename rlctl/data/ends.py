@@ -30,7 +30,7 @@ class EndTokens:
         return tuple(self.named)
 
     def __str__(self) -> str:
-        """`<|im_end|> 151645 (chat template), <|endoftext|> 151643 (config.json, tokenizer)`."""
+        """Return, for example, `<|im_end|> 151645 (chat template), <|endoftext|> 151643 (config.json, tokenizer)`."""
         shown = (f"{text} {token} ({', '.join(sources)})" for token, (text, sources) in self.named.items())
         return ", ".join(shown) or "none"
 

@@ -33,7 +33,7 @@ class LengthReport:
     unended: int = 0
 
     def __str__(self) -> str:
-        """`2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
+        """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
         cuts = [f"{self.dropped:,} dropped (prompt too long)"] * bool(self.dropped)
         cuts += [f"{self.truncated:,} truncated"] * bool(self.truncated)
         text = f"{self.rows:,} rows; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens"

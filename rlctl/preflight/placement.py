@@ -115,29 +115,29 @@ class Placement:
         return 0.0 if self.device == "cuda" else self.cpus_per_process * sum(self.processes_on(node))
 
 
-def place(rooms: Sequence[NodeResources], resources: ResourceRequest, device: Device | None = None) -> Placement:
+def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device | None = None) -> Placement:
     """Return a slot for every process. device None: cuda where there are GPUs.
 
     Raises PlacementError with the arithmetic when there is too little room.
     """
-    device = device or ("cuda" if any(room.gpus for room in rooms) else "cpu")
-    most = [room.gpus for room in rooms]
+    device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
+    most = [node.gpus for node in nodes]
     if device == "cpu":
         each = resources.cpus_per_process
-        most = [_MOST_ON_CPU if room.cpus is None else int(room.cpus / each + 1e-6) for room in rooms]
+        most = [_MOST_ON_CPU if node.cpus is None else int(node.cpus / each + 1e-6) for node in nodes]
     free = [list(range(count)) for count in most]
     shared = resources.colocated and device == "cuda"
     if shared and resources.engines:
-        free = _one_node(free, resources, rooms)
+        free = _one_node(free, resources, nodes)
     others = [list(slots) for slots in free] if shared else free
     trainers = _take(free, resources.ranks, 1, resources.trainer)
     size = resources.tensor_parallel_size if device == "cuda" else 1
     engines = _take(others, resources.engines, size, resources.generator) if trainers is not None else None
     if trainers is None or engines is None:
-        raise PlacementError(_too_little(rooms, resources, device))
+        raise PlacementError(_too_little(nodes, resources, device))
     if device == "cpu":
         trainers, engines = ([PlacementSlot(slot.node) for slot in slots] for slots in (trainers, engines))
-    names = tuple(room.name for room in rooms)
+    names = tuple(node.name for node in nodes)
     return Placement(device, trainers, engines, shared or device == "cpu", names, resources.cpus_per_process)
 
 
@@ -180,7 +180,7 @@ def usual_transport(placement: Placement, engines: int) -> Transport:
     return "ipc" if placement.shared or engines == len(placement.trainers) == 1 else "broadcast"
 
 
-def _one_node(free: list[list[int]], resources: ResourceRequest, rooms: Sequence[NodeResources]) -> list[list[int]]:
+def _one_node(free: list[list[int]], resources: ResourceRequest, nodes: Sequence[NodeResources]) -> list[list[int]]:
     """Return the free devices of the first node that holds trainer and engines, and none elsewhere.
 
     Weights go from a GPU to an engine on the same one without leaving the node. Raises PlacementError if none has room.
@@ -192,7 +192,7 @@ def _one_node(free: list[list[int]], resources: ResourceRequest, rooms: Sequence
     if sum(map(len, free)) < needed:
         return free
     what = f"{needed} GPUs of one node needed, where engines share the trainer's (placement.colocated)"
-    raise PlacementError(f"{what}; {_free(rooms, [room.gpus for room in rooms], 'GPU')}")
+    raise PlacementError(f"{what}; {_free(nodes, [node.gpus for node in nodes], 'GPU')}")
 
 
 def _take(free: list[list[int]], count: int, size: int, strategy: Strategy) -> list[PlacementSlot] | None:
@@ -220,25 +220,25 @@ def _devices(slots: Sequence[PlacementSlot]) -> int:
     return max(1, len(found) or len({slot.node for slot in slots}))
 
 
-def _too_little(rooms: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> str:
+def _too_little(nodes: Sequence[NodeResources], resources: ResourceRequest, device: Device) -> str:
     ranks = f"{resources.ranks} trainer rank{'s' * (resources.ranks != 1)}"
     if device == "cpu":
         needed, each = resources.ranks + resources.engines, resources.cpus_per_process
         engines = f" and {resources.engines} engine{'s' * (resources.engines != 1)}" * bool(resources.engines)
-        if any(room.cpus is None for room in rooms):
+        if any(node.cpus is None for node in nodes):
             return f"{ranks}{engines}: at most {_MOST_ON_CPU} processes share a machine without GPUs"
         what = f"{needed * each:g} CPUs needed for {ranks}{engines} (placement.cpus_per_process={each:g})"
-        return f"{what}; {_free(rooms, [room.cpus or 0 for room in rooms], 'CPU')}"
+        return f"{what}; {_free(nodes, [node.cpus or 0 for node in nodes], 'CPU')}"
     wanted = resources.engines * resources.tensor_parallel_size
     needed = max(resources.ranks, wanted) if resources.colocated else resources.ranks + wanted
     how = "shared by" if resources.colocated else "apart for"
     what = f"{needed} GPUs needed, {how} {ranks} and {resources.engines} engines x {resources.tensor_parallel_size}"
-    what = f"{what} (tensor_parallel_size); {_free(rooms, [room.gpus for room in rooms], 'GPU')}"
-    return f"{what}; an engine's are of one node" if sum(room.gpus for room in rooms) >= needed else what
+    what = f"{what} (tensor_parallel_size); {_free(nodes, [node.gpus for node in nodes], 'GPU')}"
+    return f"{what}; an engine's are of one node" if sum(node.gpus for node in nodes) >= needed else what
 
 
-def _free(rooms: Sequence[NodeResources], amounts: Sequence[float], word: str) -> str:
-    if not any(room.name for room in rooms):
+def _free(nodes: Sequence[NodeResources], amounts: Sequence[float], word: str) -> str:
+    if not any(node.name for node in nodes):
         return f"this machine has {sum(amounts):g}"
-    listed = ", ".join(f"{room.name} {amount:g}" for room, amount in zip(rooms, amounts))
+    listed = ", ".join(f"{node.name} {amount:g}" for node, amount in zip(nodes, amounts))
     return f"the cluster has {sum(amounts):g} {word}s free: {listed}"
