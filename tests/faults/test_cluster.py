@@ -146,7 +146,7 @@ def test_a_node_that_dies_while_another_starts(clusters: StandInClusters, killed
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_node_that_is_lost_is_started_anew_beside_the_rest(clusters: StandInClusters) -> None:
+def test_a_lost_node_is_started_again_and_the_others_are_left_alone(clusters: StandInClusters) -> None:
     clusters.run("up", "nodes=2", "num_cpus=1")
     before = clusters.state()["nodes"]
     kill_node(before[1]["pid"])

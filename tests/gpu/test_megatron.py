@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from tests.system.training.scenario import MEGATRON, WeightedLoss, assert_close, sequences, share, totals, trainer
 from tests.system.training.scenario import weights as exported
 from tests.system.training.test_megatron import DATA as SHARED
-from tests.system.training.test_megatron import LAYOUTS, STEPS, remote_scripts, seen, two_ranks
+from tests.system.training.test_megatron import LAYOUTS, STEPS, on_host, seen, two_ranks
 from tests.tiny_models import KINDS, Kind, make_model
 
 pytest.importorskip("megatron.core")
@@ -45,12 +45,12 @@ def test_two_ranks_train_as_fsdp_does_on_one_in_float32(name: str, run: Path, tm
     ranks, kind = [seen(run, name, rank) for rank in (0, 1)], LAYOUTS[name][0]
     assert ranks[0]["trained"] == ranks[1]["trained"]
     with trainer(run / kind, tmp_path, device=DEVICE) as one:
-        assert_close(ranks[0]["exported"], remote_scripts(exported(one)), atol=0)
+        assert_close(ranks[0]["exported"], on_host(exported(one)), atol=0)
         for got in ranks[0]["trained"]:
             assert_close(got, one.train(share(SHARED, 64), LOSS, totals(SHARED)), atol=1e-3)
-        assert_close(ranks[0]["weights"], remote_scripts(exported(one)), atol=1e-3)
+        assert_close(ranks[0]["weights"], on_host(exported(one)), atol=1e-3)
         one.load(run / name / "state")
-        assert_close(remote_scripts(exported(one)), ranks[0]["weights"], atol=0)
+        assert_close(on_host(exported(one)), ranks[0]["weights"], atol=0)
         assert_close(ranks[0]["next"], one.train(share(SHARED, 64), LOSS, totals(SHARED)), atol=1e-3)
     assert len(ranks[0]["trained"]) == STEPS
 

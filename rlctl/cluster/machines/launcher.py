@@ -128,19 +128,19 @@ class MachineLauncher(Launcher):
     ) -> list[ClusterNode]:
         """Return the nodes that did not come up."""
         stuck = stop_nodes(self._store, state, self._say, lost)
-        spots = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
-        fit = [node for node in lost if node.name in spots]
+        found = places_again(config, [node for node in lost if node.name not in stuck], python, self._say)
+        fit = [node for node in lost if node.name in found]
         for node in fit:
-            node.folder = f"{spots[node.name].root}/{node_folder_name()}"
-            node.address = spots[node.name].address
+            node.folder = f"{found[node.name].root}/{node_folder_name()}"
+            node.address = found[node.name].address
         self._forget_processes(state, fit)
-        failed = self._starter(config, state, list(spots.values())).start(fit)
+        failed = self._starter(config, state, list(found.values())).start(fit)
         stop_nodes(self._store, state, self._say, failed)
         self._forget_processes(state, failed)
         return [node for node in lost if node in failed or node not in fit]
 
-    def _starter(self, config: MachineCluster, state: ClusterState, spots: list[Place]) -> NodeStarter:
-        return NodeStarter(config, self._store, state, {spot.name: spot for spot in spots}, self._say)
+    def _starter(self, config: MachineCluster, state: ClusterState, found: list[Place]) -> NodeStarter:
+        return NodeStarter(config, self._store, state, {place.name: place for place in found}, self._say)
 
     def _forget_processes(self, state: ClusterState, nodes: list[ClusterNode]) -> None:
         for node in nodes:

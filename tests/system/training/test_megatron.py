@@ -41,7 +41,7 @@ STEPS = 3
 UNTIED: Kind = "llama"
 
 
-def remote_scripts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
@@ -81,20 +81,20 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
         place = f"{device}:{rank}" if device == "cuda" else device
         with trainer(folder / kind, own, rank, 2, place, **settings) as one:
             seen: dict[str, Any] = {"log_probs": [torch.from_numpy(x) for b in one.log_probs(mine) for x in b]}
-            seen["exported"] = remote_scripts(weights(one))
+            seen["exported"] = on_host(weights(one))
             seen["listed"] = one.layout() == [(n, tuple(t.shape), "float32") for n, t in one.export()]
             seen["boxes"] = [(s.name, s.start, s.tensor.cpu().clone()) for s in one.shards()]
             whole = [one.train(mine, LOSS, totals(DATA)) for _ in range(STEPS - 1)]
             seen["trained"] = [*whole, train_in_parts(one, DATA, 48, rank % shards, shards)]
             seen["evaluated"] = one.evaluate(mine, LOSS)
-            seen["weights"] = remote_scripts(weights(one))
+            seen["weights"] = on_host(weights(one))
             one.save(own / "state")
             one.export_folder(own / "exported")
             reference = one.reference_log_probs(mine)
             seen["reference"] = [torch.from_numpy(x) for b in reference for x in b]
             seen["next"] = one.train(mine, LOSS, totals(DATA))
             refusal = refused(one, DATA, 48, rank % shards, shards)
-            seen["refused"] = {key: remote_scripts(each) if key != "said" else each for key, each in refusal.items()}
+            seen["refused"] = {key: on_host(each) if key != "said" else each for key, each in refusal.items()}
             torch.save(seen, own / f"rank-{rank}.pt")
 
 
