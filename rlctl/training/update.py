@@ -1,7 +1,7 @@
 """The arithmetic of one update, the same for every backend: its learning rate, its metrics, its one division."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -71,16 +71,25 @@ def _merged(parts: list[Found]) -> Found:
 
 
 def divide_and_clip(
-    gradients: list[Tensor], norm: float, loss: float, normalizer: float, max_norm: float, where: Callable[[], str]
+    gradients: list[Tensor],
+    named: Iterable[tuple[str, Tensor]],
+    norm: float,
+    loss: float,
+    normalizer: float,
+    max_norm: float,
 ) -> float:
     """Divide the gradients by `normalizer` and clip them to `max_norm`, in one pass; return their norm between the two.
 
-    norm: 2-norm of the summed gradients; loss: the summed loss; both over all ranks, so that all ranks raise or none.
-    where: names the worst gradients. Raises FloatingPointError, with nothing changed, unless both are finite.
+    named: this rank's gradients by name, read only to say which are wrong. norm: 2-norm of the summed gradients; loss:
+    the summed loss; both over all ranks, so that all ranks raise or none. Raises FloatingPointError, with nothing
+    changed, unless both are finite.
     """
     wrong = [] if math.isfinite(loss) else [f"the loss is {loss}"]
     if not math.isfinite(norm):
-        wrong.append(f"the gradient norm is {norm} ({where()})")
+        finite = {name: bool(gradient.isfinite().all()) for name, gradient in named}
+        bad = [name for name in finite if not finite[name]]
+        where = f"first in {bad[0]}, {len(bad)} of {len(finite)} tensors" if bad else "on another rank"
+        wrong.append(f"the gradient norm is {norm} ({where})")
     if wrong:
         raise FloatingPointError(f"{' and '.join(wrong)}; the weights were left as they were")
     norm /= normalizer

@@ -1,5 +1,6 @@
 """Optimizer state on its way between a GPU and the host: bytes counted, memory freed, not one bit changed."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,22 @@ def test_three_steps_have_the_same_bits(model: Path, tmp_path: Path, switch: str
     np.testing.assert_equal(results[0], results[1])
 
 
+def allocated() -> int:
+    """Bytes of tensors that are in use. First calls leave frames in cycles, and with them tensors, gradients even."""
+    torch.cuda.synchronize()
+    gc.collect()
+    return torch.cuda.memory_allocated()
+
+
 def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path, tmp_path: Path) -> None:
     with trainer(model, tmp_path, device=DEVICE, dtype="bfloat16", offload_optimizer_for_logprob=True) as one:
-        # What libraries allocate at first use is there from here on.
+        # Memory that libraries allocate at first use is there from here on.
         one.log_probs([DATA])
         one.train([DATA], LOSS, totals(DATA))
-        size, before, start = 8 * one.info()["parameters"], torch.cuda.memory_allocated(), moved(one)
+        size, before, start = 8 * one.info()["parameters"], allocated(), moved(one)
         assert start == (size, size)
         one.log_probs([DATA])
-        freed = before - torch.cuda.memory_allocated()
+        freed = before - allocated()
         tensors = 2 * len(one.layout())
         assert size <= freed <= size + tensors * BLOCK
         assert moved(one) == (2 * size, size)
@@ -80,7 +88,7 @@ def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path,
         assert moved(one) == (2 * size, size)
         one.train([DATA], LOSS, totals(DATA))
         assert moved(one) == (2 * size, 2 * size)
-        assert abs(torch.cuda.memory_allocated() - before) <= tensors * BLOCK
+        assert abs(allocated() - before) <= tensors * BLOCK
 
 
 def test_engines_find_the_device_without_optimizer_state_until_the_update(model: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlctl.config.schema import OptimizerSection
 from rlctl.models import hf_folder
 from rlctl.models.architectures import is_fused
 from rlctl.preflight.offload_plan import residency
@@ -37,13 +36,25 @@ class FsdpTrainer(TrainerRank):
         mesh = init_device_mesh(self._device.type, (spec.world,))
         self._policy = build_policy(self._lm, self._folder, spec.config, self._dtype, mesh, spec.temperature)
         self._parameters: Named = dict(self._policy.lm.named_parameters())
-        self._optimizer = _build_adamw(self._parameters, spec.config.optimizer)
+        parameters, section = self._parameters.values(), spec.config.optimizer
+        # Matrices alone decay.
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": section.weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        betas = section.betas[0], section.betas[1]
+        self._optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps, fused=True)
+        for p in parameters:
+            # Made at once, so that loading and saving find it.
+            step = torch.zeros((), dtype=torch.float32, device=p.device)
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            self._optimizer.state[p] = {"step": step, **moments}
         # Gradients are freed after each update: of the table's states, AdamW's two moments of every parameter alone are
         # moved, 8 bytes a parameter. Step counts take next to nothing.
         states = self._optimizer.state.values()
-        moments = [local(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
+        moved = [local(state[key]) for state in states for key in ("exp_avg", "exp_avg_sq")]
         table = residency(spec.config, shared=spec.config.offload_optimizer_for_generation)
-        self._state = OffloadManager(table, {"optimizer": moments})
+        self._state = OffloadManager(table, {"optimizer": moved})
         # Engines start beside, or measure what is free before the first step.
         self.rest()
 
@@ -76,22 +87,21 @@ class FsdpTrainer(TrainerRank):
 
     def _run(self, micro_batches: list[MicroBatch], loss: Loss, metrics: MetricAccumulator, *, backward: bool) -> None:
         for micro_batch in micro_batches:
-            output = self._loss(micro_batch, loss)
+            packed = pack(micro_batch, self._device)
+            rows = packed.mask.nonzero()[:, 0]
+            log_probs, entropy = self._policy(packed, rows)
+            if micro_batch:
+                zeros = torch.zeros(len(packed.tokens), device=self._device)
+                placed = (zeros.index_copy(0, rows, values) for values in (log_probs, entropy))
+                output = loss(token_batch(packed, *placed))
+            else:
+                # 0 with a gradient, so that the collectives of the backward pass still run.
+                output = LossOutput(log_probs.sum() + entropy.sum())
             if backward:
                 output.loss.backward()  # type: ignore[no-untyped-call]
             metrics.add(output)
         if not backward:
             free_gathered(self._policy)
-
-    def _loss(self, micro_batch: MicroBatch, loss: Loss) -> LossOutput:
-        """Return the loss of one micro-batch; of an empty one 0 with a gradient, so that the collectives still run."""
-        packed = pack(micro_batch, self._device)
-        rows = packed.mask.nonzero()[:, 0]
-        log_probs, entropy = self._policy(packed, rows)
-        if not micro_batch:
-            return LossOutput(log_probs.sum() + entropy.sum())
-        nothing = torch.zeros(len(packed.tokens), device=self._device)
-        return loss(token_batch(packed, nothing.index_copy(0, rows, log_probs), nothing.index_copy(0, rows, entropy)))
 
     def _zero_gradients(self) -> None:
         self._optimizer.zero_grad()
@@ -107,13 +117,8 @@ class FsdpTrainer(TrainerRank):
         both = torch.stack([squared, loss])
         dist.all_reduce(both)
         square, total = both.tolist()
-
-        def worst() -> str:
-            bad = [name for name, grad in grads.items() if not grad.isfinite().all()]
-            return f"first in {bad[0]}, {len(bad)} of {len(grads)} tensors" if bad else "on another rank"
-
         most = self._config.optimizer.max_grad_norm
-        norm = divide_and_clip(list(grads.values()), math.sqrt(square), total, normalizer, most, worst)
+        norm = divide_and_clip(list(grads.values()), grads.items(), math.sqrt(square), total, normalizer, most)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._state.wait()
@@ -155,20 +160,6 @@ class FsdpTrainer(TrainerRank):
     def _first_row(self, tensor: Tensor) -> int:
         """Return the first row of this rank's shard: torch cuts rows evenly, rounded up."""
         return self._spec.rank * -(-tensor.shape[0] // self._spec.world) if isinstance(tensor, DTensor) else 0
-
-
-def _build_adamw(parameters: Named, section: OptimizerSection) -> torch.optim.AdamW:
-    """Build AdamW with decay on matrices alone. Its state is made at once, so that loading and saving find it."""
-    groups = [
-        {"params": [p for p in parameters.values() if p.ndim > 1], "weight_decay": section.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    beta1, beta2 = section.betas
-    optimizer = torch.optim.AdamW(groups, lr=section.lr, betas=(beta1, beta2), eps=section.eps, fused=True)
-    for p in parameters.values():
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        optimizer.state[p] = {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
 
 
 TRAINER = FsdpTrainer

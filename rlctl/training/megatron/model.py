@@ -37,7 +37,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         self._eps = eps
         self.norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device(config)))
+        device = "cpu" if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,9 +119,13 @@ def build_policy(
 ) -> MegatronPolicy:
     """Build this rank's stage, weights not yet read. hf: the model's Hugging Face configuration, a supported one."""
     config = _transformer_config(hf, sizes, section, dtype, device)
+    first = get_transformer_layer_offset(config)
+    layers = range(first, first + get_num_layers_to_build(config))
+    sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = [_layer_spec(config, bool(sparse[layer])) for layer in layers]
     policy = MegatronPolicy(
         config,
-        _block_spec(config),
+        TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -214,15 +219,6 @@ def _experts(hf: Any, sizes: ModelSizes) -> dict[str, Any]:
     }
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    first = get_transformer_layer_offset(config)
-    layers = range(first, first + get_num_layers_to_build(config))
-    sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    return TransformerBlockSubmodules(
-        layer_specs=[_layer_spec(config, bool(sparse[layer])) for layer in layers], layer_norm=RMSNorm
-    )
-
-
 def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
     experts = config.num_moe_experts if sparse else None
     spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
@@ -236,7 +232,3 @@ def _layer_spec(config: TransformerConfig, sparse: bool) -> ModuleSpec:
     if sparse:
         layer.mlp.submodules.experts.module = GroupedExperts
     return spec
-
-
-def _device(config: TransformerConfig) -> torch.device:
-    return torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())

@@ -67,7 +67,8 @@ class Optimizer:
         norm = float(self._chained.get_grad_norm())
         found = (getattr(p, self._gradient, None) for member in self._members for p in member.get_parameters())
         gradients = [gradient for gradient in found if gradient is not None]
-        norm = divide_and_clip(gradients, norm, float(loss), normalizer, self._section.max_grad_norm, self._worst)
+        named = ((name, p.main_grad) for name, p in self._ddp.module.named_parameters())
+        norm = divide_and_clip(gradients, named, norm, float(loss), normalizer, self._section.max_grad_norm)
         self._chained.step_with_ready_grads()
         return norm
 
@@ -102,11 +103,6 @@ class Optimizer:
             if slot.main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 found.append(slot.main)
         return found
-
-    def _worst(self) -> str:
-        bad = [name for name, p in self._ddp.module.named_parameters() if not p.main_grad.isfinite().all()]
-        total = sum(1 for _ in self._ddp.module.parameters())
-        return f"first in {bad[0]}, {len(bad)} of {total} tensors" if bad else "on another rank"
 
 
 def _config(section: TrainerSection, dtype: torch.dtype) -> OptimizerConfig:
