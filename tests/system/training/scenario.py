@@ -1,4 +1,4 @@
-"""What the trainer's tests share: a loss, sequences, a trainer in this process, and plain loops to compare with."""
+"""Shared parts of the trainer tests: a loss, sequences, a trainer in this process, plain loops to compare with."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ class WeightedLoss:
 
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSample]:
-    """Of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
+    """Make sequences of 2 to 20 tokens, the first few masked; no token is the pad token (0)."""
     rng = np.random.default_rng(seed)
     made = []
     for length in rng.integers(2, 21, count):
@@ -79,7 +79,7 @@ def share(data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int
 def train_in_parts(
     one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
 ) -> dict[str, float]:
-    """One update in three parts, of which the last has nothing left; between them engines may ask for the weights."""
+    """Make one update in three parts, the last empty; between them engines may ask for the weights."""
     loss = WeightedLoss()
     for part in (data[:2], data[2:]):
         one.accumulate(share(part, max_tokens, rank, world), loss)
@@ -89,8 +89,10 @@ def train_in_parts(
 
 
 def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
-    """A NaN among the generator's log-probs, which leaves the gradient finite: what an update says of it, whole and in
-    parts, and the weights and log-probs before and after."""
+    """Update on a NaN among the generator's log-probs, which leaves the gradient finite, whole and in parts.
+
+    Returns what the updates said, and the weights before and after.
+    """
     config = load("grpo", None, []).config
     assert isinstance(config, GrpoConfig)
     loss, poisoned = GrpoLoss.from_config(config), []
@@ -130,7 +132,7 @@ def trainer(
 
 
 def assert_compiled_trains_alike(model: Path, folder: Path, data: list[TrainingSample], **options: Any) -> None:
-    """Compiled and not: micro-batches of many shapes, as a run has them, with passes without a gradient between."""
+    """Train compiled and not: micro-batches of many shapes, as a run has them, passes without a gradient between."""
     results, loss = [], WeightedLoss()
     for on in (False, True):
         with (
@@ -170,7 +172,7 @@ def plain_loss(lm: Any, data: list[TrainingSample]) -> Tensor:
 
 
 def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> None:
-    """Equal by name within `atol`, or for values above 1 within that fraction of them."""
+    """Assert that values are equal by name within `atol`, or for values above 1 within that fraction of them."""
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -179,6 +181,6 @@ def assert_close(got: dict[str, Any], expected: dict[str, Any], atol: float) -> 
 
 
 def assert_refused(seen: dict[str, Any]) -> None:
-    """Both updates were refused for their loss alone, and no bit of the weights changed."""
+    """Assert that both updates were refused for their loss alone, and no bit of the weights changed."""
     assert seen["said"] == ["the loss is nan; the weights were left as they were"] * 2
     assert_close(seen["after"], seen["before"], atol=0)

@@ -156,7 +156,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, dict[str, Any]]:
-    """What FSDP does on one rank."""
+    """Results of FSDP on one rank."""
     found: dict[Kind, dict[str, Any]] = {}
     for kind in KINDS:
         with trainer(run / kind, tmp_path_factory.mktemp(kind)) as one:

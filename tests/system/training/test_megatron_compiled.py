@@ -34,7 +34,7 @@ def nothing_compiled_before() -> None:
 
 
 def variants(function: Callable[..., Any]) -> int:
-    """How many graphs there are of it."""
+    """Count the graphs of a function."""
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     return len(_debug_get_cache_entry_list(function.__code__))  # type: ignore[attr-defined]

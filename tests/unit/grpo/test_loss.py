@@ -90,7 +90,7 @@ def inside(value: float, bounds: tuple[float, float] | None) -> bool:
 
 
 def geometric(loss: GrpoLoss, row: Row) -> float:
-    """Of q / mu over the sequence's masked tokens."""
+    """Return the geometric mean of q / mu over the sequence's masked tokens."""
     old = row.fields["proximal_log_prob"] if loss.proximal == "recompute" else row.log_probs.detach()
     return math.exp((old - row.fields["rollout_log_prob"])[row.mask].mean().item())
 

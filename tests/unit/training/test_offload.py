@@ -12,7 +12,7 @@ from rlctl.training.offload import OffloadedTensors, OffloadManager
 
 
 def tensors() -> list[Tensor]:
-    """Of several shapes and dtypes, one a view of another, one empty."""
+    """Make tensors of several shapes and dtypes, one a view of another, one empty."""
     flat = torch.arange(1000.0)
     return [flat, flat[3:7], torch.arange(6, dtype=torch.bfloat16).view(2, 3).t(), torch.empty(0), torch.tensor(2.5)]
 

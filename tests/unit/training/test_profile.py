@@ -1,4 +1,4 @@
-"""What a profile says of a device: the time that it worked, however many streams it worked on."""
+"""A profile of a device: the time that it worked, however many streams it worked on."""
 
 import pytest
 

@@ -1,0 +1,44 @@
+"""The arithmetic of an update: gradients divided and clipped in one pass, refused when they are not finite."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.training.update import divide_and_clip
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1, 1e6), st.floats(1e-3, 1e3))
+def test_gradients_are_divided_before_they_are_clipped(scale: float, normalizer: float, most: float) -> None:
+    gradients = [scale * torch.tensor([3.0, 0.0]), scale * torch.tensor([[4.0]])]
+    norm = divide_and_clip(gradients, [], 5.0 * scale, 1.0, normalizer, most)
+    assert norm == pytest.approx(5.0 * scale / normalizer)
+    left = torch.cat([gradient.flatten() for gradient in gradients])
+    assert float(left.norm()) == pytest.approx(min(norm, most), rel=1e-3)
+    assert left.tolist() == pytest.approx([float(left.norm()) * each for each in (0.6, 0.0, 0.8)])
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "said"),
+    [
+        (math.nan, 1.0, "the loss is nan; the weights were left as they were"),
+        (1.0, math.inf, r"the gradient norm is inf \(first in bad, 1 of 2 tensors\)"),
+        (
+            math.inf,
+            math.nan,
+            r"the loss is inf and the gradient norm is nan \(first in bad, 1 of 2 tensors\); the weights",
+        ),
+    ],
+)
+def test_what_is_not_finite_is_named_and_nothing_changed(loss: float, norm: float, said: str) -> None:
+    named = {"good": torch.ones(2), "bad": torch.tensor([1.0, math.inf])}
+    with pytest.raises(FloatingPointError, match=said):
+        divide_and_clip(list(named.values()), named.items(), norm, loss, 4.0, 1.0)
+    assert named["good"].tolist() == [1.0, 1.0]
+
+
+def test_a_rank_whose_own_gradients_are_finite_says_so() -> None:
+    with pytest.raises(FloatingPointError, match="gradient norm is nan \\(on another rank\\)"):
+        divide_and_clip([], [("good", torch.ones(2))], math.nan, 1.0, 4.0, 1.0)
