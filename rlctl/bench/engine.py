@@ -39,7 +39,7 @@ class BenchWorker(RefitWorker):
             if in_turn:
                 self._bench.meeting.wait()
             report = self._rl.receive(Header(version + number, plan.digest, checks))
-            return {name: report[name] for name in ("wire", "load")}, self._rl.commit()
+            return {"wire": report.wire, "load": report.load}, self._rl.commit()
 
         return self._bench.measure(rounds, work)
 

@@ -29,7 +29,7 @@ from rlctl.launch.local_ray import local_ray
 from rlctl.launch.worker_specs import trainer_environment
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine, usual_transport
 from rlctl.refit.protocol import Checks, Kind, Mode, TransportSpec
-from rlctl.refit.refit import EngineEnd, Options, Refit
+from rlctl.refit.refit import EngineEnd, Refit, RefitOptions
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.devices import visible_gpus
 from rlctl.utils.ports import free_port
@@ -265,9 +265,9 @@ class _Stage:
                 engine.start(Engine.cancel).wait(_DEADLINE_S)
         return {"stall": median(stalls), "driver": median(seconds)}
 
-    def _options(self, kind: Kind, mode: Mode, buffers: int) -> Options:
+    def _options(self, kind: Kind, mode: Mode, buffers: int) -> RefitOptions:
         bench = self.bench
-        return Options(
+        return RefitOptions(
             kind=kind,
             dtype=bench.dtype,
             mode=mode,

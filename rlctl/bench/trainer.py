@@ -9,7 +9,7 @@ from rlctl.bench.schemes import Scheme, send
 from rlctl.bench.weights import RandomShards
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
-from rlctl.refit.sending import SendingEnd, SendsWeights
+from rlctl.refit.sending import SendsWeights
 from rlctl.training.rank import met_at
 from rlctl.utils.ports import free_port
 
@@ -27,7 +27,7 @@ class BenchTrainer(SendsWeights):
             store = met_at(init_method, rank, world)
             torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world)
         self._weights = RandomShards(Path(folder), rank, world, master, self._device)
-        self._sending = SendingEnd(self._weights, rank, self._device)
+        super().__init__(self._weights, rank, self._device)
 
     def layout(self, dtype: str) -> list[tuple[str, tuple[int, ...], str]]:
         """Return the name, shape and dtype of what is sent."""
@@ -56,17 +56,17 @@ class BenchTrainer(SendsWeights):
 
     def clear(self) -> None:
         """Leave the last scheme."""
-        self._sending.close()
+        self.refit_close()
         self._end.clear()
 
     def refit_rounds(self, plan: RefitPlan, checks: Checks, version: int, rounds: int, in_turn: bool) -> Measured:
         """Send `rounds` versions, the first one `version`. in_turn: receivers begin when a send is done."""
 
         def work(number: int) -> Timing:
-            report = self._sending.send(Header(version + number, plan.digest, checks))
+            report = self.refit_send(Header(version + number, plan.digest, checks))
             if in_turn:
                 self._end.meeting.wait()
-            return {"pack": report["pack"]}, 0.0
+            return {"pack": report.pack}, 0.0
 
         return self._end.measure(rounds, work)
 

@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from rlctl.generation.active_requests import (
     ActiveRequests,
@@ -28,9 +29,8 @@ from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm_build import begun, build_llm, sampling_params
 from rlctl.generation.weight_loader import LoadMode
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, Mode, TransportSpec, Untouched
+from rlctl.refit.protocol import EngineReport, Header, Mode, ReceiveReport, TransportSpec, Untouched
 from rlctl.refit.refit import ReceivesWeights
-from rlctl.refit.transport import Report
 
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
@@ -47,6 +47,15 @@ class MakeEngine:
         return Engine(self.spec)
 
 
+class RefitState(Enum):
+    """State of an engine's live weights."""
+
+    SERVING = "one version, whole"
+    RECEIVING = "one version, whole; the next one arrives beside it"
+    CHANGING = "becoming the next version: nothing is sampled"
+    POISONED = "perhaps a mixture: nothing is sampled any more"
+
+
 class Engine(ReceivesWeights):
     """Samples for several callers at a time; every touch of vLLM happens on one thread."""
 
@@ -61,7 +70,9 @@ class Engine(ReceivesWeights):
         self._version = -1
         self._boundaries = TokenVersions()
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-        self._mode = "direct"
+        self._mode: Literal["staged", "direct"] = "direct"
+        self._state = RefitState.SERVING
+        # Reason of POISONED.
         self._poisoned = ""
         self._llm: Any = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -108,7 +119,7 @@ class Engine(ReceivesWeights):
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
     ) -> LoadMode:
-        """Join the refit transport. in_flight: requests go on during a refit. See `intake.choose_loading`."""
+        """Join the refit transport. in_flight: requests go on during a refit. See `weight_loader.choose_loading`."""
         # Together: were one worker to stage and another not, one would sample while its weights change.
         room = min(self._on_thread(lambda: self._workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
@@ -116,25 +127,17 @@ class Engine(ReceivesWeights):
         self._mode = choice.mode
         return choice
 
-    def refit_receive(self, header: Header) -> Report:
-        """Bring the engine to a version between two steps; running requests go on with it, their KV kept.
-
-        Report: of the receiver, the slowest worker's; commit: seconds in which nothing could be sampled; stall:
-        longest gap between two tokens of a running request beyond its ordinary gap, 0 if none ran.
-
-        A failure leaves the engine poisoned (it samples no more), unless nothing live was touched yet.
-        """
-        begin = time.perf_counter()
+    def refit_receive(self, header: Header) -> EngineReport:
+        begin, reports = time.perf_counter(), list[ReceiveReport]()
         if self._mode == "staged":
             reports = self._stage(header)
             commit = self._on_thread(lambda: self._change(header, self._commit))
         else:
-            reports = []
             commit = self._on_thread(lambda: self._change(header, lambda: self._receive(header, reports)))
         end = time.perf_counter()
         self._let_steps_pass(end)
-        report = max(reports, key=lambda report: report["seconds"])
-        return {**report, "commit": commit, "seconds": end - begin, "stall": stall(list(self._steps), begin, end)}
+        received = max(reports, key=lambda report: report.seconds)
+        return EngineReport(received, end - begin, commit, stall(list(self._steps), begin, end))
 
     def sleep(self) -> None:
         """Give the device's memory to the trainer: weights to the host, key-value cache dropped."""
@@ -223,7 +226,7 @@ class Engine(ReceivesWeights):
         return self._llm.engine_core.engine_core.scheduler
 
     def _add(self, requests: list[TurnRequest]) -> list["Future[list[SampledTokens]]"]:
-        if self._poisoned:
+        if self._state is RefitState.POISONED:
             raise RuntimeError(f"this engine must not be used: {self._poisoned}")
         groups = [self._running.add(request) for request in requests]
         for group in groups:
@@ -243,32 +246,41 @@ class Engine(ReceivesWeights):
         for rollout in rollouts:
             self._boundaries.forget(rollout)
 
-    def _stage(self, header: Header) -> list[Report]:
+    def _stage(self, header: Header) -> list[ReceiveReport]:
         """Receive beside the live weights while requests go on. Raises Untouched."""
+        self._advance(RefitState.RECEIVING)
         try:
             self._on_thread(lambda: self._workers("rl_stage", header))
             while not all(reports := self._on_thread(lambda: self._workers("rl_staged"))):
                 time.sleep(_STAGED_POLL_S)
         except Exception as error:
+            self._advance(RefitState.SERVING)
             raise Untouched(str(error)) from error
         return list(reports)
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
-        """Make a version live by `load`; what runs goes on with it. Returns the seconds that `load` says."""
+        """Make a version live by `load`, and let what runs go on with it; return the seconds that `load` says."""
+        self._advance(RefitState.CHANGING)
         try:
             seconds = load()
         except Exception as error:
             # Weights may be a mixture: what runs must not go on with them.
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
+        self._advance(RefitState.SERVING)
         self._version = header.version
         self._boundaries.change(self._sampling(), header.version)
         self._counters = self._counters.stood(seconds)
         return seconds
 
+    def _advance(self, state: RefitState) -> None:
+        """Enter the next state of a refit; an engine that was poisoned meanwhile stays so."""
+        if self._state is not RefitState.POISONED:
+            self._state = state
+
     def _poison(self, why: str, error: Exception) -> None:
-        """Nothing is sampled from now on; what runs ends with the error."""
-        self._poisoned = why
+        """Sample nothing from now on; what runs ends with the error."""
+        self._state, self._poisoned = RefitState.POISONED, why
         for rollout in self._running.drop(self._running.names(), error):
             self._boundaries.forget(rollout)
 
@@ -284,7 +296,7 @@ class Engine(ReceivesWeights):
     def _commit(self) -> float:
         return float(max(self._workers("rl_commit")))
 
-    def _receive(self, header: Header, reports: list[Report]) -> float:
+    def _receive(self, header: Header, reports: list[ReceiveReport]) -> float:
         begin = time.perf_counter()
         reports += self._workers("rl_receive", header)
         self._commit()

@@ -15,8 +15,8 @@ from rlctl.generation.param_layout import UnsupportedLayout, find_regions
 from rlctl.generation.weight_loader import LoadMode, WeightReceiver, choose_loading
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, Mode, TransportSpec
-from rlctl.refit.transport import Report, open_receiver, receiver_bytes
+from rlctl.refit.protocol import Header, Mode, ReceiveReport, TransportSpec
+from rlctl.refit.transport import open_receiver, receiver_bytes
 from rlctl.utils.ports import open_store
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -85,7 +85,7 @@ class RefitWorker:
         return loading.choice
 
     @answered
-    def rl_receive(self, header: Header) -> Report:
+    def rl_receive(self, header: Header) -> ReceiveReport:
         """Receive now. Raises RefitError."""
         return self._rl.receive(header)
 
@@ -95,7 +95,7 @@ class RefitWorker:
         self._rl.stage(header)
 
     @answered
-    def rl_staged(self) -> Report | None:
+    def rl_staged(self) -> ReceiveReport | None:
         """The receiver's report once everything arrived. Raises RefitError."""
         return self._rl.staged()
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from rlctl.generation.param_layout import UnsupportedLayout
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
+from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, Mode, RefitError
+from rlctl.refit.protocol import Header, Mode, ReceiveReport, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
-from rlctl.refit.transport import Receiver, Report
 
 # Left free beside the twins, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
@@ -46,10 +46,10 @@ class WeightLoader(Protocol):
 class WeightReceiver:
     """One vLLM worker's end of a refit."""
 
-    def __init__(self, receiver: Receiver, loading: WeightLoader, device: torch.device) -> None:
+    def __init__(self, receiver: ChunkReceiver, loading: WeightLoader, device: torch.device) -> None:
         self._receiver, self._loading, self._device = receiver, loading, device
         self._staging: threading.Thread | None = None
-        self._staged: Report | Exception | None = None
+        self._staged: ReceiveReport | Exception | None = None
 
     @property
     def choice(self) -> LoadMode:
@@ -67,13 +67,13 @@ class WeightReceiver:
         self._staging = threading.Thread(target=self._stage, args=(header,), name="refit", daemon=True)
         self._staging.start()
 
-    def staged(self) -> Report | None:
+    def staged(self) -> ReceiveReport | None:
         """The receiver's report once everything arrived, None before. Raises what receiving raised."""
         if isinstance(self._staged, Exception):
             raise self._staged
         return self._staged
 
-    def receive(self, header: Header) -> Report:
+    def receive(self, header: Header) -> ReceiveReport:
         """Receive now, on this thread. Raises RefitError."""
         return self._receiver.receive(header, self._loading.sink)
 

@@ -13,7 +13,7 @@ from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.placement import Placement, transport_of
 from rlctl.preflight.resolved import Resolved
-from rlctl.refit.refit import Options
+from rlctl.refit.refit import RefitOptions
 from rlctl.telemetry.throughput import flops_per_token
 from rlctl.training.profile import ProfileSpec
 from rlctl.training.rank import TrainerSpec
@@ -123,11 +123,11 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], p
     )
 
 
-def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: str) -> Options:
+def refit_options(config: GrpoConfig, placement: Placement, dtype: str, folder: str) -> RefitOptions:
     """Return the options of a refit on these devices, with every `auto` resolved that needs no device to be asked."""
     refit, cpu = config.refit, placement.device == "cpu"
     engines, workers = config.generation.num_engines, config.generation.tensor_parallel_size
-    return Options(
+    return RefitOptions(
         kind=transport_of(config, placement),
         dtype=dtype,
         mode=refit.mode,

@@ -38,6 +38,6 @@ class BatchedCopy:
     def run(self) -> None:
         """Queue all copies on the current stream."""
         for target, source in self._large:
-            target.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=target.is_cuda)
         for targets, sources in self._groups:
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=targets[0].is_cuda)

@@ -79,6 +79,7 @@ class StreamingChecksums:
     def start(self, count: int) -> None:
         """A new refit begins, of which at most `count` items are asked for."""
         self._numbers: list[int] = []
+        self._values: dict[int, int] | None = None
         with self._stream as stream:
             self._totals = ChecksumTable(count, self._device)
             self._begun = stream.mark()
@@ -105,18 +106,17 @@ class StreamingChecksums:
         """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
         return self._totals.all() if self._numbers else None
 
-    def end(self, *after: DeviceEvent) -> None:
-        """Nothing more is queued; all of `here` lies behind the marks."""
-        with self._stream as stream:
-            for mark in after:
-                stream.after(mark)
+    def values(self, queued_on: DeviceStream | None = None) -> dict[int, int]:
+        """Return every item's checksum, computed at the first call of a refit; nothing is queued afterwards.
 
-    def values(self) -> dict[int, int]:
-        """Every item's, after `end`; waits for them."""
-        if not self._numbers:
-            return {}
-        with self._stream:
-            return dict(zip(self._numbers, self._totals.all().tolist()))
+        queued_on: stream on which `here` was called, unless the device has done all of it.
+        """
+        if self._values is None:
+            with self._stream as stream:
+                if queued_on:
+                    stream.after(queued_on.mark())
+                self._values = dict(zip(self._numbers, self._totals.all().tolist())) if self._numbers else {}
+        return self._values
 
     def close(self) -> None:
         """Keep no memory."""

@@ -76,6 +76,11 @@ class Segment:
     nbytes: int
 
     @property
+    def numbers(self) -> range:
+        """Indices of its items."""
+        return range(self.first, self.last)
+
+    @property
     def single(self) -> bool:
         return self.last - self.first == 1
 

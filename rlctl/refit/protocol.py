@@ -1,39 +1,41 @@
-"""What the two ends of a refit tell each other, and how one fails: plain data."""
+"""What the two ends of a refit tell each other and report, and how one fails: plain data."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Checks = Literal["all", "sampled", "off"]
-# Where new weights arrive: beside the live ones, or in their place.
-Mode = Literal["auto", "staged", "direct"]
 Kind = Literal["shm", "broadcast", "ipc"]
+Mode = Literal["auto", "staged", "direct"]
 
 
 @dataclass(frozen=True)
 class Header:
-    """What both ends are told before a refit: the version, the plan's digest, which items have checksums compared."""
+    """Announcement of one refit to both ends."""
 
     version: int
+    # Of the plan by which the trainer sends.
     digest: str
+    # Which items have their checksums compared.
     checks: Checks
 
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """Which transport, and how its two ends find each other.
-
-    folder: where shm and ipc meet, in the host's memory. host, port: broadcast's rendezvous. receivers: engine
-    workers in all, ranks 1 to `receivers`. timeout_s: the longest that an end waits for another. num_buffers: of
-    the sender's ring, and of the receiver's. colocated: trainer rank 0 and the one receiver share their device.
-    """
+    """A transport, and how its two ends find each other."""
 
     kind: Kind
+    # Engine workers in all; their ranks are 1 to `receivers`.
     receivers: int
+    # Longest that one end waits for another.
     timeout_s: float
+    # Of the sender's ring, and of the receiver's.
     num_buffers: int = 2
+    # In the host's memory: meeting place of shm and ipc.
     folder: str = ""
+    # Rendezvous of broadcast.
     host: str = ""
     port: int = 0
+    # Trainer rank 0 and the one receiver share their device.
     colocated: bool = False
 
     @property
@@ -43,26 +45,71 @@ class TransportSpec:
 
 
 @dataclass(frozen=True)
-class RefitReport:
-    """Result of one refit, over all engines."""
+class SendReport:
+    """One trainer rank's part of a refit; times in seconds."""
 
-    # From the first chunk to live weights in the slowest engine; with `rebuilt` or repeated engines, of the recovery.
+    # Converting and packing of chunks.
+    pack: float
+    # From the first packed chunk to the last one on the wire; 0 where receivers fetch chunks themselves.
+    wire: float
+    # Until the weights may change again.
+    seconds: float
+    # Bytes that the rank sent.
+    bytes: int
+    # Memory of its buffers.
+    extra_bytes: int
+
+
+@dataclass(frozen=True)
+class ReceiveReport:
+    """One engine worker's part of a refit; times in seconds."""
+
+    # Chunks on their way from the trainers; 0 where they lie in the host's memory.
+    wire: float
+    # Copying of arrived chunks to where the engine keeps them; 0 where the wire does that.
+    load: float
+    # Until every item is in its place and checked.
+    seconds: float
+    # Bytes of all tensors.
+    bytes: int
+    # Memory of its buffers.
+    extra_bytes: int
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """One engine's part of a refit; times in seconds."""
+
+    # Of the slowest worker.
+    received: ReceiveReport
+    # From the call to live weights.
+    seconds: float
+    # In which nothing could be sampled.
+    commit: float
+    # Longest gap between two tokens of a running request beyond its ordinary gap; 0 if none ran.
+    stall: float
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """Result of one refit, over all trainer ranks and engines; times in seconds."""
+
+    # From the first chunk to live weights in the slowest engine; the recovery's where engines were rebuilt or repeated.
     seconds: float
     # Bytes delivered to each engine; 0 if engines had to be brought to the version a second time.
-    bytes: float = 0.0
-    # Seconds of the slowest trainer rank's converting and packing.
+    bytes: int = 0
+    # Slowest trainer rank's converting and packing.
     pack: float = 0.0
-    # Seconds between the first and the last chunk on the wire, in the slowest engine.
+    # Slowest engine's wire and loading, see `ReceiveReport`.
     wire: float = 0.0
-    # Seconds of loading chunks into place, in the slowest engine.
     load: float = 0.0
-    # Seconds in which the slowest engine could sample nothing.
+    # In which the slowest engine could sample nothing.
     commit: float = 0.0
-    # Longest gap between two tokens of a running request beyond its ordinary gap, in seconds; 0 if none ran.
+    # Longest gap between two tokens of any engine's running request beyond its ordinary gap; 0 if none ran.
     stall: float = 0.0
     # Memory that a trainer rank and an engine worker hold for refits at most.
-    trainer_extra_bytes: float = 0.0
-    engine_extra_bytes: float = 0.0
+    trainer_extra_bytes: int = 0
+    engine_extra_bytes: int = 0
     # Slots of engines that were lost and rebuilt.
     rebuilt: tuple[int, ...] = ()
 

@@ -1,22 +1,34 @@
-"""A refit as the driver runs it: both ends opened once, then one call a version, checked and timed.
+"""A refit as the driver runs it: both ends opened once, then one call per version, checked and timed.
 
-Every wait has a deadline. What fails on the way says who and which tensor; engines that may hold a mixture come
-back as `EnginesLost`, to be built anew.
+Every wait has a deadline. A failure names its rank and tensor; engines that may hold a mixture are raised as
+`EnginesLost`, to be rebuilt.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlctl.refit.plan import ITEM_BYTES, OWNERS_AT_ONCE, RefitPlan
-from rlctl.refit.protocol import Checks, Header, Kind, Mode, PeerLost, RefitError, RefitReport, TransportSpec, Untouched
+from rlctl.refit.protocol import (
+    Checks,
+    EngineReport,
+    Header,
+    Kind,
+    Mode,
+    PeerLost,
+    RefitError,
+    RefitReport,
+    SendReport,
+    TransportSpec,
+    Untouched,
+)
 from rlctl.refit.sending import Holding, SendsWeights
-from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerGroup, as_completed
 
+R = TypeVar("R")
 KNOB = "refit.timeout_s"
 MAX_BUFFER_BYTES = 5 << 30
 # Both ends give up by themselves after timeout_s; the driver waits a little longer for what they have to say.
@@ -29,6 +41,9 @@ _CHUNKS = {"shm": 24, "ipc": 24, "broadcast": 12}
 # Engines that copy out of the trainer's own memory have nothing to pack: few chunks, so that starting them is nothing.
 _CHUNKS_COLOCATED = 4
 _LEAST_BUFFER_BYTES = 128 << 20
+# Chunks of shared memory need no buffer: small ones are still in a cache when their checksums are taken (copy and
+# sum of 256 MiB: 33 ms in pieces of 8 MiB, 35 of 128).
+_CACHED_BYTES = 8 << 20
 
 
 class ReceivesWeights(Protocol):
@@ -40,7 +55,7 @@ class ReceivesWeights(Protocol):
         in_flight: requests go on during a refit.
         """
 
-    def refit_receive(self, header: Header) -> Report:
+    def refit_receive(self, header: Header) -> EngineReport:
         """Bring the engine to a version between two steps; running requests go on with it, their KV kept.
 
         A failure leaves the engine poisoned (it samples no more), unless it raises `Untouched`.
@@ -49,28 +64,31 @@ class ReceivesWeights(Protocol):
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """One engine: its process, and the number of workers (tensor-parallel ranks) behind it."""
+    """One engine of a refit."""
 
     worker: Worker
+    # Workers (tensor-parallel ranks) behind it.
     ranks: int
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a run refits. folder: a place in the host's memory. colocated: see `TransportSpec`.
-
-    in_flight: engines sample during a refit. checks: of every refit.
-    """
+class RefitOptions:
+    """How a run refits."""
 
     kind: Kind
+    # dtype in which every tensor travels.
     dtype: str
     mode: Mode
     num_buffers: int
+    # Share of a device's memory that the buffers of one end may take.
     buffer_memory_ratio: float
     timeout_s: float
+    # In the host's memory, see `TransportSpec`.
     folder: str
     checks: Checks
+    # Trainer rank 0 and the one engine worker share their device.
     colocated: bool
+    # Engines sample during a refit.
     in_flight: bool
 
 
@@ -83,7 +101,7 @@ class EnginesLost(RuntimeError):
 
     @property
     def intact(self) -> list[int]:
-        """Those whose live weights were not touched: they need the version again, but no new process."""
+        """Engines whose live weights were not touched: they need the version again, but no new process."""
         return [
             index
             for index, reason in self.reasons.items()
@@ -94,59 +112,62 @@ class EnginesLost(RuntimeError):
 class Refit:
     """Brings engines to the trainer's version."""
 
-    def __init__(self, trainers: WorkerGroup, options: Options) -> None:
+    def __init__(self, trainers: WorkerGroup, options: RefitOptions) -> None:
         self._trainers, self.options = trainers, options
         holdings = trainers.call(SendsWeights.refit_holding, options.dtype)
+        layout = holdings[0].layout
         self.buffer_bytes = _buffer_bytes(holdings, options)
-        edge_bytes = self.buffer_bytes if options.colocated else _LEAST_BUFFER_BYTES
-        boxes = [holding.boxes for holding in holdings]
-        self.plan = RefitPlan.build(holdings[0].layout, boxes, self.buffer_bytes, edge_bytes)
+        chunk_bytes, edge_bytes = self.buffer_bytes, _LEAST_BUFFER_BYTES
+        if options.kind == "shm":
+            longest_row = max(prod(shape[1:]) * ITEM_BYTES[dtype] for _, shape, dtype in layout)
+            chunk_bytes = edge_bytes = max(_CACHED_BYTES, longest_row)
+        elif options.colocated:
+            edge_bytes = self.buffer_bytes
+        self.plan = RefitPlan.build(layout, [holding.boxes for holding in holdings], chunk_bytes, edge_bytes)
         self._opened = False
 
     def open(self, engines: list[EngineEnd]) -> list[Any]:
-        """Connect both ends; again after an engine was replaced. Returns each engine's `intake.Choice`.
+        """Connect both ends, again after an engine was rebuilt; return each engine's `weight_loader.LoadMode`.
 
         Raises EnginesLost, or what a trainer raised.
         """
+        options = self.options
         spec = self._spec(sum(engine.ranks for engine in engines))
         senders = []
         if spec.rendezvous or not self._opened:
             senders.append(self._trainers.start(SendsWeights.refit_open, spec, self.plan))
-        opening = []
-        for engine, first in zip(engines, _first_ranks(engines)):
-            opening.append(
-                engine.worker.start(
-                    ReceivesWeights.refit_open, spec, self.plan, first, self.options.mode, self.options.in_flight
-                )
-            )
-        choices = self._of_engines(opening, senders)
+        opening = [
+            engine.worker.start(ReceivesWeights.refit_open, spec, self.plan, first, options.mode, options.in_flight)
+            for engine, first in zip(engines, _first_ranks(engines))
+        ]
+        modes, _ = self._await(opening, senders)
         self._opened = True
-        return choices
+        return modes
 
     def run(self, engines: list[EngineEnd], version: int, checks: Checks | None = None) -> RefitReport:
         """Send `version` and make it live everywhere; `checks` other than the run's own if given.
 
-        Returns the slowest engine's report, with the trainers' `pack` and the memory of both ends. Raises
-        EnginesLost for engines that failed, and what a trainer raised if no engine was the cause.
+        Raises EnginesLost for engines that failed, and what a trainer raised if no engine was the cause.
         """
         header = Header(version, self.plan.digest, checks or self.options.checks)
+        firsts = _first_ranks(engines)
+
+        def drop(index: int, reason: Exception) -> None:
+            ranks = list(range(firsts[index], firsts[index] + engines[index].ranks))
+            self._trainers.aside(SendsWeights.refit_drop, ranks, str(reason))
+
         begin = time.perf_counter()
         sending = self._trainers.start(SendsWeights.refit_send, header)
         if not self._spec(0).rendezvous:
-            self._gather([sending])
+            sending.wait(self._patience, KNOB)
         written = time.perf_counter() - begin
         receiving = [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in engines]
-        sent, reports = self._watch(engines, sending, receiving)
-        report = _merged(sent, reports)
-        # Engines that read what stands in memory know nothing of the time that it took to get there.
+        report = _merged(*self._await(receiving, [sending], drop))
+        # Engines that read what lies in memory know nothing of the time that it took to get there.
         return report if self._spec(0).rendezvous else replace(report, seconds=report.seconds + written)
 
-    def rest_trainers(self) -> None:
-        """Have the trainers give the device's memory to engines that share it."""
-        self._trainers.call(SendsWeights.rest)
-
     def resend(self, engines: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
-        """Bring `fresh` (replaced) engines and those `behind` to `version`, which the others already have.
+        """Bring `fresh` (rebuilt) engines and those `behind` to `version`, which the others already have.
 
         Raises EnginesLost by the place in `engines`, or what a trainer raised.
         """
@@ -154,41 +175,18 @@ class Refit:
             self.open(engines)
             self.run(engines, version, "all")
             return
-        places = [engines.index(engine) for engine in (*fresh, *behind)]
+        missing = [*fresh, *behind]
         try:
             self.open(fresh)
             header = Header(version, self.plan.digest, self.options.checks)
-            self._of_engines(
-                [engine.worker.start(ReceivesWeights.refit_receive, header) for engine in (*fresh, *behind)]
-            )
+            self._await([engine.worker.start(ReceivesWeights.refit_receive, header) for engine in missing])
         except EnginesLost as error:
-            raise EnginesLost({places[index]: reason for index, reason in error.reasons.items()}) from error
+            reasons = {engines.index(missing[index]): reason for index, reason in error.reasons.items()}
+            raise EnginesLost(reasons) from error
 
-    def _watch(
-        self, engines: list[EngineEnd], sending: Pending[Report], receiving: list[Pending[Report]]
-    ) -> tuple[list[Report], list[Report]]:
-        """Wait for all, so that whoever fails is told to the others at once. Returns trainers' and engines' reports."""
-        trainers = len(engines)
-        answers: dict[int, list[Report]] = {}
-        failed: dict[int, Exception] = {}
-        for index, outcome in as_completed([*receiving, sending], self._patience, KNOB):
-            if not isinstance(outcome, Exception):
-                answers[index] = outcome
-                continue
-            failed[index] = outcome
-            if index < trainers:
-                first = _first_ranks(engines)[index]
-                dropped = list(range(first, first + engines[index].ranks))
-                self._trainers.aside(SendsWeights.refit_drop, dropped, str(outcome))
-            elif not _blames_others(outcome):
-                raise outcome
-            elif len(failed) == 1:
-                # A trainer may give up before Ray has noticed an engine's death, or because an engine stands still.
-                failed |= _engines_failed(receiving)
-                break
-        if failed:
-            raise _verdict(failed, trainers)
-        return answers[trainers], [answers[index][0] for index in range(trainers)]
+    def rest_trainers(self) -> None:
+        """Have the trainers give the device's memory to engines that share it."""
+        self._trainers.call(SendsWeights.rest)
 
     @property
     def _patience(self) -> float:
@@ -205,35 +203,46 @@ class Refit:
             return replace(spec, host=host, port=port)
         return spec
 
-    def _of_engines(self, pending: list[Pending[Any]], senders: Sequence[Pending[Any]] = ()) -> list[Any]:
-        """What each engine's call gave. Raises EnginesLost by the place in `pending`, or what a trainer raised.
+    def _await(
+        self,
+        engines: list[Pending[R]],
+        trainers: Sequence[Pending[Any]] = (),
+        drop: Callable[[int, Exception], None] | None = None,
+    ) -> tuple[list[R], list[Any]]:
+        """Return each engine's answer, and the trainers' if engines meet them in this call.
 
-        senders: the trainers' end, if engines meet it: nobody waits then for those that wait for one that failed.
+        drop: tells the trainers of an engine that failed, so that they wait for it no longer. Without it nobody waits
+        for those that wait for one that failed. Raises EnginesLost by the place in `engines`, or what a trainer raised.
         """
-        trainers, answers, failed = len(pending), dict[int, list[Any]](), dict[int, Exception]()
-        for index, outcome in as_completed([*pending, *senders], self._patience, KNOB):
+        answers, failed = dict[int, list[Any]](), dict[int, Exception]()
+        for index, outcome in as_completed([*engines, *trainers], self._patience, KNOB):
             if not isinstance(outcome, Exception):
                 answers[index] = outcome
                 continue
             failed[index] = outcome
-            if index == trainers and _blames_others(outcome):
-                failed |= _engines_failed(pending)
-            if senders:
+            if index < len(engines) and drop:
+                drop(index, outcome)
+            elif index < len(engines) and trainers:
+                break
+            elif index == len(engines) and not _blames_others(outcome):
+                raise outcome
+            elif index == len(engines) and len(failed) == 1:
+                # A trainer may give up before Ray has noticed an engine's death, or because an engine hangs. One that
+                # does not answer now hangs.
+                settled = as_completed(engines, _SETTLE_S, KNOB)
+                failed |= {engine: reason for engine, reason in settled if isinstance(reason, Exception)}
                 break
         if failed:
-            raise _verdict(failed, trainers)
-        return [answers[index][0] for index in range(trainers)]
-
-    def _gather(self, pending: list[Pending[Any]]) -> list[list[Any]]:
-        return [part.wait(self._patience, KNOB) for part in pending]
+            raise _verdict(failed, len(engines))
+        return [answers[index][0] for index in range(len(engines))], answers.get(len(engines), [])
 
 
 def _first_ranks(engines: list[EngineEnd]) -> list[int]:
-    """The transport's rank of each engine's first worker; rank 0 is the trainer's."""
+    """Return the transport's rank of each engine's first worker; rank 0 is the trainer's."""
     return [1 + sum(engine.ranks for engine in engines[:index]) for index in range(len(engines))]
 
 
-def _buffer_bytes(holdings: list[Holding], options: Options) -> int:
+def _buffer_bytes(holdings: list[Holding], options: RefitOptions) -> int:
     smallest = min(holding.device_bytes for holding in holdings)
     # A receiver holds buffers of several owners at a time: no more memory than those of one would take.
     most = min(int(options.buffer_memory_ratio * smallest), MAX_BUFFER_BYTES) // min(OWNERS_AT_ONCE, len(holdings))
@@ -246,14 +255,8 @@ def _blames_others(failure: Exception) -> bool:
     return isinstance(failure, WorkerError) and failure.failures[0].type == PeerLost.__name__
 
 
-def _engines_failed(receiving: list[Pending[Report]]) -> dict[int, Exception]:
-    """What became of the engines that a trainer waited for in vain: one that does not answer now stands still."""
-    outcomes = as_completed(receiving, _SETTLE_S, KNOB)
-    return {index: outcome for index, outcome in outcomes if isinstance(outcome, Exception)}
-
-
 def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
-    """What a refit that failed raises: engines are to blame unless only the trainers failed."""
+    """Return what a failed refit raises: engines are to blame unless only the trainers (index `trainers`) failed."""
     lost = {index: reason for index, reason in failed.items() if index != trainers}
     for index, reason in lost.items():
         if isinstance(reason, WorkerTimeout) and trainers in failed:
@@ -261,17 +264,17 @@ def _verdict(failed: dict[int, Exception], trainers: int) -> Exception:
     return EnginesLost(lost) if lost else failed[trainers]
 
 
-def _merged(sent: list[Report], received: list[Report]) -> RefitReport:
+def _merged(engines: list[EngineReport], sent: list[SendReport]) -> RefitReport:
     """Return the slowest engine's report, with the trainers' packing time and the memory that both ends hold."""
-    slowest = max(received, key=lambda report: report["seconds"])
+    slowest = max(engines, key=lambda report: report.seconds)
     return RefitReport(
-        seconds=slowest["seconds"],
-        bytes=slowest["bytes"],
-        pack=max(report["pack"] for report in sent),
-        wire=slowest["wire"],
-        load=slowest["load"],
-        commit=slowest["commit"],
-        stall=max(report["stall"] for report in received),
-        trainer_extra_bytes=max(report["extra_bytes"] for report in sent),
-        engine_extra_bytes=max(report["extra_bytes"] for report in received),
+        seconds=slowest.seconds,
+        bytes=slowest.received.bytes,
+        pack=max(report.pack for report in sent),
+        wire=slowest.received.wire,
+        load=slowest.received.load,
+        commit=slowest.commit,
+        stall=max(report.stall for report in engines),
+        trainer_extra_bytes=max(report.extra_bytes for report in sent),
+        engine_extra_bytes=max(report.received.extra_bytes for report in engines),
     )

@@ -63,6 +63,11 @@ class WeightSource:
         view = self.view(number)
         return view.dtype == self.dtype(number) and view.is_contiguous()
 
+    def ready_singles(self) -> set[int]:
+        """Return the items that travel each on its own and can be sent from where they lie."""
+        singles = (s.first for _, chunk in self.plan.of(self.rank) for s in chunk.segments if s.single)
+        return {number for number in singles if self.ready(number)}
+
     def verify_in_place(self, shards: list[Shard]) -> None:
         """Raise RefitError if the trainer's weights do not lie where they lay: views of old memory hold old weights."""
         now = _addresses(shards)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.refit.sending import SendingEnd, SendsWeights
+from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.profile import Profiler
@@ -59,7 +59,7 @@ class TrainerWorker(SendsWeights):
         import torch
 
         self._trainer = make_trainer(spec)
-        self._sending = SendingEnd(self._trainer, spec.rank, torch.device(spec.device))
+        super().__init__(self._trainer, spec.rank, torch.device(spec.device))
         self._profiler = Profiler(spec.profile, spec.rank)
 
     def train(self, share: RankBatch, loss: Loss, totals: Totals) -> dict[str, float]:
@@ -108,7 +108,7 @@ class TrainerWorker(SendsWeights):
 
     def close(self) -> None:
         """Free what the refit holds."""
-        self._sending.close()
+        self.refit_close()
 
 
 def _join(parts: list[Any], dtype: np.dtype[Any]) -> Any:

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from rlctl.generation.vllm_worker import RefitWorker
-from rlctl.refit.protocol import Header
-from rlctl.refit.transport import Report
+from rlctl.refit.protocol import Header, SendReport
 from tests.system.engines import FolderSource
 
 
@@ -26,7 +25,7 @@ class DriftingSource(FolderSource):
         super().__init__(folder)
         self._first = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    def refit_send(self, header: Header) -> Report:
+    def refit_send(self, header: Header) -> SendReport:
         for name, tensor in drifted(self._first, header.version).items():
             self.tensors[name].copy_(tensor)
         return super().refit_send(header)

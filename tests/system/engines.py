@@ -11,8 +11,8 @@ from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.protocol import Kind
-from rlctl.refit.refit import Options
-from rlctl.refit.sending import SendingEnd, SendsWeights
+from rlctl.refit.refit import RefitOptions
+from rlctl.refit.sending import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
 
@@ -59,7 +59,7 @@ class FolderSource(SendsWeights):
 
         files = WeightFiles(folder)
         self.tensors = {name: files.tensor(name).clone() for name in files.names()}
-        self._sending = SendingEnd(self, 0, torch.device("cpu"))
+        super().__init__(self, 0, torch.device("cpu"))
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
         return [(name, tuple(tensor.shape), dtype or "float32") for name, tensor in self.tensors.items()]
@@ -68,8 +68,8 @@ class FolderSource(SendsWeights):
         return [Shard(name, (0,) * tensor.ndim, tensor) for name, tensor in self.tensors.items()]
 
 
-def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> Options:
-    options = Options(
+def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> RefitOptions:
+    options = RefitOptions(
         kind=kind,
         dtype="float32",
         mode="auto",

@@ -12,9 +12,8 @@ from rlctl.generation.engine import Engine
 from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.refit.plan import RefitPlan
-from rlctl.refit.protocol import Header, TransportSpec
+from rlctl.refit.protocol import Header, SendReport, TransportSpec
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
-from rlctl.refit.transport import Report
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, start_engine
@@ -92,7 +91,7 @@ class FlippingSource(FolderSource):
         super().refit_open(spec, plan)
         self.folder = Path(spec.folder)
 
-    def refit_send(self, header: Header) -> Report:
+    def refit_send(self, header: Header) -> SendReport:
         if header.version == 4:
             self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         report = super().refit_send(header)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlctl.generation.active_requests import ActiveRequests, TokenVersions
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import Engine, RefitState
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.vllm_worker import answered
 from rlctl.refit.protocol import Header, RefitError
@@ -15,6 +15,7 @@ def engine() -> Any:
     """Without vLLM, and without its thread."""
     one: Any = Engine.__new__(Engine)
     one._running, one._boundaries, one._poisoned, one._version = ActiveRequests(), TokenVersions(), "", 4
+    one._state = RefitState.SERVING
     return one
 
 
@@ -31,7 +32,7 @@ def test_what_runs_ends_with_the_refit_that_failed() -> None:
         one._change(Header(5, "digest", "all"), torn)
     assert not one._running
     assert isinstance(group.done.exception(timeout=0), RefitError)
-    assert one._version == 4
+    assert one._version == 4 and one._state is RefitState.POISONED
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
         one._add([TurnRequest("b", [1], 1, 8, 1.0, 0)])
 

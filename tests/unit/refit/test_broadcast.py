@@ -55,9 +55,7 @@ def receive(
     return answers
 
 
-def send(
-    spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Checks, rank: int, world: int
-) -> list[float]:
+def send(spec: TransportSpec, plan: RefitPlan, versions: list[int], checks: Checks, rank: int, world: int) -> list[int]:
     """A sending process: bytes of each version."""
     held = tensors()
     sender = open_sender(spec, source_of(plan, held, rank, world), CPU)
@@ -65,7 +63,7 @@ def send(
     for version in versions:
         for name, tensor in tensors(version).items():
             held[name].copy_(tensor)
-        sizes.append(sender.send(Header(version, plan.digest, checks))["bytes"])
+        sizes.append(sender.send(Header(version, plan.digest, checks)).bytes)
     sender.close()
     return sizes
 

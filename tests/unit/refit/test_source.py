@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from rlctl.refit.batched_copy import BatchedCopy
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import RefitError
 from rlctl.refit.source import Shard, WeightSource
-from rlctl.refit.staging import ChunkWriter, StagingBuffers
+from rlctl.refit.staging import StagingBuffers
 from tests.unit.refit.weights import CPU, plan_for, shards_of, source_of, tensors
 
 
@@ -51,10 +52,11 @@ def test_a_packed_segment_is_one_run_of_bytes_converted_on_the_way() -> None:
     (chunk,) = plan.chunks
     (segment,) = chunk.segments
     slots = StagingBuffers(plan, plan.chunks, 2, CPU, in_place=())
-    ChunkWriter(slots, source_of(plan, held)).run(0, chunk, 1)
+    source = source_of(plan, held)
+    BatchedCopy((slots.view(n, 1), source.view(n)) for n in chunk.numbers).run()
     assert slots.run(segment, 1).numel() == segment.nbytes
     for n, tensor in enumerate(held.values()):
-        assert torch.equal(slots.view(segment, n, 1), tensor.bfloat16())
+        assert torch.equal(slots.view(n, 1), tensor.bfloat16())
 
 
 def test_buffers_are_as_large_as_the_fullest_chunk_needs_and_none_if_all_lies_right() -> None:

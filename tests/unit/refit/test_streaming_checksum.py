@@ -18,7 +18,6 @@ def test_every_refit_has_the_checksums_of_what_lies_there_then() -> None:
         sums.start(len(checked))
         sums.here(checked[:1], held.__getitem__, slot=0)
         sums.beside({number: held[number] for number in checked[1:]}, DeviceStream(CPU).mark())
-        sums.end()
         assert sums.values() == {number: checksum(held[number]) for number in checked}
 
 
@@ -27,7 +26,6 @@ def test_items_of_two_slots_are_not_mixed_up() -> None:
     for version in range(4):
         sums.start(1)
         sums.here([0], lambda _, slot=version % 2: slots[slot], slot=version % 2)  # type: ignore[misc]
-        sums.end()
         assert sums.values() == {0: checksum(slots[version % 2])}
 
 

@@ -1,0 +1,354 @@
+"""The way of a chunk from a trainer rank to an engine worker, the same for every transport.
+
+    sender:    await a free buffer -> pack the chunk -> make it visible -> sum what is checked of it
+    receiver:  await the chunk -> load it -> sum what is checked of it -> give its buffer back
+
+All checksums follow as a last part, which the receiver compares. A transport (`SenderTransport`, `ReceiverTransport`)
+is only how a chunk becomes visible and how its buffer comes back. On CUDA packing, the wire and loading are streams of
+their own: the host queues work and does not wait, except where a transport says so.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.checksum import StreamingChecksums
+from rlctl.refit.plan import Chunk, RefitPlan
+from rlctl.refit.protocol import Header, PeerLost, ReceiveReport, RefitError, SendReport
+from rlctl.refit.shared_counters import Deadline
+from rlctl.refit.sink import WeightSink
+from rlctl.refit.source import WeightSource
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
+
+
+class ChunkBuffers(Protocol):
+    """Memory into which a sender packs; see `StagingBuffers`."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def used(self, chunk: Chunk) -> bool: ...
+
+    def has(self, number: int) -> bool: ...
+
+    def view(self, number: int, slot: int) -> Tensor: ...
+
+
+class SenderTransport(ABC):
+    """A trainer rank's side of a transport. Chunks are numbered by this rank's sending order."""
+
+    # Items that these do not have are sent from where they lie.
+    buffers: ChunkBuffers
+    # When checksums of chunks without a buffer are taken. "first": they are known before engines begin to copy.
+    unbuffered_sums: Literal["first", "in turn", "last"] = "in turn"
+    # Seconds that the last version's chunks were on the wire.
+    wire = 0.0
+
+    @abstractmethod
+    def begin(self, header: Header, deadline: Deadline) -> None:
+        """Prepare to send a version; called before anything of it is packed."""
+
+    @abstractmethod
+    def slot(self, number: int) -> int:
+        """Return the buffer of chunk `number`."""
+
+    def await_buffer(self, number: int, packing: DeviceStream) -> None:  # noqa: B027
+        """Wait, or have the packing stream wait, until the buffer of chunk `number` is free."""
+
+    @abstractmethod
+    def publish(self, number: int, packed: Span) -> None:
+        """Make chunk `number` visible to receivers once it is packed."""
+
+    def complete(self) -> None:  # noqa: B027
+        """Make the last chunks visible; called before checksums of chunks without a buffer are queued."""
+
+    @abstractmethod
+    def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
+        """Make the checksums visible; what they are taken of is queued on the packing stream."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until the weights may change again. Raises PeerLost naming the receiver and tensor at fault."""
+
+    @abstractmethod
+    def drop(self, receivers: list[int], reason: str) -> None:
+        """Wait no longer for these receivers (ranks from 1) in the refit under way; called from another thread.
+
+        A transport that cannot go on without them ends the refit with a RefitError of that reason.
+        """
+
+    def abort(self) -> None:  # noqa: B027
+        """End what is under way after a PeerLost."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free buffers, files and groups."""
+
+
+class ReceiverTransport(ABC):
+    """An engine worker's side of a transport. Chunks are numbered by the plan."""
+
+    # (number, chunk) in the order in which this worker takes them.
+    order: Sequence[tuple[int, Chunk]]
+    # Memory of its buffers.
+    extra_bytes = 0
+    # True if `view` returns the same memory for an item and slot in every refit.
+    keeps_views = True
+
+    @abstractmethod
+    def begin(self, header: Header, sink: WeightSink, deadline: Deadline) -> None:
+        """Wait until a version is announced. Raises RefitError if it is another version or plan than the header's."""
+
+    @abstractmethod
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> DeviceStream:
+        """Return the stream on which chunk `number` can be loaded as soon as it is visible.
+
+        meanwhile: to be called while the host waits.
+        """
+
+    @abstractmethod
+    def slot(self, number: int, chunk: Chunk) -> int:
+        """Return the buffer in which chunk `number` arrives."""
+
+    @abstractmethod
+    def has(self, number: int) -> bool:
+        """Return True if item `number` must be copied from `view`; False if it arrives where it belongs."""
+
+    @abstractmethod
+    def view(self, number: int, slot: int) -> Tensor:
+        """Return item `number` where it becomes visible: any dtype and strides, shaped as its box."""
+
+    def placed(self, number: int, sink: WeightSink) -> Tensor | None:
+        """Return item `number` in its place, of which its checksum is taken; None: take it of `view`."""
+        return sink.target(number)
+
+    def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:  # noqa: B027
+        """Note that loading the chunk is queued up to `end`."""
+
+    def give_back(self, chunk: Chunk) -> None:  # noqa: B027
+        """Give the buffer of a chunk that the device has loaded back to its owner."""
+
+    @abstractmethod
+    def sums(self, owner: int, header: Header) -> dict[int, int]:
+        """Return the checksums that trainer rank `owner` announces, by item."""
+
+    @abstractmethod
+    def times(self, loading: dict[int, float]) -> tuple[float, float]:
+        """Return the seconds of wire and of loading. loading: seconds that each owner's chunks took to load."""
+
+    def finish(self, header: Header) -> None:  # noqa: B027
+        """Raise RefitError if the version was overwritten while it was read."""
+
+    def abort(self) -> None:  # noqa: B027
+        """End what is under way after a RefitError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free buffers, files and groups."""
+
+
+class ChunkSender:
+    """A trainer rank's end of a refit."""
+
+    def __init__(
+        self, transport: SenderTransport, source: WeightSource, device: torch.device, timeout_s: float
+    ) -> None:
+        self._transport, self._source, self._timeout_s = transport, source, timeout_s
+        self._chunks = [chunk for _, chunk in source.plan.of(source.rank)]
+        self._size = sum(source.plan.items[n].nbytes for chunk in self._chunks for n in chunk.numbers)
+        self._packing, self._sums = DeviceStream(device), StreamingChecksums(device)
+        # By chunk and buffer.
+        self._copies: dict[tuple[int, int], BatchedCopy] = {}
+
+    def send(self, header: Header) -> SendReport:
+        """Send this rank's chunks; return when the weights may change again.
+
+        Raises RefitError naming the receiver and tensor at fault once the deadline passed, or the reason given to
+        `drop`.
+        """
+        begin, packed = time.perf_counter(), list[Span]()
+        if self._chunks:
+            try:
+                self._transport.begin(header, Deadline(self._timeout_s))
+                packed = self._queue(header)
+                self._transport.finish()
+            except PeerLost:
+                self._transport.abort()
+                raise
+        seconds = time.perf_counter() - begin
+        return SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.buffers.nbytes)
+
+    def drop(self, receivers: list[int], reason: str) -> None:
+        """Wait no longer for these receivers, see `SenderTransport.drop`."""
+        self._transport.drop(receivers, reason)
+
+    def close(self) -> None:
+        """Free buffers, files and groups."""
+        self._transport.close()
+        self._sums.close()
+        self._copies = {}
+
+    def _queue(self, header: Header) -> list[Span]:
+        """Pack, publish and sum every chunk; return the spans of packing."""
+        transport, checked = self._transport, self._source.plan.checked(header)
+        buffered = [transport.buffers.used(chunk) for chunk in self._chunks]
+        when = transport.unbuffered_sums
+        apart = [chunk for chunk, used in zip(self._chunks, buffered) if not used and when != "in turn"]
+        lying = [n for chunk in apart for n in chunk.numbers if n in checked]
+        packed: list[Span] = []
+        # Before anything is on the wire: asking for memory may wait for the device, and so for receivers.
+        self._sums.start(len(checked))
+        self._packing.follow()
+        with self._packing as stream:
+            # Processes take turns on a device: checksums come first and to the end if receivers share it, so that
+            # nothing of this process runs while they copy; else last, since receivers need not wait for them.
+            if when == "first":
+                self._sum_lying(lying)
+                self._sums.values(stream)
+            begun = stream.mark()
+            for number, chunk in enumerate(self._chunks):
+                slot = transport.slot(number)
+                packed.append(self._pack(number, chunk, slot) if buffered[number] else (begun, begun))
+                transport.publish(number, packed[-1])
+                # Only now, for the wire would wait while they are queued.
+                if buffered[number] or when == "in turn":
+                    self._sums.here([n for n in chunk.numbers if n in checked], partial(self._sent, slot), slot)
+            transport.complete()
+            if when == "last":
+                self._sum_lying(lying)
+            transport.publish_sums(self._sums, stream)
+        return packed
+
+    def _pack(self, number: int, chunk: Chunk, slot: int) -> Span:
+        """Queue the copies of a chunk into its buffer, converted to the dtype that travels."""
+        self._transport.await_buffer(number, self._packing)
+        begin, buffers = self._packing.mark(), self._transport.buffers
+        if (number, slot) not in self._copies:
+            passing = (n for n in chunk.numbers if buffers.has(n))
+            self._copies[number, slot] = BatchedCopy((buffers.view(n, slot), self._source.view(n)) for n in passing)
+        self._copies[number, slot].run()
+        return begin, self._packing.mark()
+
+    def _sent(self, slot: int, number: int) -> Tensor:
+        """Return item `number` as it travels: in its buffer, or where it lies."""
+        buffers = self._transport.buffers
+        return buffers.view(number, slot) if buffers.has(number) else self._source.view(number)
+
+    def _sum_lying(self, numbers: list[int]) -> None:
+        """Sum items as they are delivered: receivers that share the device convert by themselves."""
+        source = self._source
+        self._sums.here([n for n in numbers if source.ready(n)], source.view, slot=0)
+        converted = [n for n in numbers if not source.ready(n)]
+        self._sums.here(converted, lambda n: source.view(n).to(source.dtype(n)))
+
+
+class ChunkReceiver:
+    """An engine worker's end of a refit."""
+
+    def __init__(
+        self, transport: ReceiverTransport, plan: RefitPlan, rank: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self._transport, self._plan, self._rank = transport, plan, rank
+        self._device, self._timeout_s = device, timeout_s
+        self._sink: WeightSink | None = None
+        self._sums = StreamingChecksums(device)
+        # By chunk and buffer.
+        self._copies: dict[tuple[int, int], BatchedCopy] = {}
+        # Chunks that are being loaded.
+        self._loading: list[tuple[Chunk, Span]] = []
+        # Seconds of loading by owner.
+        self._seconds: dict[int, float] = {}
+
+    def receive(self, header: Header, sink: WeightSink) -> ReceiveReport:
+        """Put every item of the plan into `sink`, whole and checked when this returns (device work included).
+
+        Raises RefitError: another version or plan than announced, a checksum that differs (names the tensor), a sender
+        that did not come in time (names its rank and tensor).
+        """
+        begin, deadline, transport = time.perf_counter(), Deadline(self._timeout_s), self._transport
+        self._plan.verify(header)
+        if self._sink is not sink:
+            self._sink, self._copies, self._sums = sink, {}, StreamingChecksums(self._device)
+        checked = self._plan.checked(header)
+        # Before the header comes: from then on the wire waits for what is queued.
+        self._sums.start(len(checked))
+        self._loading, self._seconds = [], dict.fromkeys(self._plan.owners, 0.0)
+        try:
+            transport.begin(header, sink, deadline)
+            for number, chunk in transport.order:
+                self._load(number, chunk, checked, sink)
+            while self._loading:
+                self._give_back()
+                if self._loading:
+                    deadline.check(partial(late, self._plan, self._rank, self._loading[0][0]))
+            self._compare(header)
+            transport.finish(header)
+        except RefitError:
+            transport.abort()
+            raise
+        wire, load = transport.times(self._seconds)
+        seconds = time.perf_counter() - begin
+        return ReceiveReport(wire, load, seconds, self._plan.payload, transport.extra_bytes)
+
+    def close(self) -> None:
+        """Free buffers, files and groups."""
+        self._transport.close()
+        self._sums.close()
+        self._copies = {}
+
+    def _load(self, number: int, chunk: Chunk, checked: Collection[int], sink: WeightSink) -> None:
+        """Queue what brings a chunk to where it belongs, and its checksums."""
+        transport = self._transport
+        stream = transport.arrive(number, chunk, self._give_back)
+        slot = transport.slot(number, chunk)
+        with stream:
+            begin = stream.mark()
+            if (number, slot) not in self._copies:
+                passing = ((n, transport.view(n, slot)) for n in chunk.numbers if transport.has(n))
+                self._copies[number, slot] = sink.copies(passing)
+            self._copies[number, slot].run()
+            taken = [n for n in chunk.numbers if n in checked]
+            placed = {n: place for n in taken if (place := transport.placed(n, sink)) is not None}
+            passing_sums = [n for n in taken if n not in placed]
+            self._sums.here(passing_sums, partial(self._delivered, slot), slot if transport.keeps_views else None)
+            end = stream.mark()
+        self._sums.beside(placed, end)
+        transport.loaded(chunk, end)
+        self._loading.append((chunk, (begin, end)))
+
+    def _delivered(self, slot: int, number: int) -> Tensor:
+        """Return item `number` where it becomes visible, in the dtype in which it is delivered."""
+        dtype: torch.dtype = getattr(torch, self._plan.entries[self._plan.items[number].entry].dtype)
+        return self._transport.view(number, slot).to(dtype)
+
+    def _give_back(self) -> None:
+        """Let go of chunks that the device has loaded; those of one owner end in order, those of several need not."""
+        for part in [part for part in self._loading if part[1][1].reached()]:
+            self._loading.remove(part)
+            chunk, (begin, end) = part
+            self._transport.give_back(chunk)
+            self._seconds[chunk.owner] += end.seconds_since(begin)
+
+    def _compare(self, header: Header) -> None:
+        received = self._sums.values()
+        for owner in self._plan.owners:
+            for number, value in self._transport.sums(owner, header).items():
+                if received[number] != value:
+                    name = self._plan.items[number].box.name
+                    raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
+
+
+def late(plan: RefitPlan, rank: int, chunk: Chunk) -> str:
+    """Return the message of an engine worker that waited too long for a chunk; {} becomes the time waited."""
+    return f"refit: engine worker {rank} waited {{}} for trainer rank {chunk.owner} to send {plan.names(chunk)}"
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor's bytes, flat: what travels has no dtype."""
+    return tensor.detach().flatten().view(torch.uint8)

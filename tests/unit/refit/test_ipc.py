@@ -1,0 +1,184 @@
+"""The counters of CUDA IPC, on a host: both ends run as threads, and a handle is the tensor itself.
+
+What needs a device (handles, streams, the copy engines) is in tests/gpu/test_transports.py.
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlctl.refit import ipc
+from rlctl.refit.pipeline import ChunkReceiver
+from rlctl.refit.plan import RefitPlan
+from rlctl.refit.protocol import Checks, Header, PeerLost, RefitError, TransportSpec
+from rlctl.refit.sink import WholeTensorSink
+from rlctl.refit.transport import open_receiver, open_sender
+from tests.unit.refit.weights import CPU, plan_for, source_of, tensors
+
+
+@pytest.fixture(autouse=True)
+def handles_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[torch.Tensor] = []
+
+    def share(tensor: torch.Tensor) -> int:
+        shared.append(tensor)
+        return len(shared) - 1
+
+    monkeypatch.setattr(ipc, "_share", share)
+    monkeypatch.setattr(ipc, "_open", lambda handle, device: shared[handle])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def make_spec(folder: Path, receivers: int = 1, timeout_s: float = 20.0, colocated: bool = False) -> TransportSpec:
+    return TransportSpec("ipc", receivers, timeout_s, 2, str(folder), colocated=colocated)
+
+
+def receive(end: ChunkReceiver, plan: RefitPlan, version: int, checks: Checks) -> dict[str, torch.Tensor]:
+    sink = WholeTensorSink(plan, CPU)
+    assert end.receive(Header(version, plan.digest, checks), sink).bytes == plan.payload
+    return dict(sink.tensors())
+
+
+@pytest.mark.parametrize("checks", ["all", "sampled", "off"])
+@pytest.mark.parametrize(("world", "receivers"), [(1, 1), (2, 1), (3, 2)])
+def test_every_version_arrives_bit_for_bit(
+    tmp_path: Path, threads: ThreadPoolExecutor, world: int, receivers: int, checks: Checks
+) -> None:
+    held, spec = tensors(), make_spec(tmp_path, receivers)
+    plan = plan_for(held, world, buffer_bytes=300_000)
+    senders = [open_sender(spec, source_of(plan, held, rank, world), CPU) for rank in range(world)]
+    ends = [open_receiver(spec, plan, rank, CPU) for rank in range(1, receivers + 1)]
+    for version in range(4):
+        for name, tensor in tensors(version).items():
+            held[name].copy_(tensor)
+        sending = [threads.submit(one.send, Header(version, plan.digest, checks)) for one in senders]
+        arriving = [threads.submit(receive, end, plan, version, checks) for end in ends]
+        assert sum(part.result(30).bytes for part in sending) == plan.payload
+        for part in arriving:
+            for name, tensor in part.result(30).items():
+                assert torch.equal(tensor, held[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_receiver_on_the_trainers_device_converts_by_itself_and_nothing_is_buffered(
+    tmp_path: Path, threads: ThreadPoolExecutor, dtype: str
+) -> None:
+    held = {"a": torch.randn(64, 32), "b": torch.randn(5, 3)}
+    plan = RefitPlan.build([(name, tuple(tensor.shape), dtype) for name, tensor in held.items()], buffer_bytes=4096)
+    spec = make_spec(tmp_path, colocated=True)
+    sender, end = open_sender(spec, source_of(plan, held), CPU), open_receiver(spec, plan, 1, CPU)
+    for version in range(3):
+        for tensor in held.values():
+            tensor.normal_()
+        sending = threads.submit(sender.send, Header(version, plan.digest, "all"))
+        received = receive(end, plan, version, "all")
+        assert sending.result(30).extra_bytes == 0
+        for name, tensor in held.items():
+            assert torch.equal(received[name], tensor.to(getattr(torch, dtype))), name
+
+
+def test_checksums_of_a_shared_device_are_taken_before_a_receiver_begins(
+    tmp_path: Path, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = tensors()
+    plan, spec = plan_for(held), make_spec(tmp_path, colocated=True)
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    order: list[str] = []
+    summed, published = sender._sums.values, sender._transport.publish
+    monkeypatch.setattr(sender._sums, "values", lambda queued_on=None: order.append("sums") or summed(queued_on))
+    monkeypatch.setattr(
+        sender._transport, "publish", lambda number, packed: order.append("chunk") or published(number, packed)
+    )
+    sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
+    receive(open_receiver(spec, plan, 1, CPU), plan, 1, "all")
+    sending.result(30)
+    assert order[:2] == ["sums", "chunk"]
+
+
+def test_no_more_chunks_are_packed_than_there_are_buffers_until_they_are_taken(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    held = {"w": torch.randn(64, 256, dtype=torch.float64)}
+    plan = RefitPlan.build([("w", (64, 256), "float32")], buffer_bytes=8192)
+    spec = make_spec(tmp_path)
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    packed: list[int] = []
+    assert isinstance(sender._transport, ipc.IpcSender)
+    publish, third = sender._transport.publish, threading.Event()
+
+    def note(number: int, span: Any) -> None:
+        packed.append(number)
+        publish(number, span)
+        if number == 2:
+            third.set()
+
+    sender._transport.publish = note  # type: ignore[method-assign]
+    sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
+    assert not third.wait(0.3)
+    assert packed == [0, 1]
+    received = receive(open_receiver(spec, plan, 1, CPU), plan, 1, "all")
+    sending.result(30)
+    assert packed == list(range(len(plan.chunks)))
+    assert torch.equal(received["w"], held["w"].float())
+
+
+def failure(part: "Future[Any]") -> str:
+    error = part.exception(30)
+    assert isinstance(error, RefitError), error
+    return f"{type(error).__name__}: {error}"
+
+
+def test_what_arrived_changed_is_named_with_its_owner(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    held = tensors()
+    plan, spec = plan_for(held, 2), make_spec(tmp_path)
+    senders = [open_sender(spec, source_of(plan, held, rank, 2), CPU) for rank in range(2)]
+    sums = senders[1]._sums
+    values = sums.values
+    sums.values = lambda queued_on=None: {n: value + 1 for n, value in values(queued_on).items()}  # type: ignore[method-assign]
+    sending = [threads.submit(one.send, Header(3, plan.digest, "all")) for one in senders]
+    arriving = threads.submit(receive, open_receiver(spec, plan, 1, CPU), plan, 3, "all")
+    assert failure(arriving) == "RefitError: matrix arrived changed from trainer rank 1 (version 3)"
+    for part in sending:
+        part.result(30)
+
+
+def test_a_receiver_that_never_comes_is_named_and_may_be_dropped(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    held = tensors()
+    plan, spec = plan_for(held, buffer_bytes=1 << 30), make_spec(tmp_path, receivers=2, timeout_s=0.4)
+    sender, end = open_sender(spec, source_of(plan, held), CPU), open_receiver(spec, plan, 1, CPU)
+    sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
+    receive(end, plan, 1, "all")
+    text = failure(sending)
+    assert text.startswith(PeerLost.__name__)
+    assert "trainer rank 0 waited 0.4 s for engine workers 2 to take part 1 of" in text
+    sender, end = open_sender(spec, source_of(plan, held), CPU), open_receiver(spec, plan, 1, CPU)
+    sender.drop([2], "it was killed")
+    sending = threads.submit(sender.send, Header(2, plan.digest, "all"))
+    receive(end, plan, 2, "all")
+    sending.result(30)
+
+
+def test_a_sender_that_never_sends_and_another_version_are_named(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+    held = tensors()
+    plan, spec = plan_for(held, buffer_bytes=1 << 30), make_spec(tmp_path, timeout_s=0.4)
+    end = open_receiver(spec, plan, 1, CPU)
+    with pytest.raises(PeerLost, match=r"engine worker 1 waited 0.4 s for trainer rank 0 to open"):
+        receive(end, plan, 1, "all")
+    sender = open_sender(spec, source_of(plan, held), CPU)
+    with pytest.raises(PeerLost, match=r"engine worker 1 waited 0.4 s for trainer rank 0 to send matrix to last"):
+        receive(open_receiver(spec, plan, 1, CPU), plan, 1, "all")
+    sending = threads.submit(sender.send, Header(8, plan.digest, "all"))
+    with pytest.raises(RefitError, match=f"expected version 7 of plan {plan.digest}, trainer rank 0 sends version 8"):
+        receive(open_receiver(spec, plan, 1, CPU), plan, 7, "all")
+    assert isinstance(sending.exception(30), PeerLost)
