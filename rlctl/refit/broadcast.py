@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
-from rlctl.refit.pipeline import ReceiverTransport, SenderTransport, raw
+from rlctl.refit.pipeline import ReceiverTransport, SenderTransport
 from rlctl.refit.plan import OWNERS_AT_ONCE, Chunk, RefitPlan
 from rlctl.refit.process_group import BroadcastGroup, rendezvous
 from rlctl.refit.protocol import Header, PeerLost, RefitError, TransportSpec
@@ -37,7 +37,7 @@ class BroadcastSender(SenderTransport):
         self._spec, self._source, self._device = spec, source, device
         plan, rank = source.plan, source.rank
         self._store = rendezvous(spec, rank == 0)
-        self._chunks = [chunk for _, chunk in plan.of(rank)]
+        self._chunks = source.chunks
         self._group = BroadcastGroup(self._store, spec, rank, 0, device) if self._chunks else None
         self._header = _host_words(_HEADER_WORDS, device)
         self.buffers = StagingBuffers(plan, self._chunks, spec.num_buffers, device, source.ready_singles())
@@ -51,15 +51,13 @@ class BroadcastSender(SenderTransport):
         self._header.copy_(torch.tensor(_words(header)))
         self._wire.follow()
 
-    def slot(self, number: int) -> int:
-        return number % self._spec.num_buffers
-
-    def await_buffer(self, number: int, packing: DeviceStream) -> None:
+    def await_buffer(self, number: int, packing: DeviceStream) -> int:
         if number >= self._spec.num_buffers:
             packing.after(self._sent[number - self._spec.num_buffers])
+        return number % self._spec.num_buffers
 
-    def publish(self, number: int, packed: Span) -> None:
-        slot, chunk = self.slot(number), self._chunks[number]
+    def publish(self, number: int, slot: int, packed: Span) -> None:
+        chunk = self._chunks[number]
         if not number:
             self._first = packed[1]
             with self._wire:
@@ -181,8 +179,8 @@ class BroadcastReceiver(ReceiverTransport):
                     f"version {words[0]} of {known}"
                 )
 
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> DeviceStream:
-        slot, owner = self.slot(number, chunk), self._owners[chunk.owner]
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+        slot, owner = number % self._slots, self._owners[chunk.owner]
         if (number, slot) not in self._pieces:
             assert self._sink
             self._pieces[number, slot] = _pieces(chunk, slot, self._ring, self._sink.target)
@@ -197,15 +195,9 @@ class BroadcastReceiver(ReceiverTransport):
             self._announced[chunk.owner] = checked
             owner.listen(len(checked), "the checksums")
         self._loading.after(self._arrived)
-        return self._loading
+        return slot, self._loading
 
-    def slot(self, number: int, chunk: Chunk) -> int:
-        return number % self._slots
-
-    def has(self, number: int) -> bool:
-        return self._ring.has(number)
-
-    def view(self, number: int, slot: int) -> Tensor:
+    def view(self, number: int, slot: int) -> Tensor | None:
         return self._ring.view(number, slot)
 
     def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:
@@ -251,10 +243,11 @@ def _pieces(chunk: Chunk, slot: int, ring: StagingBuffers, place: Callable[[int]
     """Return the bytes that a chunk's broadcasts send or receive: in the ring's buffer, or in place."""
     pieces = []
     for segment in chunk.segments:
-        if ring.has(segment.first):
+        if segment.first in ring.offsets:
             pieces.append(ring.run(segment, slot))
         else:
             tensor = place(segment.first)
             assert tensor is not None, "items without a place pass through the ring"
-            pieces.append(raw(tensor))
+            # Bytes, flat: what a broadcast carries has no dtype.
+            pieces.append(tensor.detach().flatten().view(torch.uint8))
     return pieces

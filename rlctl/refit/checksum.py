@@ -95,12 +95,12 @@ class StreamingChecksums:
             self._totals.add(self._lay(number, tensor, slot))
         self._numbers += numbers
 
-    def beside(self, tensors: dict[int, Tensor], arrived: DeviceEvent) -> None:
-        """Of items that stay where they lie, at every refit, once `arrived` is reached."""
+    def beside(self, tensors: dict[int, Tensor], arrived: DeviceEvent, slot: int = 0) -> None:
+        """Queue the checksums of items that stay where they are, on a stream of their own once `arrived` is reached."""
         if tensors:
             with self._stream as stream:
                 stream.after(arrived)
-                self.here(tensors, tensors.__getitem__, slot=0)
+                self.here(tensors, tensors.__getitem__, slot)
 
     def all(self) -> Tensor | None:
         """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""

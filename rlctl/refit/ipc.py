@@ -39,7 +39,7 @@ class IpcSender(SenderTransport):
 
     def __init__(self, spec: TransportSpec, source: WeightSource, device: torch.device) -> None:
         self._spec, self._source = spec, source
-        self._chunks = [chunk for _, chunk in source.plan.of(source.rank)]
+        self._chunks = source.chunks
         self._items = [n for chunk in self._chunks for n in chunk.numbers]
         # Receivers copy these from the trainer's own memory. They can convert, but only within one device.
         in_place = set(self._items) if spec.colocated else source.ready_singles()
@@ -52,12 +52,11 @@ class IpcSender(SenderTransport):
         words = _FIRST + spec.receivers + len(self._items)
         self._words = SharedCounters(_words_file(spec, source.rank), words, create=True)
         torch.cuda.synchronize(device)
-        shared = {n: _share(source.view(n)) for n in self._items if not self.buffers.has(n)}
-        places = {n: self.buffers.offset(n) for n in self._items if self.buffers.has(n)}
+        shared = {n: _share(source.view(n)) for n in self._items if n not in self.buffers.offsets}
         rings = [_share(buffer) for buffer in self.buffers.buffers]
         file = _handles_file(spec, source.rank)
         partial = file.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps((source.plan.digest, shared, rings, places)))
+        partial.write_bytes(pickle.dumps((source.plan.digest, shared, rings, self.buffers.offsets)))
         partial.chmod(0o600)
         os.replace(partial, file)
 
@@ -65,23 +64,19 @@ class IpcSender(SenderTransport):
         self._deadline, self._packed = deadline, list[Span]()
         self._words.array[_VERSION], self._words.array[_DIGEST] = header.version, digest_word(header.digest)
 
-    def slot(self, number: int) -> int:
-        return number % self._spec.num_buffers
-
-    def await_buffer(self, number: int, packing: DeviceStream) -> None:
+    def await_buffer(self, number: int, packing: DeviceStream) -> int:
         self._announce()
         self._wait_taken(number - self._spec.num_buffers + 1)
+        return number % self._spec.num_buffers
 
-    def publish(self, number: int, packed: Span) -> None:
+    def publish(self, number: int, slot: int, packed: Span) -> None:
         self._packed.append(packed)
-        if number or not self.buffers.used(self._chunks[0]):
-            self._announce()
-        else:
-            # Nothing is on the link until the first chunk is there.
-            self._await_packed()
-
-    def complete(self) -> None:
-        self._await_packed()
+        # Nothing is on the link until the first chunk is there, and the last one must not wait for checksums.
+        first = number == 0 and self.buffers.used(self._chunks[0])
+        late = self._announce()
+        while late and (first or number == len(self._chunks) - 1):
+            self._deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing in {{}}")
+            late = self._announce()
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
         values, first = sums.values(packing), _FIRST + self._spec.receivers
@@ -108,10 +103,6 @@ class IpcSender(SenderTransport):
         while words[_READY] < self._sent + len(packed) and packed[int(words[_READY]) - self._sent][1].reached():
             words[_READY] += 1
         return self._sent + len(packed) - int(words[_READY])
-
-    def _await_packed(self) -> None:
-        while self._announce():
-            self._deadline.check(lambda: f"refit: trainer rank {self._source.rank} did not finish packing in {{}}")
 
     def _wait_taken(self, count: int) -> None:
         """Wait until every receiver has taken the first `count` parts of this version."""
@@ -151,21 +142,15 @@ class IpcReceiver(ReceiverTransport):
         for stream in self._streams.values():
             stream.follow()
 
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> DeviceStream:
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
         if chunk.owner not in self._owners:
             args = (self._spec, self._plan, chunk.owner, self._rank, self._device, self._deadline)
             self._owners[chunk.owner] = _Mapped(*args)
         message = lambda: late(self._plan, self._rank, chunk)  # noqa: E731
         self._owners[chunk.owner].await_ready(self._header, message, self._deadline, meanwhile)
-        return self._streams[chunk.owner]
+        return self._owners[chunk.owner].slot(), self._streams[chunk.owner]
 
-    def slot(self, number: int, chunk: Chunk) -> int:
-        return self._owners[chunk.owner].slot()
-
-    def has(self, number: int) -> bool:
-        return True
-
-    def view(self, number: int, slot: int) -> Tensor:
+    def view(self, number: int, slot: int) -> Tensor | None:
         return self._owners[self._owner_of[number]].view(number, slot)
 
     def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:
@@ -202,7 +187,7 @@ class _Mapped:
         file = _handles_file(spec, owner)
         while not file.exists():
             deadline.check(lambda: f"refit: engine worker {rank} waited {{}} for trainer rank {owner} to open")
-        digest, shared, rings, self._places = pickle.loads(file.read_bytes())
+        digest, shared, rings, self._offsets = pickle.loads(file.read_bytes())
         if digest != plan.digest:
             raise RefitError(f"trainer rank {owner} sends by plan {digest}, this end was given plan {plan.digest}")
         self._shared = {n: _open(handle, device) for n, handle in shared.items()}
@@ -223,9 +208,8 @@ class _Mapped:
         if number in self._shared:
             tensor: Tensor = self._shared[number]
             return tensor
-        item = self._plan.items[number]
-        dtype = self._plan.entries[item.entry].dtype
-        return typed(self._rings[slot], self._places[number], dtype, item.box.shape)
+        shape = self._plan.items[number].box.shape
+        return typed(self._rings[slot], self._offsets[number], self._plan.dtype(number), shape)
 
     def await_ready(
         self, header: Header, message: Callable[[], str], deadline: Deadline, meanwhile: Callable[[], None]

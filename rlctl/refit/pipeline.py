@@ -28,22 +28,20 @@ from rlctl.utils.device_stream import DeviceEvent, DeviceStream, Span, elapsed
 
 
 class ChunkBuffers(Protocol):
-    """Memory into which a sender packs; see `StagingBuffers`."""
+    """Memory into which a sender packs, see `StagingBuffers`."""
 
     @property
     def nbytes(self) -> int: ...
 
     def used(self, chunk: Chunk) -> bool: ...
 
-    def has(self, number: int) -> bool: ...
-
-    def view(self, number: int, slot: int) -> Tensor: ...
+    def view(self, number: int, slot: int) -> Tensor | None: ...
 
 
 class SenderTransport(ABC):
     """A trainer rank's side of a transport. Chunks are numbered by this rank's sending order."""
 
-    # Items that these do not have are sent from where they lie.
+    # Items that have no place in these are sent from where they lie.
     buffers: ChunkBuffers
     # When checksums of chunks without a buffer are taken. "first": they are known before engines begin to copy.
     unbuffered_sums: Literal["first", "in turn", "last"] = "in turn"
@@ -52,32 +50,24 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def begin(self, header: Header, deadline: Deadline) -> None:
-        """Prepare to send a version; called before anything of it is packed."""
+        """Prepare to send a version, before anything of it is packed."""
 
     @abstractmethod
-    def slot(self, number: int) -> int:
-        """Return the buffer of chunk `number`."""
-
-    def await_buffer(self, number: int, packing: DeviceStream) -> None:  # noqa: B027
-        """Wait, or have the packing stream wait, until the buffer of chunk `number` is free."""
+    def await_buffer(self, number: int, packing: DeviceStream) -> int:
+        """Return the buffer of chunk `number` once it is free, or once the packing stream waits for that."""
 
     @abstractmethod
-    def publish(self, number: int, packed: Span) -> None:
+    def publish(self, number: int, slot: int, packed: Span) -> None:
         """Make chunk `number` visible to receivers once it is packed."""
-
-    def complete(self) -> None:  # noqa: B027
-        """Make the last chunks visible; called before checksums of chunks without a buffer are queued."""
 
     @abstractmethod
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
         """Make the checksums visible; what they are taken of is queued on the packing stream."""
 
-    @abstractmethod
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Wait until the weights may change again. Raises PeerLost naming the receiver and tensor at fault."""
 
-    @abstractmethod
-    def drop(self, receivers: list[int], reason: str) -> None:
+    def drop(self, receivers: list[int], reason: str) -> None:  # noqa: B027
         """Wait no longer for these receivers (ranks from 1) in the refit under way; called from another thread.
 
         A transport that cannot go on without them ends the refit with a RefitError of that reason.
@@ -106,25 +96,17 @@ class ReceiverTransport(ABC):
         """Wait until a version is announced. Raises RefitError if it is another version or plan than the header's."""
 
     @abstractmethod
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> DeviceStream:
-        """Return the stream on which chunk `number` can be loaded as soon as it is visible.
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+        """Return the buffer in which chunk `number` arrives, and the stream on which it can be loaded once it is there.
 
         meanwhile: to be called while the host waits.
         """
 
     @abstractmethod
-    def slot(self, number: int, chunk: Chunk) -> int:
-        """Return the buffer in which chunk `number` arrives."""
+    def view(self, number: int, slot: int) -> Tensor | None:
+        """Return item `number` where it becomes visible (any dtype and strides); None if that is where it belongs."""
 
-    @abstractmethod
-    def has(self, number: int) -> bool:
-        """Return True if item `number` must be copied from `view`; False if it arrives where it belongs."""
-
-    @abstractmethod
-    def view(self, number: int, slot: int) -> Tensor:
-        """Return item `number` where it becomes visible: any dtype and strides, shaped as its box."""
-
-    def placed(self, number: int, sink: WeightSink) -> Tensor | None:
+    def placed(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
         """Return item `number` in its place, of which its checksum is taken; None: take it of `view`."""
         return sink.target(number)
 
@@ -160,11 +142,12 @@ class ChunkSender:
         self, transport: SenderTransport, source: WeightSource, device: torch.device, timeout_s: float
     ) -> None:
         self._transport, self._source, self._timeout_s = transport, source, timeout_s
-        self._chunks = [chunk for _, chunk in source.plan.of(source.rank)]
+        self._chunks = source.chunks
         self._size = sum(source.plan.items[n].nbytes for chunk in self._chunks for n in chunk.numbers)
         self._packing, self._sums = DeviceStream(device), StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
+        self.drop = transport.drop
 
     def send(self, header: Header) -> SendReport:
         """Send this rank's chunks; return when the weights may change again.
@@ -184,10 +167,6 @@ class ChunkSender:
         seconds = time.perf_counter() - begin
         return SendReport(elapsed(packed), self._transport.wire, seconds, self._size, self._transport.buffers.nbytes)
 
-    def drop(self, receivers: list[int], reason: str) -> None:
-        """Wait no longer for these receivers, see `SenderTransport.drop`."""
-        self._transport.drop(receivers, reason)
-
     def close(self) -> None:
         """Free buffers, files and groups."""
         self._transport.close()
@@ -196,12 +175,9 @@ class ChunkSender:
 
     def _queue(self, header: Header) -> list[Span]:
         """Pack, publish and sum every chunk; return the spans of packing."""
-        transport, checked = self._transport, self._source.plan.checked(header)
-        buffered = [transport.buffers.used(chunk) for chunk in self._chunks]
+        transport, checked, packed = self._transport, self._source.plan.checked(header), list[Span]()
         when = transport.unbuffered_sums
-        apart = [chunk for chunk, used in zip(self._chunks, buffered) if not used and when != "in turn"]
-        lying = [n for chunk in apart for n in chunk.numbers if n in checked]
-        packed: list[Span] = []
+        apart = [chunk for chunk in self._chunks if when != "in turn" and not transport.buffers.used(chunk)]
         # Before anything is on the wire: asking for memory may wait for the device, and so for receivers.
         self._sums.start(len(checked))
         self._packing.follow()
@@ -209,43 +185,45 @@ class ChunkSender:
             # Processes take turns on a device: checksums come first and to the end if receivers share it, so that
             # nothing of this process runs while they copy; else last, since receivers need not wait for them.
             if when == "first":
-                self._sum_lying(lying)
+                self._sum_unbuffered(apart, checked)
                 self._sums.values(stream)
             begun = stream.mark()
             for number, chunk in enumerate(self._chunks):
-                slot = transport.slot(number)
-                packed.append(self._pack(number, chunk, slot) if buffered[number] else (begun, begun))
-                transport.publish(number, packed[-1])
+                used, slot = transport.buffers.used(chunk), 0
+                packed.append((begun, begun))
+                if used:
+                    slot = transport.await_buffer(number, stream)
+                    packed[-1] = self._pack(number, chunk, slot)
+                transport.publish(number, slot, packed[-1])
                 # Only now, for the wire would wait while they are queued.
-                if buffered[number] or when == "in turn":
+                if used or when == "in turn":
                     self._sums.here([n for n in chunk.numbers if n in checked], partial(self._sent, slot), slot)
-            transport.complete()
             if when == "last":
-                self._sum_lying(lying)
+                self._sum_unbuffered(apart, checked)
             transport.publish_sums(self._sums, stream)
         return packed
 
     def _pack(self, number: int, chunk: Chunk, slot: int) -> Span:
         """Queue the copies of a chunk into its buffer, converted to the dtype that travels."""
-        self._transport.await_buffer(number, self._packing)
-        begin, buffers = self._packing.mark(), self._transport.buffers
+        begin = self._packing.mark()
         if (number, slot) not in self._copies:
-            passing = (n for n in chunk.numbers if buffers.has(n))
-            self._copies[number, slot] = BatchedCopy((buffers.view(n, slot), self._source.view(n)) for n in passing)
+            places = ((self._transport.buffers.view(n, slot), self._source.view(n)) for n in chunk.numbers)
+            self._copies[number, slot] = BatchedCopy((place, view) for place, view in places if place is not None)
         self._copies[number, slot].run()
         return begin, self._packing.mark()
 
     def _sent(self, slot: int, number: int) -> Tensor:
         """Return item `number` as it travels: in its buffer, or where it lies."""
-        buffers = self._transport.buffers
-        return buffers.view(number, slot) if buffers.has(number) else self._source.view(number)
+        place = self._transport.buffers.view(number, slot)
+        return self._source.view(number) if place is None else place
 
-    def _sum_lying(self, numbers: list[int]) -> None:
+    def _sum_unbuffered(self, chunks: list[Chunk], checked: Collection[int]) -> None:
         """Sum items as they are delivered: receivers that share the device convert by themselves."""
         source = self._source
+        numbers = [n for chunk in chunks for n in chunk.numbers if n in checked]
         self._sums.here([n for n in numbers if source.ready(n)], source.view, slot=0)
         converted = [n for n in numbers if not source.ready(n)]
-        self._sums.here(converted, lambda n: source.view(n).to(source.dtype(n)))
+        self._sums.here(converted, lambda n: source.view(n).to(getattr(torch, source.plan.dtype(n))))
 
 
 class ChunkReceiver:
@@ -287,7 +265,12 @@ class ChunkReceiver:
                 self._give_back()
                 if self._loading:
                     deadline.check(partial(late, self._plan, self._rank, self._loading[0][0]))
-            self._compare(header)
+            received = self._sums.values()
+            for owner in self._plan.owners:
+                for number, value in transport.sums(owner, header).items():
+                    if received[number] != value:
+                        name = self._plan.items[number].box.name
+                        raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
             transport.finish(header)
         except RefitError:
             transport.abort()
@@ -305,27 +288,27 @@ class ChunkReceiver:
     def _load(self, number: int, chunk: Chunk, checked: Collection[int], sink: WeightSink) -> None:
         """Queue what brings a chunk to where it belongs, and its checksums."""
         transport = self._transport
-        stream = transport.arrive(number, chunk, self._give_back)
-        slot = transport.slot(number, chunk)
+        slot, stream = transport.arrive(number, chunk, self._give_back)
         with stream:
             begin = stream.mark()
             if (number, slot) not in self._copies:
-                passing = ((n, transport.view(n, slot)) for n in chunk.numbers if transport.has(n))
-                self._copies[number, slot] = sink.copies(passing)
+                views = ((n, transport.view(n, slot)) for n in chunk.numbers)
+                self._copies[number, slot] = sink.copies((n, view) for n, view in views if view is not None)
             self._copies[number, slot].run()
             taken = [n for n in chunk.numbers if n in checked]
-            placed = {n: place for n in taken if (place := transport.placed(n, sink)) is not None}
-            passing_sums = [n for n in taken if n not in placed]
-            self._sums.here(passing_sums, partial(self._delivered, slot), slot if transport.keeps_views else None)
+            placed = {n: place for n in taken if (place := transport.placed(n, slot, sink)) is not None}
+            passing = [n for n in taken if n not in placed]
+            self._sums.here(passing, partial(self._delivered, slot), slot if transport.keeps_views else None)
             end = stream.mark()
-        self._sums.beside(placed, end)
+        self._sums.beside(placed, end, slot)
         transport.loaded(chunk, end)
         self._loading.append((chunk, (begin, end)))
 
     def _delivered(self, slot: int, number: int) -> Tensor:
         """Return item `number` where it becomes visible, in the dtype in which it is delivered."""
-        dtype: torch.dtype = getattr(torch, self._plan.entries[self._plan.items[number].entry].dtype)
-        return self._transport.view(number, slot).to(dtype)
+        view = self._transport.view(number, slot)
+        assert view is not None, "an item without a place passes through a buffer"
+        return view.to(getattr(torch, self._plan.dtype(number)))
 
     def _give_back(self) -> None:
         """Let go of chunks that the device has loaded; those of one owner end in order, those of several need not."""
@@ -335,20 +318,7 @@ class ChunkReceiver:
             self._transport.give_back(chunk)
             self._seconds[chunk.owner] += end.seconds_since(begin)
 
-    def _compare(self, header: Header) -> None:
-        received = self._sums.values()
-        for owner in self._plan.owners:
-            for number, value in self._transport.sums(owner, header).items():
-                if received[number] != value:
-                    name = self._plan.items[number].box.name
-                    raise RefitError(f"{name} arrived changed from trainer rank {owner} (version {header.version})")
-
 
 def late(plan: RefitPlan, rank: int, chunk: Chunk) -> str:
     """Return the message of an engine worker that waited too long for a chunk; {} becomes the time waited."""
     return f"refit: engine worker {rank} waited {{}} for trainer rank {chunk.owner} to send {plan.names(chunk)}"
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's bytes, flat: what travels has no dtype."""
-    return tensor.detach().flatten().view(torch.uint8)

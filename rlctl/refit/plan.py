@@ -180,6 +180,10 @@ class RefitPlan:
         chunks = [[c.owner, [[s.first, s.last, s.offset, s.nbytes] for s in c.segments]] for c in self.chunks]
         return hashlib.sha256(json.dumps([rows, parts, chunks]).encode()).hexdigest()[:16]
 
+    def dtype(self, number: int) -> str:
+        """Return the dtype in which item `number` travels."""
+        return self.entries[self.items[number].entry].dtype
+
     def verify(self, header: Header) -> None:
         """Raise RefitError unless the header was made for this plan."""
         if self.digest != header.digest:

@@ -10,7 +10,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlctl.refit.checksum import StreamingChecksums
@@ -28,41 +30,43 @@ _SLOTS = 2
 class ShmSender(SenderTransport):
     """A trainer rank's side: writes its own items; rank 0 makes the files and removes them."""
 
+    buffers: "_Slots"
+
     def __init__(self, spec: TransportSpec, source: WeightSource) -> None:
         self._source, self._folder = source, Path(spec.folder)
-        if source.rank == 0:
+        plan, rank = source.plan, source.rank
+        if rank == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
-            _allocate(self._folder, source.plan.nbytes)
-            SharedCounters(_words_file(self._folder), _word_count(source.plan), create=True).close()
+            _allocate(self._folder, plan.nbytes)
+            SharedCounters(_words_file(self._folder), _word_count(plan), create=True).close()
         else:
             deadline = Deadline(spec.timeout_s)
             while not _words_file(self._folder).exists():
-                deadline.check(lambda: f"refit: trainer rank {source.rank} waited {{}} for rank 0 to open")
-        self.buffers = self._slots = _Slots(self._folder, source.plan)
+                deadline.check(lambda: f"refit: trainer rank {rank} waited {{}} for rank 0 to open")
+        self.buffers = _Slots(self._folder, plan)
+        self._place = 1 + plan.owners.index(rank) if rank in plan.owners else 0
 
     def begin(self, header: Header, deadline: Deadline) -> None:
-        self._header = header
-        self._slots.unwrite(header.version, self._source.rank)
+        self._header, self._words = header, self.buffers.words(header.version)
+        # The part is being written.
+        self._words[self._place] = -1
 
-    def slot(self, number: int) -> int:
+    def await_buffer(self, number: int, packing: DeviceStream) -> int:
         return self._header.version % _SLOTS
 
-    def publish(self, number: int, packed: Span) -> None:
-        """Nothing is left to do: what is packed lies in the slot."""
+    def publish(self, number: int, slot: int, packed: Span) -> None:
+        """Nothing is left to do: what is packed is in the slot."""
 
     def publish_sums(self, sums: StreamingChecksums, packing: DeviceStream) -> None:
-        for n, value in sums.values().items():
-            self._slots.set_sum(self._header.version, n, value)
-        self._slots.written(self._header, self._source.rank)
-
-    def finish(self) -> None:
-        """Nobody reads the weights themselves."""
-
-    def drop(self, receivers: list[int], reason: str) -> None:
-        """Nobody waits for a receiver."""
+        first = 1 + len(self._source.plan.owners)
+        for number, value in sums.values().items():
+            self._words[first + number] = value
+        self._words[0] = digest_word(self._header.digest)
+        # The last word to be written. Version 0 must differ from a slot that nobody wrote.
+        self._words[self._place] = self._header.version + 1
 
     def close(self) -> None:
-        self._slots.close()
+        self.buffers.close()
         if self._source.rank == 0:
             for file in (*map(self._folder.joinpath, _names()), _words_file(self._folder)):
                 file.unlink(missing_ok=True)
@@ -82,38 +86,39 @@ class ShmReceiver(ReceiverTransport):
             if not _words_file(self._folder).exists():
                 raise RefitError(f"version {header.version} was never written to {self._folder}")
             self._slots = _Slots(self._folder, self._plan)
-        self._slots.verify(header)
-        self._slot = header.version % _SLOTS
+        self.finish(header)
+        self._view, self._slot = self._slots.view, header.version % _SLOTS
         self._adopted = sink.adopt(self._slots.flats[self._slot])
 
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> DeviceStream:
-        return self._stream
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+        return self._slot, self._stream
 
-    def slot(self, number: int, chunk: Chunk) -> int:
-        return self._slot
+    def view(self, number: int, slot: int) -> Tensor | None:
+        return None if self._adopted else self._view(number, slot)
 
-    def has(self, number: int) -> bool:
-        return not self._adopted
-
-    def view(self, number: int, slot: int) -> Tensor:
-        assert self._slots, "begin comes first"
-        return self._slots.view(number, slot)
-
-    def placed(self, number: int, sink: WeightSink) -> Tensor | None:
+    def placed(self, number: int, slot: int, sink: WeightSink) -> Tensor | None:
         # Checksums are taken on the host, whatever device the sink is on.
-        return None
+        return self._view(number, slot) if self._adopted else None
 
     def sums(self, owner: int, header: Header) -> dict[int, int]:
         assert self._slots, "begin comes first"
-        return {n: self._slots.sum(header.version, n) for n in self._plan.checked_of(owner, header)}
+        words, first = self._slots.words(header.version), 1 + len(self._plan.owners)
+        return {number: int(words[first + number]) for number in self._plan.checked_of(owner, header)}
 
     def times(self, loading: dict[int, float]) -> tuple[float, float]:
         return 0.0, sum(loading.values())
 
     def finish(self, header: Header) -> None:
-        # A slot that was written again meanwhile holds a mixture.
+        """Raise RefitError unless the slot holds this version of this plan, whole: rewritten, it holds a mixture."""
         assert self._slots, "begin comes first"
-        self._slots.verify(header)
+        words = self._slots.words(header.version)
+        if words[0] != digest_word(header.digest):
+            raise RefitError(f"version {header.version} of plan {header.digest} was never written to {self._folder}")
+        for place, owner in enumerate(self._plan.owners, 1):
+            found = int(words[place]) - 1
+            if found != header.version:
+                state = "is being written" if found < 0 else f"holds version {found}"
+                raise RefitError(f"expected version {header.version}: the part of trainer rank {owner} {state}")
 
     def close(self) -> None:
         if self._slots:
@@ -121,24 +126,25 @@ class ShmReceiver(ReceiverTransport):
 
 
 class _Slots:
-    """Both slots, mapped, and the words that say what is in them: digest, written versions, checksums."""
+    """Both slots, mapped, and the words that say what is in them."""
 
     # The files belong to the run, not to one end.
     nbytes = 0
 
     def __init__(self, folder: Path, plan: RefitPlan) -> None:
-        self._plan, self._folder = plan, folder
+        self._plan = plan
         # uint8 [plan.nbytes] each.
         self.flats = [_map(folder / name, plan.nbytes) for name in _names()]
-        self._words = SharedCounters(_words_file(folder), _word_count(plan), create=False)
-        self._stride = _word_count(plan) // _SLOTS
-        self._owner_words = 1 + len(plan.owners)
+        self._counters = SharedCounters(_words_file(folder), _word_count(plan), create=False)
         self._views: dict[tuple[int, int], Tensor] = {}
 
-    def used(self, chunk: Chunk) -> bool:
-        return True
+    def words(self, version: int) -> NDArray[np.int64]:
+        """Return the words of the version's slot: the plan's digest, each owner's version plus 1, items' checksums."""
+        words: NDArray[np.int64] = self._counters.array.reshape(_SLOTS, -1)[version % _SLOTS]
+        return words
 
-    def has(self, number: int) -> bool:
+    def used(self, chunk: Chunk) -> bool:
+        """Return True: every item is written to the slot."""
         return True
 
     def view(self, number: int, slot: int) -> Tensor:
@@ -148,40 +154,10 @@ class _Slots:
             self._views[number, slot] = whole(self.flats[slot], self._plan.entries[item.entry])[item.box.slices()]
         return self._views[number, slot]
 
-    def unwrite(self, version: int, owner: int) -> None:
-        """Say that the owner's part is being written."""
-        self._words.array[self._place(version, 1 + self._plan.owners.index(owner))] = -1
-
-    def written(self, header: Header, owner: int) -> None:
-        """Say that the owner's part is written, with its checksums. The last word to be written."""
-        self._words.array[self._place(header.version, 0)] = digest_word(header.digest)
-        place = self._place(header.version, 1 + self._plan.owners.index(owner))
-        # Version 0 must differ from a slot that nobody wrote.
-        self._words.array[place] = header.version + 1
-
-    def verify(self, header: Header) -> None:
-        """Raise RefitError unless the slot holds this version of this plan, whole."""
-        words = self._words.array
-        if words[self._place(header.version, 0)] != digest_word(header.digest):
-            raise RefitError(f"version {header.version} of plan {header.digest} was never written to {self._folder}")
-        for index, owner in enumerate(self._plan.owners, 1):
-            found = int(words[self._place(header.version, index)]) - 1
-            if found != header.version:
-                state = "is being written" if found < 0 else f"holds version {found}"
-                raise RefitError(f"expected version {header.version}: the part of trainer rank {owner} {state}")
-
-    def set_sum(self, version: int, number: int, value: int) -> None:
-        self._words.array[self._place(version, self._owner_words + number)] = value
-
-    def sum(self, version: int, number: int) -> int:
-        return int(self._words.array[self._place(version, self._owner_words + number)])
-
     def close(self) -> None:
+        """Let go of the mapped memory."""
         self.flats, self._views = [], {}
-        self._words.close()
-
-    def _place(self, version: int, index: int) -> int:
-        return version % _SLOTS * self._stride + index
+        self._counters.close()
 
 
 def _names() -> list[str]:

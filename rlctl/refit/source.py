@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rlctl.refit.plan import RefitItem, RefitPlan, TensorSlice
+from rlctl.refit.plan import RefitPlan, TensorSlice
 from rlctl.refit.protocol import RefitError
 
 
@@ -42,30 +42,22 @@ class WeightSource:
         by_name: dict[str, list[Shard]] = {}
         for shard in shards:
             by_name.setdefault(shard.name, []).append(shard)
-        self._views: dict[int, Tensor] = {}
-        for _, chunk in plan.of(rank):
-            for segment in chunk.segments:
-                for number in range(segment.first, segment.last):
-                    item = plan.items[number]
-                    self._views[number] = _view(item, by_name.get(item.box.name, []))
+        self.chunks = [chunk for _, chunk in plan.of(rank)]
+        boxes = {number: plan.items[number].box for chunk in self.chunks for number in chunk.numbers}
+        self._views = {number: _view(box, by_name.get(box.name, [])) for number, box in boxes.items()}
 
     def view(self, number: int) -> Tensor:
         """Item `number` in the trainer's own dtype and memory."""
         return self._views[number]
 
-    def dtype(self, number: int) -> torch.dtype:
-        """What item `number` travels as."""
-        dtype: torch.dtype = getattr(torch, self.plan.entries[self.plan.items[number].entry].dtype)
-        return dtype
-
     def ready(self, number: int) -> bool:
         """Whether item `number` can be sent from where it lies: right dtype, contiguous."""
         view = self.view(number)
-        return view.dtype == self.dtype(number) and view.is_contiguous()
+        return view.dtype == getattr(torch, self.plan.dtype(number)) and view.is_contiguous()
 
     def ready_singles(self) -> set[int]:
         """Return the items that travel each on its own and can be sent from where they lie."""
-        singles = (s.first for _, chunk in self.plan.of(self.rank) for s in chunk.segments if s.single)
+        singles = (s.first for chunk in self.chunks for s in chunk.segments if s.single)
         return {number for number in singles if self.ready(number)}
 
     def verify_in_place(self, shards: list[Shard]) -> None:
@@ -80,11 +72,10 @@ def _addresses(shards: list[Shard]) -> dict[tuple[str, tuple[int, ...]], int]:
     return {(shard.name, shard.start): shard.tensor.data_ptr() for shard in shards}
 
 
-def _view(item: RefitItem, shards: list[Shard]) -> Tensor:
+def _view(box: TensorSlice, shards: list[Shard]) -> Tensor:
     for shard in shards:
-        begin = [want - have for want, have in zip(item.box.start, shard.start)]
-        inside = all(b >= 0 and b + size <= n for b, size, n in zip(begin, item.box.shape, shard.tensor.shape))
-        if inside:
-            view: Tensor = shard.tensor[tuple(slice(b, b + size) for b, size in zip(begin, item.box.shape))]
+        begin = [want - have for want, have in zip(box.start, shard.start)]
+        if all(b >= 0 and b + size <= n for b, size, n in zip(begin, box.shape, shard.tensor.shape)):
+            view: Tensor = shard.tensor[tuple(slice(b, b + size) for b, size in zip(begin, box.shape))]
             return view
-    raise RefitError(f"{item.box.name}: this rank does not hold {item.box.shape} from {item.box.start}")
+    raise RefitError(f"{box.name}: this rank does not hold {box.shape} from {box.start}")

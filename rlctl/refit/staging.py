@@ -20,15 +20,15 @@ class StagingBuffers:
     ) -> None:
         """in_place: items that need no place here."""
         self._plan = plan
-        # Item to the byte at which it begins in its chunk's buffer.
-        self._offsets: dict[int, int] = {}
+        # Item to the byte at which it begins in its chunk's buffer; without those in place.
+        self.offsets: dict[int, int] = {}
         most = 0
         for chunk in chunks:
             end = 0
             for segment in chunk.segments:
                 if any(number not in in_place for number in segment.numbers):
                     for number in segment.numbers:
-                        self._offsets[number] = end + plan.items[number].offset - segment.offset
+                        self.offsets[number] = end + plan.items[number].offset - segment.offset
                     end += aligned(segment.nbytes)
             most = max(most, end)
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(count if most else 0)]
@@ -40,22 +40,16 @@ class StagingBuffers:
 
     def used(self, chunk: Chunk) -> bool:
         """Return True if any of the chunk passes through a buffer."""
-        return any(number in self._offsets for number in chunk.numbers)
-
-    def has(self, number: int) -> bool:
-        """Return True if item `number` passes through a buffer."""
-        return number in self._offsets
-
-    def offset(self, number: int) -> int:
-        """Return the byte at which item `number` begins in its buffer."""
-        return self._offsets[number]
+        return any(number in self.offsets for number in chunk.numbers)
 
     def run(self, segment: Segment, slot: int) -> Tensor:
         """Return the segment's bytes, uint8 [segment.nbytes], in buffer `slot`."""
-        offset = self._offsets[segment.first]
+        offset = self.offsets[segment.first]
         return self.buffers[slot][offset : offset + segment.nbytes]
 
-    def view(self, number: int, slot: int) -> Tensor:
-        """Return item `number` in buffer `slot`, with its dtype and shape."""
-        item = self._plan.items[number]
-        return typed(self.buffers[slot], self._offsets[number], self._plan.entries[item.entry].dtype, item.box.shape)
+    def view(self, number: int, slot: int) -> Tensor | None:
+        """Return item `number` in buffer `slot`, with its dtype and shape; None if it passes through none."""
+        if number not in self.offsets:
+            return None
+        shape = self._plan.items[number].box.shape
+        return typed(self.buffers[slot], self.offsets[number], self._plan.dtype(number), shape)

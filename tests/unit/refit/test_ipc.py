@@ -97,9 +97,7 @@ def test_checksums_of_a_shared_device_are_taken_before_a_receiver_begins(
     order: list[str] = []
     summed, published = sender._sums.values, sender._transport.publish
     monkeypatch.setattr(sender._sums, "values", lambda queued_on=None: order.append("sums") or summed(queued_on))
-    monkeypatch.setattr(
-        sender._transport, "publish", lambda number, packed: order.append("chunk") or published(number, packed)
-    )
+    monkeypatch.setattr(sender._transport, "publish", lambda *args: order.append("chunk") or published(*args))
     sending = threads.submit(sender.send, Header(1, plan.digest, "all"))
     receive(open_receiver(spec, plan, 1, CPU), plan, 1, "all")
     sending.result(30)
@@ -117,9 +115,9 @@ def test_no_more_chunks_are_packed_than_there_are_buffers_until_they_are_taken(
     assert isinstance(sender._transport, ipc.IpcSender)
     publish, third = sender._transport.publish, threading.Event()
 
-    def note(number: int, span: Any) -> None:
+    def note(number: int, slot: int, span: Any) -> None:
         packed.append(number)
-        publish(number, span)
+        publish(number, slot, span)
         if number == 2:
             third.set()
 

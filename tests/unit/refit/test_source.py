@@ -53,10 +53,11 @@ def test_a_packed_segment_is_one_run_of_bytes_converted_on_the_way() -> None:
     (segment,) = chunk.segments
     slots = StagingBuffers(plan, plan.chunks, 2, CPU, in_place=())
     source = source_of(plan, held)
-    BatchedCopy((slots.view(n, 1), source.view(n)) for n in chunk.numbers).run()
+    BatchedCopy((slots.view(n, 1), source.view(n)) for n in chunk.numbers).run()  # type: ignore[misc]
     assert slots.run(segment, 1).numel() == segment.nbytes
     for n, tensor in enumerate(held.values()):
-        assert torch.equal(slots.view(n, 1), tensor.bfloat16())
+        place = slots.view(n, 1)
+        assert place is not None and torch.equal(place, tensor.bfloat16())
 
 
 def test_buffers_are_as_large_as_the_fullest_chunk_needs_and_none_if_all_lies_right() -> None:
