@@ -102,7 +102,7 @@ def refit(
 @app.command(
     epilog=examples(
         "rlctl bench grpo",
-        "rlctl bench grpo --model qwen3-1.7b --gpus 4 --trainers 2 --age 2 --plot grpo.png",
+        "rlctl bench grpo --model qwen3-1.7b --gpus 4 --trainers 2 --plot grpo.png",
         "rlctl bench grpo --modes apart,in-flight --lengths 2000,1.0,16384 --json",
     )
 )
@@ -154,8 +154,8 @@ def grpo(
 @app.command(
     epilog=examples(
         "rlctl bench sft",
-        "rlctl bench sft --model qwen3-1.7b --seq-len 4096 --modes eager,compiled,compiled-graph --plot sft.png",
-        "rlctl bench sft --model qwen3-8b --ranks 4 --modes eager,megatron,megatron-tp2,megatron-tp2-pp2 --json",
+        "rlctl bench sft --seq-len 4096 --modes eager,compiled --plot sft.png",
+        "rlctl bench sft --model qwen3-8b --ranks 4 --modes eager,megatron-tp2-pp2",
     )
 )
 def sft(
@@ -200,7 +200,7 @@ def sft(
 @app.command(
     epilog=examples(
         "rlctl bench offload",
-        "rlctl bench offload --model qwen3-8b --set trainer.activation_checkpointing=true",
+        "rlctl bench offload --set trainer.activation_checkpointing=true",
         "rlctl bench offload --model qwen3-1.7b --backend megatron --json",
     )
 )

@@ -37,7 +37,7 @@ _WATCH_S = 3.0
         "rlctl cluster up ssh 'hosts=[gpu1, gpu2]' the first host is the head",
         "rlctl cluster up slurm nodes=2 gpus_per_node=8 time=4:00:00",
         "rlctl cluster up pods.yaml --dry-run --job 'train grpo my.yaml --cluster here'",
-        "rlctl cluster up my-cluster.yaml          yours, with `defaults: cluster/ssh.yaml`",
+        "rlctl cluster up mine.yaml                yours, over cluster/ssh.yaml",
     )
 )
 def up(

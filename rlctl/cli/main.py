@@ -19,11 +19,10 @@ _UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errn
 
 
 class _Commands(TyperGroup):
-    """The commands in the order in which a newcomer needs them."""
+    """The commands in the order in which they are added below; Typer would put doctor first, since it is no group."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        first = ["train", "runs", "config", "data", "recipes", "cluster", "bench", "doctor"]
-        return sorted(self.commands, key=lambda name: first.index(name) if name in first else len(first))
+        return sorted(self.commands, key=lambda name: name == "doctor")
 
 
 app = typer.Typer(

@@ -56,11 +56,7 @@ def show(run: Run = "", root: Root = None, as_json: AsJson = False) -> None:
     print_next_steps(state, console)
 
 
-@app.command(
-    epilog=examples(
-        "rlctl runs dash", "rlctl runs dash grpo--qwen3-tiny--1 --svg dashboard.svg --width 140 --height 40"
-    )
-)
+@app.command(epilog=examples("rlctl runs dash", "rlctl runs dash grpo--qwen3-tiny--1 --svg run.svg --width 140"))
 def dash(
     run: Run = "",
     root: Root = None,

@@ -29,6 +29,11 @@ def spec(doc: str, **limits: Any) -> Any:
     return field(metadata={"doc": doc, **limits})
 
 
+def seconds(doc: str, **limits: Any) -> Any:
+    """Return a field of seconds, which waiting functions can take."""
+    return spec(doc, **limits, most=MOST_SECONDS)
+
+
 def key_of(name: str) -> str:
     """Return the key of a field: `async` of `async_`, since Python takes no keyword as a name."""
     return name.removesuffix("_")

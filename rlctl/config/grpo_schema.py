@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from rlctl.config.fields import MOST_PROCESSES, MOST_SECONDS, MOST_SEQUENCES, spec
+from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
 
 
 @dataclass
@@ -22,9 +22,7 @@ class RewardSection:
     pattern: str | None = spec(
         "Only for regex: the pattern whose first group is compared with the answer. It is null for every other reward."
     )
-    timeout_s: float = spec(
-        "A reward that takes longer than this, in seconds, has failed for that rollout.", gt=0, most=MOST_SECONDS
-    )
+    timeout_s: float = seconds("A reward that takes longer than this, in seconds, has failed for that rollout.", gt=0)
 
 
 @dataclass
@@ -178,6 +176,4 @@ class RefitSection:
     checksum: Literal["auto", "all", "sampled", "off"] = spec(
         "The tensors whose bytes are compared after each refit. auto is all on a CPU, and one in 16 (sampled) on GPUs."
     )
-    timeout_s: float = spec(
-        "The longest that one end of a refit waits for the other, in seconds.", gt=0, most=MOST_SECONDS
-    )
+    timeout_s: float = seconds("The longest that one end of a refit waits for the other, in seconds.", gt=0)

@@ -8,7 +8,7 @@ A key that is a Python keyword has an underscore behind it here (`async_`), and 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rlctl.config.fields import MOST_PROCESSES, MOST_SECONDS, MOST_SEQUENCES, spec
+from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 
 
@@ -21,15 +21,15 @@ class RunSection:
         "Before step 1, compare the weights and log-probs of trainer and generator. The run stops if they differ."
     )
     log_every: int = spec("The steps between two printed lines, where the output is not a terminal.", ge=1)
-    deadline_s: float = spec("The longest wait for one answer of a worker, in seconds.", gt=0, most=MOST_SECONDS)
-    explain_after_s: float = spec(
-        "When nothing has arrived for this many seconds, the run says who waits for whom.", gt=0, most=MOST_SECONDS
+    deadline_s: float = seconds("The longest wait for one answer of a worker, in seconds.", gt=0)
+    explain_after_s: float = seconds(
+        "When nothing has arrived for this many seconds, the run says who waits for whom.", gt=0
     )
     max_restarts: int = spec(
         "After a loss of processes the run restarts from its last checkpoint, at most this many times.", ge=0
     )
-    restart_backoff_s: float = spec(
-        "The pause before a restart, in seconds. It doubles each time, up to a minute.", ge=0, most=MOST_SECONDS
+    restart_backoff_s: float = seconds(
+        "The pause before a restart, in seconds. It doubles each time, up to a minute.", ge=0
     )
 
 
@@ -146,10 +146,8 @@ class TrainerSection:
 
 @dataclass
 class PlacementSection:
-    wait_s: float = spec(
-        "On a cluster: the longest wait for room, in seconds, of a run with --wait or of one that restarts.",
-        ge=0,
-        most=MOST_SECONDS,
+    wait_s: float = seconds(
+        "On a cluster: the longest wait for room, in seconds, of a run with --wait or of one that restarts.", ge=0
     )
     trainer: Literal["pack", "spread"] = spec(
         "Trainer ranks are placed on as few nodes as possible (pack), or in turn on all nodes with room (spread)."

@@ -7,6 +7,7 @@ same section, the nearest name of this kind, by its last word and its whole path
 
 from collections.abc import Mapping
 from difflib import SequenceMatcher
+from itertools import takewhile
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.peer_keys import FORMERLY, PEER_KEYS, PeerKey
@@ -40,7 +41,7 @@ class KnownKeys:
         It is then a part of rlctl that is elsewhere, or one that rlctl does not have.
         """
         name = path.rpartition(".")[2]
-        elsewhere = [key for key in self._every if key.rpartition(".")[2] == name and self._every[key]]
+        elsewhere = _named(name, self._every, section=True)
         ours = any(all(f"{section}.{each}" in self._every for each in names) for section in elsewhere)
         return ours or any(each.key == name and not each.ours for each in self._peers)
 
@@ -94,19 +95,21 @@ class KnownKeys:
 
     def _of_another_kind(self, path: str, section: bool) -> str:
         """Return a remark on a key of another kind of run, with the key of this kind that a peer's is equal to."""
-        name = path.rpartition(".")[2]
-        same = [key for key in self._every if key.rpartition(".")[2] == name and (self._every[key] or not section)]
-        for key in same:
-            twins = (self._of_this_kind(each.ours) for each in self._peers if key in each.ours.split(" or "))
-            twin = next((twin for twin in twins if twin in self._own), "")
-            return f"; {key} is of another kind of run" + f"; this one has {twin}" * bool(twin)
-        return ""
+        key = next(iter(_named(path.rpartition(".")[2], self._every, section)), None)
+        if key is None:
+            return ""
+        equals = (self._of_this_kind(each.ours) for each in self._peers if key in each.ours.split(" or "))
+        equal = next((each for each in equals if each in self._own), None)
+        return f"; {key} is of another kind of run" + (f"; this one has {equal}" if equal else "")
+
+
+def _named(name: str, keys: Mapping[str, bool], section: bool) -> list[str]:
+    return [key for key in keys if key.rpartition(".")[2] == name and (keys[key] or not section)]
 
 
 def _elsewhere(path: str, keys: Mapping[str, bool], section: bool) -> str:
     """Return a remark on the keys with the path's last word. section: sections alone."""
-    name = path.rpartition(".")[2]
-    same = [key for key in keys if key.rpartition(".")[2] == name and (keys[key] or not section)]
+    same = _named(path.rpartition(".")[2], keys, section)
     nearer = [key for key in same if _parents_ratio(path, key) >= _NEAR]
     if len(nearer) == 1:
         return f"; did you mean {nearer[0]}?"
@@ -124,12 +127,7 @@ def _nearest(path: str, keys: Mapping[str, bool]) -> str:
 
 def _shared_end(words: list[str], key: list[str]) -> int:
     """Return the number of words that two paths share, from the end."""
-    count = 0
-    for one, other in zip(reversed(words), reversed(key)):
-        if one != other:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(reversed(words), reversed(key))))
 
 
 def _parents_ratio(path: str, key: str) -> float:
