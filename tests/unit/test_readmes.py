@@ -1,0 +1,298 @@
+"""Every README promises only what is there: commands parse and their configs load, links and anchors lead somewhere.
+
+A command of `rlctl` in a fenced block is taken apart by the command line's own parser. Those that read a config alone
+are then run here, `rlctl train` up to the end of its checks, and `rlctl bench` up to the measurement. `PARSED_ONLY`
+lists the others, each with the reason.
+"""
+
+import ast
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from rlctl.cli import bench as bench_commands
+from rlctl.cli.arguments import split
+from rlctl.cli.main import app
+from rlctl.config.compose import compose
+from rlctl.config.errors import ConfigError
+from rlctl.config.fields import generic, schema_keys
+from rlctl.config.load_cluster import load_cluster
+from rlctl.config.provenance import leaves, read_file
+from rlctl.config.schema import KINDS
+from rlctl.preflight.load import load
+from tests.unit import folders
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("rlctl", "configs", "recipes", "tests")
+READMES = [ROOT / "README.md", *sorted(path for name in FOLDERS for path in (ROOT / name).rglob("README.md"))]
+MOST_WORDS = 1000
+# Beginning of a command -> the reason why it goes no further than the parser here.
+PARSED_ONLY = {
+    "rlctl cluster status": "needs a cluster; tests/system/test_cluster*.py start some",
+    "rlctl cluster down": "needs a cluster",
+    "rlctl cluster logs": "needs a cluster",
+    "rlctl cluster env": "needs a cluster",
+    "rlctl cluster list": "shows the reader's own clusters",
+    "rlctl runs": "needs a run; tests/unit/cli/test_runs_command.py makes some",
+    "rlctl doctor": "judges the reader's machine; tests/unit/cli/test_doctor.py",
+    "rlctl data preview": "reads all rows, for seconds; tests/unit/cli/test_data.py",
+}
+RUN_HERE = ("rlctl config", "rlctl recipes", "rlctl --version")
+# The mistake of the example that shows what a mistake looks like.
+IS_WRONG = "grpo.num_step=10"
+# Files that the examples name.
+RECIPE = {"grpo": folders.GRPO, "sft": folders.SFT}
+CLUSTERS = {
+    "my-cluster.yaml": "defaults: cluster/ssh.yaml\nhosts: [gpu1, gpu2]\n",
+    "mine.yaml": "defaults: cluster/ssh.yaml\nhosts: [gpu1, gpu2]\n",
+    "pods.yaml": "defaults: cluster/kubernetes.yaml\nimage: me/rlctl:1\n",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where it begins, its language and its lines."""
+
+    where: str
+    language: str
+    lines: list[str]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(path: Path) -> Iterator[Block]:
+    block: Block | None = None
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        fence = re.match(r"\s*```(.*)", line)
+        if block and fence:
+            yield block
+            block = None
+        elif block:
+            block.lines.append(line)
+        elif fence:
+            block = Block(f"{name_of(path)}:{number}", fence[1].strip(), [])
+    assert block is None, f"{name_of(path)}: a block without an end"
+
+
+ALL_BLOCKS = [block for path in READMES for block in blocks(path)]
+
+
+def commands() -> list[tuple[str, str]]:
+    """(where, command) of every command line, without comments and prompts, continued lines joined."""
+    found = []
+    for block in ALL_BLOCKS:
+        if block.language not in ("", "sh", "bash", "shell", "console"):
+            continue
+        lines = "\n".join(block.lines).replace("\\\n", " ").splitlines()
+        if any(line.startswith("$ ") for line in lines):
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            if words:
+                inner = re.fullmatch(r'eval "\$\((.*)\)"', line.partition("  #")[0].strip())
+                found.append((block.where, inner[1] if inner else shlex.join(words)))
+    return found
+
+
+COMMANDS = commands()
+
+
+def parsed(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """(path of the command, its parameters) as the command line understands `rlctl ...`; an error if it does not."""
+    command: Any = get_command(app)
+    name, rest = words[0], [word for word in words[1:] if word != "--help"]
+    while True:
+        if rest[:1] == ["COMMAND"]:
+            rest = [next(iter(command.commands)), *rest[1:]]
+        if not rest and hasattr(command, "commands"):
+            return name, {}
+        context = command.make_context(name.rpartition(" ")[2], rest)
+        if not hasattr(command, "commands"):
+            return name, context.params
+        word, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        name = f"{name} {word}"
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command without the variables that are set for it, and what its output goes to."""
+    words = shlex.split(command)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    for sign in (">", "|"):
+        if sign in words:
+            words = words[: words.index(sign)]
+    return words
+
+
+@pytest.fixture
+def reader(home: Path) -> Path:
+    """The current directory of somebody who follows a README: the files that the examples name are there."""
+    (home / "my_rewards.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")
+    (home / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for name, text in CLUSTERS.items():
+        (home / name).write_text(text)
+    return home
+
+
+def ids(found: list[tuple[str, str]]) -> list[str]:
+    return [f"{where} {command}"[:100] for where, command in found]
+
+
+@pytest.mark.parametrize(("where", "command"), COMMANDS, ids=ids(COMMANDS))
+def test_a_command_in_a_block_works_as_far_as_it_can_be_tried_here(
+    reader: Path, monkeypatch: pytest.MonkeyPatch, where: str, command: str
+) -> None:
+    words = words_of(command)
+    if words[0] == "make":
+        targets = re.findall(r"(?m)^([a-z]+):", (ROOT / "Makefile").read_text())
+        assert {word for word in words[1:] if "=" not in word} <= set(targets)
+        return
+    if words[:2] == ["pip", "install"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extras in re.findall(r"(?:rlctl|\.)\[(.*?)\]", command):
+            assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+        return
+    if "pytest" in words:
+        paths = [word.partition("::")[0] for word in words[words.index("pytest") + 1 :] if word.startswith("tests")]
+        assert paths and all((ROOT / path).exists() for path in paths)
+        return
+    if words[0] == "python":
+        assert (ROOT / words[1]).is_file()
+        return
+    assert words[0] == "rlctl", f"{where}: nothing here knows how to try `{command}`"
+    check_rlctl(reader, monkeypatch, words)
+
+
+def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    name, params = parsed(words)
+    recipe, overrides = split(params["arguments"]) if "arguments" in params else (None, [])
+    kind = name.rpartition(" ")[2] if name.startswith("rlctl train") else "sft" if "sft" in " ".join(words) else "grpo"
+    for each in {recipe, params.get("a"), params.get("b")} - {None}:
+        if str(each).endswith(".yaml") and name != "rlctl cluster up" and not (reader / str(each)).exists():
+            (reader / str(each)).write_text(RECIPE[kind])
+    if name.startswith("rlctl train"):
+        if params.get("compiled_graph"):
+            overrides.append("ray_compiled_graph.enabled=true")
+        load(kind, recipe, overrides)
+    elif name == "rlctl cluster up":
+        (reader / "my-cluster.yaml").write_text(CLUSTERS["my-cluster.yaml"])
+        load_cluster(recipe or "local", overrides)
+        if params["job"]:
+            parsed(["rlctl", *shlex.split(params["job"])])
+    elif name.startswith("rlctl bench"):
+        mistakes: list[object] = []
+
+        def check(bench: Any, as_json: bool, plot: Path | None, problems: Any = ()) -> None:
+            mistakes.extend([*problems, *bench.check()])
+
+        monkeypatch.setattr(bench_commands, "run_bench", check)
+        monkeypatch.setattr(bench_commands, "count_gpus", lambda: 8 * ("tiny" not in " ".join(words)))
+        for each in [word for word in words if word.startswith("path/")]:
+            folders.write(reader / "written")
+            (reader / each).parent.mkdir(parents=True, exist_ok=True)
+            (reader / "written/model").rename(reader / each)
+        assert CliRunner().invoke(app, words[1:]).exception is None
+        assert mistakes == []
+    elif name.startswith(RUN_HERE):
+        done = CliRunner().invoke(app, words[1:])
+        assert isinstance(done.exception, ConfigError) if IS_WRONG in words else done.exit_code == 0, done.exception
+    else:
+        assert any(name.startswith(each) for each in PARSED_ONLY), f"neither run here nor in PARSED_ONLY: {name}"
+
+
+def test_commands_that_are_only_parsed_are_still_there() -> None:
+    for each in PARSED_ONLY:
+        parsed([*each.split(), *["COMMAND"] * (each == "rlctl runs")])
+
+
+INLINE = [
+    (name_of(path), command)
+    for path in READMES
+    for command in re.findall(r"`(rlctl [a-z][^`]*)`", re.sub(r"(?ms)^```.*?^```", "", path.read_text()))
+]
+
+
+@pytest.mark.parametrize(("where", "command"), INLINE, ids=ids(INLINE))
+def test_a_command_within_text_is_one(where: str, command: str) -> None:
+    words = words_of(" ".join(command.split()).replace("KIND", "grpo"))
+    parsed([word for word in words if word != "..."])
+
+
+@pytest.mark.parametrize("block", ALL_BLOCKS, ids=lambda block: block.where)
+def test_blocks_of_yaml_and_python_are_that(block: Block) -> None:
+    text = "\n".join(block.lines)
+    if block.language == "python":
+        ast.parse(text)
+    if block.language == "yaml":
+        for each in yaml.safe_load_all(text):
+            assert each is not None
+
+
+def test_yaml_with_defaults_is_a_config_whose_keys_are_known(tmp_path: Path) -> None:
+    known = {key for kind in KINDS.values() for key, _ in schema_keys(kind)}
+    for number, block in enumerate(block for block in ALL_BLOCKS if block.language == "yaml"):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text("\n".join(block.lines))
+        if "defaults" not in (node := read_file(path).value or {}):
+            continue
+        if "cluster/" in str(node["defaults"].value):  # type: ignore[index,call-overload]
+            load_cluster(str(path), [])
+            continue
+        for key, _ in leaves(compose(path, [])):
+            whole = generic(key)
+            parent = whole.rpartition(".")[0]
+            assert whole in known or parent in known, f"{block.where}: {key}"
+
+
+def test_the_first_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= MOST_WORDS
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text())
+    found: dict[str, int] = {}
+    for heading in re.findall(r"(?m)^#+\s+(.*?)\s*$", text):
+        slug = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-")
+        found[slug] = found.get(slug, -1) + 1
+    return {slug if not number else f"{slug}-{number}" for slug, count in found.items() for number in range(count + 1)}
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```", "", path.read_text())
+    wrong = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        page = there / "README.md" if there.is_dir() and anchor else there
+        if not there.exists() or not there.is_relative_to(ROOT) or (anchor and anchor not in anchors(page)):
+            wrong.append(target)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("path", READMES, ids=name_of)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    wrong = []
+    for token in re.findall(r"`([\w./-]+)`", path.read_text()):
+        if re.match(rf"({'|'.join(FOLDERS)})/[\w./-]+(\.py|\.yaml|\.md|/)$", token) and not (ROOT / token).exists():
+            wrong.append(token)
+    assert wrong == []
+
+
+def test_every_part_of_the_tree_that_a_reader_enters_has_a_page() -> None:
+    linked = set(re.findall(r"\]\(([\w/]+/README\.md)\)", (ROOT / "README.md").read_text()))
+    assert {name_of(path) for path in READMES} - {"README.md"} <= linked
