@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import yaml
-from typer import _click as click
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -230,8 +229,10 @@ def test_a_command_within_text_is_one(where: str, command: str) -> None:
     words = [word for word in words_of(" ".join(command.split()).replace("KIND", "grpo")) if word != "..."]
     try:
         parsed(words)
-    except click.exceptions.BadOptionUsage:
-        # An option that is named without its value.
+    except Exception as error:
+        # An option may be named without its value.
+        if type(error).__name__ != "BadOptionUsage":
+            raise
         parsed([*words, "1"])
 
 
