@@ -22,7 +22,7 @@ State = Literal["parameters", "gradients", "optimizer"]
 STATES: tuple[State, ...] = ("parameters", "gradients", "optimizer")
 
 
-class Finding(NamedTuple):
+class Violation(NamedTuple):
     """One contradiction that a check found."""
 
     key: str
@@ -33,13 +33,13 @@ class Finding(NamedTuple):
     where: str = ""
 
 
-Findings = Iterator[Finding]
+Violations = Iterator[Violation]
 
 
-def unbroken(findings: Findings) -> Findings:
-    """Yield the findings of a check up to a value that is broken."""
+def unbroken(violations: Violations) -> Violations:
+    """Yield the violations of a check up to a value that is broken."""
     with suppress(BrokenValueError):
-        yield from findings
+        yield from violations
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,23 @@ class Backend(ABC):
     def layout(self, trainer: TrainerSection) -> Layout:
         """Return how the ranks share the work."""
 
-    def check_keys(self, trainer: TrainerSection) -> Findings:
+    def check_keys(self, trainer: TrainerSection) -> Violations:
         """Yield what the backend itself lacks, such as its package."""
         yield from ()
 
-    def check_unused(self, trainer: TrainerSection) -> Findings:
+    def check_unused(self, trainer: TrainerSection) -> Violations:
         """Yield keys of this backend that ask for something while another one trains."""
         yield from ()
 
-    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Findings:
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Violations:
         """Yield contradictions of the layout. sizes: None when unknown. sequences: of an update, None when wrong."""
         yield from ()
 
-    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         """Yield parts of the model that the backend has no layers for."""
         yield from ()
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         """Yield contradictions of where the optimizer runs."""
         yield from ()
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.backend import Finding, Findings
+from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward
 from rlctl.preflight.resolved import Resolved
 
@@ -20,77 +20,77 @@ _PATH = "model.path"
 _PROXIMAL = "grpo.loss.proximal"
 
 
-def check_rewards(config: GrpoConfig) -> Findings:
+def check_rewards(config: GrpoConfig) -> Violations:
     """Find rewards that cannot work, alone or together."""
     if not config.rewards:
-        yield Finding("rewards", "is empty: at least one reward, for example `- name: exact`")
+        yield Violation("rewards", "is empty: at least one reward, for example `- name: exact`")
         return
     for index, reward in enumerate(config.rewards):
         with suppress(BrokenValueError):
             for key, what in check_reward(reward):
-                yield Finding(f"rewards.{index}.{key}", what)
+                yield Violation(f"rewards.{index}.{key}", what)
     told = [index for index, reward in enumerate(config.rewards) if reward.correct_at is not None]
     if len(told) > 1:
         what = f"one reward decides what is right; rewards.{told[0]} has a correct_at too: leave one at null"
-        yield Finding(f"rewards.{told[1]}.correct_at", what)
+        yield Violation(f"rewards.{told[1]}.correct_at", what)
     if all(reward.weight == 0 for reward in config.rewards):
-        yield Finding("rewards.0.weight", "the weights are all 0: nothing would be learnt")
+        yield Violation("rewards.0.weight", "the weights are all 0: nothing would be learnt")
 
 
-def check_sampling(config: GrpoConfig) -> Findings:
+def check_sampling(config: GrpoConfig) -> Violations:
     """Find cuts of the distribution under which the loss's ratios are wrong."""
     if Resolved(config).proximal == "rollout":
         why = "with grpo.loss.proximal=rollout the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
-            yield Finding("generation.top_p", why.format("1"), (_PROXIMAL,))
+            yield Violation("generation.top_p", why.format("1"), (_PROXIMAL,))
         if config.generation.top_k > 0:
-            yield Finding("generation.top_k", why.format("0"), (_PROXIMAL,))
+            yield Violation("generation.top_k", why.format("0"), (_PROXIMAL,))
 
 
-def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Findings:
+def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
     """Find models that engines do not sample from, or not on so many devices."""
     size = config.generation.tensor_parallel_size
     if sizes is None:
         return
     if sizes.activation != "silu":
-        yield Finding(_PATH, f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone")
+        yield Violation(_PATH, f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone")
     if sizes.heads % size:
         fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
         what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"
-        yield Finding("generation.tensor_parallel_size", what)
+        yield Violation("generation.tensor_parallel_size", what)
     elif sizes.kv_heads % size and size % sizes.kv_heads:
         what = f"must divide the model's {sizes.kv_heads} key-value heads or be a multiple of them, not {size}"
-        yield Finding("generation.tensor_parallel_size", what)
+        yield Violation("generation.tensor_parallel_size", what)
 
 
-def check_async(config: GrpoConfig) -> Findings:
+def check_async(config: GrpoConfig) -> Violations:
     """Find values that do not go with `async.enabled`."""
     rules = config.async_
     if not rules.enabled:
         return
     if config.placement.colocated:
         what = "async.enabled trains and generates at the same time, on devices of their own; leave it null or false"
-        yield Finding("placement.colocated", what, ("async.enabled",))
+        yield Violation("placement.colocated", what, ("async.enabled",))
     if rules.max_trajectory_age_steps > 1 and not rules.in_flight_weight_updates:
         what = (
             f"{rules.max_trajectory_age_steps} needs async.in_flight_weight_updates=true: when every rollout is "
             "drained before an update, a larger bound makes groups older and the generator no busier; set 1"
         )
-        yield Finding("async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",))
+        yield Violation("async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",))
     loss = config.grpo.loss
     if Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
         what = (
             f"rollout clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
             "collapse (AReaL, arXiv 2505.24298, table 3); leave it auto, or set async.max_trajectory_age_steps=1"
         )
-        yield Finding(_PROXIMAL, what, ("async.max_trajectory_age_steps", "async.enabled"))
+        yield Violation(_PROXIMAL, what, ("async.max_trajectory_age_steps", "async.enabled"))
     corrections = (loss.importance_cap, loss.importance_mask, loss.sequence_mask)
     if Resolved(config).proximal == "recompute" and all(each is None for each in corrections):
         what = "null without a mask leaves rollouts of older versions uncorrected; the default is 2.0"
-        yield Finding("grpo.loss.importance_cap", what, ("async.enabled",))
+        yield Violation("grpo.loss.importance_cap", what, ("async.enabled",))
 
 
-def check_corrections(config: GrpoConfig) -> Findings:
+def check_corrections(config: GrpoConfig) -> Violations:
     """Find masks that are no range or have no ratio, and a pass left out that is needed."""
     loss, updates = config.grpo.loss, config.grpo.updates_per_step
     for name, bounds in (("importance_mask", loss.importance_mask), ("sequence_mask", loss.sequence_mask)):
@@ -98,12 +98,12 @@ def check_corrections(config: GrpoConfig) -> Findings:
         if bounds is None:
             continue
         if len(bounds) != 2 or bounds[0] >= bounds[1]:
-            yield Finding(key, f"must be [low, high] with low below high, not {bounds}")
+            yield Violation(key, f"must be [low, high] with low below high, not {bounds}")
         if Resolved(config).proximal == "rollout":
             what = "needs grpo.loss.proximal=recompute: with rollout there is no such ratio"
-            yield Finding(key, what, (_PROXIMAL,))
+            yield Violation(key, what, (_PROXIMAL,))
     if loss.force_on_policy_ratio and updates > 1:
         what = f"the second of {updates} updates a step is no longer of the policy that it starts from; use null"
-        yield Finding("grpo.loss.force_on_policy_ratio", what, ("grpo.updates_per_step",))
+        yield Violation("grpo.loss.force_on_policy_ratio", what, ("grpo.updates_per_step",))
     if (lengths := config.generation.forced_lengths) is not None and len(lengths) != 2:
-        yield Finding("generation.forced_lengths", f"must be [mean, sigma], not {lengths}")
+        yield Violation("generation.forced_lengths", f"must be [mean, sigma], not {lengths}")

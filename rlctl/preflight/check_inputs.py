@@ -18,7 +18,7 @@ from rlctl.config.plugins import REWARDS, needs_answers
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
 from rlctl.data.datasets import FILE_SUFFIXES, first_line
-from rlctl.preflight.backend import Finding, Findings
+from rlctl.preflight.backend import Violation, Violations
 
 # Bytes of a name in most file systems, less what is put before or after it.
 _LONGEST_NAME = 200
@@ -26,23 +26,23 @@ _LONGEST_NAME = 200
 _LONGEST_PATH = 3000
 
 
-def check_data(config: RunConfig) -> Findings:
+def check_data(config: RunConfig) -> Violations:
     """Find data files that cannot be used. Hub names and folders are not looked into."""
     data = config.data
     if data.train.path is None:
-        yield Finding("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
+        yield Violation("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
     answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
     for name, dataset in (("train", data.train), ("validation", data.validation)):
         for where, key, what in _check_dataset(dataset, answered):
-            yield Finding(f"data.{name}.{key}", what, where=where)
+            yield Violation(f"data.{name}.{key}", what, where=where)
 
 
-def check_validation(config: RunConfig) -> Findings:
+def check_validation(config: RunConfig) -> Violations:
     """Find several answers that would all be the same."""
     count = config.validation.num_generations
     if count > 1 and config.validation.temperature == 0:
         what = f"{count} greedy answers are all the same; set validation.temperature above 0, or 1 here"
-        yield Finding("validation.num_generations", what, ("validation.temperature",))
+        yield Violation("validation.num_generations", what, ("validation.temperature",))
 
 
 def _check_dataset(dataset: DatasetSection, answered: bool) -> Iterator[tuple[str, str, str]]:
@@ -96,7 +96,7 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
         yield "name", what
 
 
-def check_run_name(config: RunConfig) -> Findings:
+def check_run_name(config: RunConfig) -> Violations:
     """Find a name that is no folder name, or that another run has."""
     run = config.run
     if run.name is None:
@@ -111,13 +111,13 @@ def check_run_name(config: RunConfig) -> Findings:
     else:
         resume = f"continue it with --resume {quote(str(folder))}, or " * (folder / "config.yaml").is_file()
         what = f"{folder} exists: {resume}choose another name"
-    yield Finding("run.name", what)
+    yield Violation("run.name", what)
 
 
-def check_run_folder(config: RunConfig) -> Findings:
+def check_run_folder(config: RunConfig) -> Violations:
     """Find a folder that cannot be made or written to."""
     if what := _unwritable(config.run.dir):
-        yield Finding("run.dir", what)
+        yield Violation("run.dir", what)
 
 
 def _unwritable(directory: str) -> str:

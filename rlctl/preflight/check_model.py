@@ -7,26 +7,26 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.models.model_sizes import ModelSizes, config_file, read_sizes
 from rlctl.models.weight_headers import check_weights
-from rlctl.preflight.backend import Finding, Findings
+from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.plan import longest_sequence
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def check_model(config: RunConfig) -> Findings:
+def check_model(config: RunConfig) -> Violations:
     """Find files of model and tokenizer that are missing or cannot be used."""
     model, path = config.model, config.model.path
     file = config_file(path)
     if file is None:
         if os.path.isdir(path):
-            yield Finding("model.path", f"{path} has no config.json; needed: a Hugging Face model folder")
+            yield Violation("model.path", f"{path} has no config.json; needed: a Hugging Face model folder")
         elif os.path.exists(path):
-            yield Finding("model.path", f"{path} is a file; needed: a Hugging Face model folder")
+            yield Violation("model.path", f"{path} is a file; needed: a Hugging Face model folder")
         return
     try:
         read_sizes(file)
     except ModelError as error:
-        yield Finding("model.path", str(error))
+        yield Violation("model.path", str(error))
         return
     # The hub's cache may hold a part of a model; the run fetches the rest, and checks it then.
     if not model.random_init and os.path.isdir(path):
@@ -34,60 +34,60 @@ def check_model(config: RunConfig) -> Findings:
             try:
                 check_weights(file.parent)
             except (ModelError, OSError) as error:
-                yield Finding("model.path", str(error))
+                yield Violation("model.path", str(error))
         else:
             what = f"{file.parent} has no model.safetensors; model.random_init=true starts from random weights"
-            yield Finding("model.path", what, ("model.random_init",))
+            yield Violation("model.path", what, ("model.random_init",))
     tokenizer = Path(model.tokenizer or file.parent)
     if os.path.isfile(tokenizer):
-        yield Finding("model.tokenizer", f"{tokenizer} is a file; needed: a folder that has a tokenizer.json")
+        yield Violation("model.tokenizer", f"{tokenizer} is a file; needed: a folder that has a tokenizer.json")
     elif os.path.isdir(tokenizer) and not any((tokenizer / name).is_file() for name in _TOKENIZER_FILES):
         key = "model.path" if model.tokenizer is None else "model.tokenizer"
-        yield Finding(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
+        yield Violation(key, f"{tokenizer} has no tokenizer.json; set model.tokenizer to a folder that has one")
 
 
-def check_lengths(config: RunConfig, sizes: ModelSizes | None) -> Findings:
+def check_lengths(config: RunConfig, sizes: ModelSizes | None) -> Violations:
     """Find lengths of prompts and answers that do not fit the longest sequence."""
     limit, own = sizes.max_positions if sizes else None, config.model.max_length
     if own is not None and limit is not None and own > limit:
-        yield Finding("model.max_length", f"must be at most {limit}, the model's max_position_embeddings, not {own}")
+        yield Violation("model.max_length", f"must be at most {limit}, the model's max_position_embeddings, not {own}")
     longest = min((value for value in (own, limit) if value is not None), default=None)
     if longest is None:
         return
     below, prompt = f"must be below the longest sequence, {longest}, not ", config.data.max_prompt_length
     if isinstance(config, SftConfig):
         if prompt is not None and prompt >= longest:
-            yield Finding("data.max_prompt_length", below + str(prompt), ("model.max_length",))
+            yield Violation("data.max_prompt_length", below + str(prompt), ("model.max_length",))
         return
     answer = config.generation.max_new_tokens
     if answer >= longest:
-        yield Finding("generation.max_new_tokens", below + str(answer), ("model.max_length",))
+        yield Violation("generation.max_new_tokens", below + str(answer), ("model.max_length",))
     elif prompt is not None and prompt + answer > longest:
         both = f"{prompt} + generation.max_new_tokens {answer} = {prompt + answer}"
         what = f"{both} is above the longest sequence, {longest}; try {longest - answer}"
-        yield Finding("data.max_prompt_length", what, ("generation.max_new_tokens", "model.max_length"))
+        yield Violation("data.max_prompt_length", what, ("generation.max_new_tokens", "model.max_length"))
 
 
-def check_micro_batch(config: RunConfig, sizes: ModelSizes | None) -> Findings:
+def check_micro_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
     """Find micro-batches that do not hold the longest sequence."""
     tokens, longest = config.trainer.micro_batch_tokens, longest_sequence(config, sizes)
     if longest is not None and tokens < longest:
         lower = ["model.max_length", *["data.max_prompt_length"] * isinstance(config, GrpoConfig)]
         advice = f"raise it, or lower {' or '.join(lower)}"
         what = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"
-        yield Finding("trainer.micro_batch_tokens", what, (*lower, "generation.max_new_tokens"))
+        yield Violation("trainer.micro_batch_tokens", what, (*lower, "generation.max_new_tokens"))
 
 
-def check_graph(config: SftConfig, sizes: ModelSizes | None) -> Findings:
+def check_graph(config: SftConfig, sizes: ModelSizes | None) -> Violations:
     """Find a warm-up of compiled graphs that is above the longest sequence."""
     warmup, longest = config.ray_compiled_graph.warmup_seq_len, longest_sequence(config, sizes)
     if warmup and longest is not None and warmup > longest:
         what = f"must be at most the longest sequence, {longest}, not {warmup}"
-        yield Finding("ray_compiled_graph.warmup_seq_len", what, ("model.max_length",))
+        yield Violation("ray_compiled_graph.warmup_seq_len", what, ("model.max_length",))
 
 
-def check_chat(config: RunConfig) -> Findings:
+def check_chat(config: RunConfig) -> Violations:
     """Find a system prompt without a template."""
     if config.data.system_prompt is not None and config.data.chat_template == "none":
         what = "needs a chat template, but data.chat_template is none"
-        yield Finding("data.system_prompt", what, ("data.chat_template",))
+        yield Violation("data.system_prompt", what, ("data.chat_template",))

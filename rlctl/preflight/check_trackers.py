@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from rlctl.config.plugins import TRACKERS
 from rlctl.config.schema import RunConfig
-from rlctl.preflight.backend import Finding, Findings
+from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import missing_plugin
 
 _WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
@@ -20,7 +20,7 @@ _WITHOUT_LOGIN = ("offline", "dryrun", "disabled")
 _SETTINGS = ("wandb/settings", ".wandb/settings", "~/.config/wandb/settings")
 
 
-def check_trackers(config: RunConfig) -> Findings:
+def check_trackers(config: RunConfig) -> Violations:
     """Find trackers that cannot start."""
     names = [tracker.name for tracker in config.telemetry.trackers]
     for index, name in enumerate(names):
@@ -32,7 +32,7 @@ def check_trackers(config: RunConfig) -> Findings:
         elif name == "wandb" and not _may_log_in():
             what = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
         if what:
-            yield Finding(f"telemetry.trackers.{index}.name", what)
+            yield Violation(f"telemetry.trackers.{index}.name", what)
 
 
 def _may_log_in() -> bool:

@@ -3,38 +3,38 @@
 from rlctl.config.fields import MOST_SEQUENCES
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.backend import Finding, Findings, backend_of, other_backends, unbroken
+from rlctl.preflight.backend import Violation, Violations, backend_of, other_backends, unbroken
 from rlctl.preflight.resolved import Resolved
 
 LOG_PROBS, GENERATION = "trainer.offload_optimizer_for_logprob", "trainer.offload_optimizer_for_generation"
 _ON_HOST = "trainer.megatron.optimizer_cpu_offload"
 
 
-def check_optimizer(config: RunConfig) -> Findings:
+def check_optimizer(config: RunConfig) -> Violations:
     """Find betas that are not two numbers."""
     betas = config.trainer.optimizer.betas
     if len(betas) != 2:
-        yield Finding("trainer.optimizer.betas", f"must be two numbers, not {len(betas)}")
+        yield Violation("trainer.optimizer.betas", f"must be two numbers, not {len(betas)}")
 
 
-def check_profile(config: RunConfig) -> Findings:
+def check_profile(config: RunConfig) -> Violations:
     """Find updates to profile that are no range."""
     updates = config.telemetry.profile_updates
     if updates is not None and (len(updates) != 2 or updates[0] > updates[1]):
-        yield Finding("telemetry.profile_updates", f"must be [first, last], not {updates}")
+        yield Violation("telemetry.profile_updates", f"must be [first, last], not {updates}")
 
 
-def check_offload(config: RunConfig) -> Findings:
+def check_offload(config: RunConfig) -> Violations:
     """Find switches that move optimizer state which is always on the host."""
     trainer = config.trainer
     moves = {LOG_PROBS: trainer.offload_optimizer_for_logprob, GENERATION: trainer.offload_optimizer_for_generation}
     for key, wanted in moves.items():
         if wanted and backend_of(trainer).optimizer_on_host(trainer):
             what = f"does not go with {_ON_HOST}=true, which keeps optimizer state on the host at all times; choose one"
-            yield Finding(key, what, (_ON_HOST,))
+            yield Violation(key, what, (_ON_HOST,))
 
 
-def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int | None) -> Findings:
+def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int | None) -> Violations:
     """Find what the backend cannot do, and keys of backends that do not train. A broken value ends one check alone.
 
     sequences: of an update; None when wrong.
@@ -43,11 +43,11 @@ def check_backends(config: RunConfig, sizes: ModelSizes | None, sequences: int |
     backend = backend_of(trainer)
     checks = [backend.check_keys(trainer), *(other.check_unused(trainer) for other in other_backends(trainer))]
     checks += [backend.check_layout(trainer, sizes, sequences), backend.check_model(trainer, sizes)]
-    for findings in (*checks, backend.check_optimizer(trainer, sizes)):
-        yield from unbroken(findings)
+    for violations in (*checks, backend.check_optimizer(trainer, sizes)):
+        yield from unbroken(violations)
 
 
-def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Findings:
+def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
     """Find batches that cannot be split into updates, and shards of an update that would get nothing."""
     trainer = config.trainer
     if isinstance(config, GrpoConfig):
@@ -55,12 +55,12 @@ def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Findings:
         if prompts % updates:
             near = max(updates, round(prompts / updates) * updates)
             what = f"{prompts} prompts cannot be shared equally among {updates} updates a step; try {near}"
-            yield Finding("grpo.num_prompts_per_step", what, ("grpo.updates_per_step",))
+            yield Violation("grpo.num_prompts_per_step", what, ("grpo.updates_per_step",))
             return
         if prompts * config.grpo.num_generations_per_prompt > MOST_SEQUENCES:
             rollouts = f"{prompts:,} prompts x {config.grpo.num_generations_per_prompt:,} rollouts"
             what = f"{rollouts} are more than a step can hold, {MOST_SEQUENCES:,}"
-            yield Finding("grpo.num_generations_per_prompt", what, ("grpo.num_prompts_per_step",))
+            yield Violation("grpo.num_generations_per_prompt", what, ("grpo.num_prompts_per_step",))
             return
     backend = backend_of(trainer)
     have, asked = Resolved(config).sequences_per_update, backend.layout(trainer)
@@ -70,7 +70,7 @@ def check_batch(config: RunConfig, sizes: ModelSizes | None) -> Findings:
     if isinstance(config, GrpoConfig):
         what = f"{asked.data} {unit}s but only {have} rollouts an update: at least one a {unit} is needed{advice}"
         others = ("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "grpo.updates_per_step")
-        yield Finding("trainer.num_ranks", what, others)
+        yield Violation("trainer.num_ranks", what, others)
     else:
         what = f"must be at least the {asked.data} {unit}s of the trainer, not {have}{advice}"
-        yield Finding("sft.batch_size", what, ("trainer.num_ranks",))
+        yield Violation("sft.batch_size", what, ("trainer.num_ranks",))

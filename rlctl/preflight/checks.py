@@ -1,6 +1,6 @@
 """All checks of a config: contradictions between values that are each fine alone. Pure but for the files it names.
 
-Every check is a generator of findings. A value that was already found wrong is `BROKEN`: a check that needs it ends
+Every check is a generator of violations. A value that was already found wrong is `BROKEN`: a check that needs it ends
 there without a word, so that one mistake is reported once and all others still are.
 """
 
@@ -11,7 +11,7 @@ from rlctl.config.errors import BrokenValueError, ModelError, Problem
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import sizes_of
-from rlctl.preflight.backend import Finding, Findings, unbroken
+from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_grpo import check_async, check_corrections, check_engines, check_rewards, check_sampling
 from rlctl.preflight.check_inputs import check_data, check_run_folder, check_run_name, check_validation
 from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, check_micro_batch, check_model
@@ -26,13 +26,13 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
     resume: the run's directory may exist. away: the run is to be elsewhere, where installed packages are checked.
     """
     sizes = sequences = None
-    # A wrong config.json is `check_model`'s finding.
+    # A wrong config.json is `check_model`'s violation.
     with suppress(BrokenValueError, ModelError):
         sizes = sizes_of(config.model.path)
-    # 0 is `check_batch`'s finding.
+    # 0 is `check_batch`'s violation.
     with suppress(BrokenValueError):
         sequences = Resolved(config).sequences_per_update or None
-    checks: list[Findings] = [
+    checks: list[Violations] = [
         check_model(config),
         check_lengths(config, sizes),
         check_micro_batch(config, sizes),
@@ -52,13 +52,13 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
     checks += [check_batch(config, sizes), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
     checks += [] if away else [check_trackers(config)]
     found: list[Problem] = []
-    for findings in checks:
-        found += (Problem(each.where or _place(each, origins), each.key, each.what) for each in unbroken(findings))
+    for violations in checks:
+        found += (Problem(each.where or _place(each, origins), each.key, each.what) for each in unbroken(violations))
     return found
 
 
-def _place(finding: Finding, origins: dict[str, Origin]) -> str:
-    """Return where the last of the finding's keys was written: overrides come after files, the user's after shipped."""
+def _place(violation: Violation, origins: dict[str, Origin]) -> str:
+    """Return where the last of the violation's keys was written: overrides come after files, the user's after shipped."""
 
     def origin(key: str) -> Origin:
         inside = (each for name, each in origins.items() if name.startswith(f"{key}."))
@@ -67,4 +67,4 @@ def _place(finding: Finding, origins: dict[str, Origin]) -> str:
     def lateness(each: Origin) -> tuple[int, bool]:
         return each.override, each.file is not None and not is_shipped(each.file)
 
-    return str(max(map(origin, (finding.key, *finding.others)), key=lateness))
+    return str(max(map(origin, (violation.key, *violation.others)), key=lateness))

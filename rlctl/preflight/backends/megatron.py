@@ -11,7 +11,7 @@ from rlctl.config.errors import BrokenValueError
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
-from rlctl.preflight.backend import FLOAT32, Backend, Finding, Findings, ShardCounts, State, StateBytes
+from rlctl.preflight.backend import FLOAT32, Backend, ShardCounts, State, StateBytes, Violation, Violations
 from rlctl.preflight.check_inputs import missing_megatron
 from rlctl.preflight.parallel_layout import KEYS, Layout, clashes, instead, world_sizes
 
@@ -72,11 +72,11 @@ class MegatronBackend(Backend):
             sequence=sizes.sequence_parallel,
         )
 
-    def check_keys(self, trainer: TrainerSection) -> Findings:
+    def check_keys(self, trainer: TrainerSection) -> Violations:
         if what := missing_megatron():
-            yield Finding("trainer.backend", what)
+            yield Violation("trainer.backend", what)
 
-    def check_unused(self, trainer: TrainerSection) -> Findings:
+    def check_unused(self, trainer: TrainerSection) -> Violations:
         for name, neutral in _NEUTRAL.items():
             # A broken one hides no other.
             with suppress(BrokenValueError):
@@ -84,9 +84,9 @@ class MegatronBackend(Backend):
                 if value != neutral and value is not False:
                     why = f"{trainer.backend} has no such thing; set {dumps(neutral)} here"
                     what = f"{dumps(value)} needs trainer.backend=megatron: {why}"
-                    yield Finding(f"{_SECTION}.{name}", what, ("trainer.backend",))
+                    yield Violation(f"{_SECTION}.{name}", what, ("trainer.backend",))
 
-    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Findings:
+    def check_layout(self, trainer: TrainerSection, sizes: ModelSizes | None, sequences: int | None) -> Violations:
         """Yield one line a key."""
         asked = self.layout(trainer)
         found = list(clashes(asked, sizes))
@@ -96,9 +96,9 @@ class MegatronBackend(Backend):
                 what += f"; try {KEYS['world']}={' or '.join(map(str, counts))}, or{advice.removeprefix('; try')}"
             else:
                 what += advice
-            yield Finding(KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ())))
+            yield Violation(KEYS[name], what, tuple(KEYS[other] for other in _AGAINST.get(name, ())))
 
-    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
+    def check_model(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         if sizes is None:
             return
         kind, biased = sizes.model_type, sizes.output_bias or sizes.mlp_bias
@@ -111,26 +111,28 @@ class MegatronBackend(Backend):
             )
         if sizes.sparse_layers and sizes.experts_per_token == 1 and sizes.norm_topk_prob:
             lacks.append("megatron has no router for one expert a token with norm_topk_prob, whose weight is always 1")
-        yield from (Finding("trainer.backend", f"{what}; use trainer.backend=fsdp", ("model.path",)) for what in lacks)
+        yield from (
+            Violation("trainer.backend", f"{what}; use trainer.backend=fsdp", ("model.path",)) for what in lacks
+        )
 
-    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Findings:
+    def check_optimizer(self, trainer: TrainerSection, sizes: ModelSizes | None) -> Violations:
         """Yield contradictions of `optimizer_cpu_offload`, and keys that need it."""
         own, key = trainer.megatron, f"{_SECTION}.optimizer_cpu_offload"
         if own.optimizer_cpu_offload:
             if what := cpu_offload_problem(trainer.dtype):
-                yield Finding(key, what, ("trainer.dtype",))
+                yield Violation(key, what, ("trainer.dtype",))
             stages = own.pipeline_model_parallel_size
             if sizes is not None and sizes.tied and stages > 1 and hosted_share(trainer) < 1:
                 # Each stage chooses what goes to the host, and the two round differently: the copies would drift apart.
                 what = f"must be null with {stages} pipeline stages, whose first and last share the embedding"
                 others = (f"{_SECTION}.pipeline_model_parallel_size",)
-                yield Finding(f"{_SECTION}.optimizer_offload_fraction", what, others)
+                yield Violation(f"{_SECTION}.optimizer_offload_fraction", what, others)
             return
         for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
             with suppress(BrokenValueError):
                 if getattr(own, name):
                     what = f"needs {key}=true: without it nothing of the optimizer is on the host"
-                    yield Finding(f"{_SECTION}.{name}", what, (key,))
+                    yield Violation(f"{_SECTION}.{name}", what, (key,))
 
     def idle_keys(self, trainer: TrainerSection) -> dict[str, str]:
         idle = {}
