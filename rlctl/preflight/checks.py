@@ -26,10 +26,10 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
     resume: the run's directory may exist. away: the run is to be elsewhere, where installed packages are checked.
     """
     sizes = sequences = None
-    # A wrong config.json is `check_model`'s violation.
+    # `check_model` reports a wrong config.json.
     with suppress(BrokenValueError, ModelError):
         sizes = sizes_of(config.model.path)
-    # 0 is `check_batch`'s violation.
+    # `check_batch` reports 0.
     with suppress(BrokenValueError):
         sequences = Resolved(config).sequences_per_update or None
     checks: list[Violations] = [
@@ -58,7 +58,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
 
 
 def _place(violation: Violation, origins: dict[str, Origin]) -> str:
-    """Return where the last of the violation's keys was written: overrides come after files, the user's after shipped."""
+    """Return where the last of the keys was written: overrides come after files, the user's files after shipped."""
 
     def origin(key: str) -> Origin:
         inside = (each for name, each in origins.items() if name.startswith(f"{key}."))
