@@ -1,4 +1,4 @@
-"""What Ray and each host say of a cluster, side by side."""
+"""Status of a cluster from two sides: from Ray, and from each host."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class LogPlace:
-    """Where a node's logs are."""
+    """Places of a node's logs."""
 
     node: str
     # Folder on `host` while the node lives.

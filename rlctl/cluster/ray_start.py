@@ -1,4 +1,4 @@
-"""How each node of a cluster is started: the arguments of `ray start` and the environment. Pure."""
+"""Arguments of `ray start` and environment of each node of a cluster. Pure."""
 
 from dataclasses import dataclass
 from typing import Any

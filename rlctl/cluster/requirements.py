@@ -1,4 +1,4 @@
-"""What hosts must have, judged from what `remote_scripts/check.py` found there. Pure."""
+"""Requirements of a host, judged from the facts that `remote_scripts/check.py` found there. Pure."""
 
 from importlib.metadata import version
 from typing import Any

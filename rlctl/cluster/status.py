@@ -1,4 +1,4 @@
-"""`rlctl cluster status`, `list` and `logs`: one cluster now, all clusters, and what their nodes wrote."""
+"""`rlctl cluster status`, `list` and `logs`: one cluster now, all clusters, and the logs of their nodes."""
 
 import subprocess
 from typing import Any

@@ -1,4 +1,4 @@
-"""What rlctl does on a cluster's head for a run: accept it as a Ray job, report its status, stop it.
+"""The head's part in a job: it accepts a run as a Ray job, reports its status, and stops it.
 
 Reached through `remote_scripts/head.py`. Secrets come in a request, rest in a file that only its owner reads, and are
 removed once the driver has them: Ray shows a job's environment to everybody who may see the job.
@@ -35,7 +35,7 @@ from rlctl.utils.process import lives
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
-# The config that the job is to drive. It becomes the run's own once the run goes on with it.
+# The config that the job is to drive. It becomes the run's own once the run continues with it.
 CONFIG = "job.yaml"
 _ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
 
@@ -89,7 +89,7 @@ def status(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def stop(request: dict[str, Any]) -> dict[str, Any]:
-    """Ask a job to end: its driver finishes the step and saves, then goes; with `now`, at once.
+    """Ask a job to end: its driver finishes the step, saves and ends; with `now`, it ends at once.
 
     The reply: stopped, true if it ran.
     """

@@ -1,4 +1,4 @@
-"""What travels to a cluster with a file system of its own: the working directory's files, and a config that names them.
+"""Files and config that travel to a cluster with a file system of its own.
 
 Paths below the working directory, or among the shipped recipes, become relative, and mean the same there. Any other
 path is one of the cluster's.

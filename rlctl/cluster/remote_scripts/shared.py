@@ -1,4 +1,4 @@
-"""What several of these programs need: it replaces the line that imports it (see `hosts.py`).
+"""Functions that several of these programs need; the text replaces the line that imports it (see `hosts.py`).
 
 Any Python from 3.6 on can read it.
 """

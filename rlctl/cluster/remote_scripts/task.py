@@ -19,7 +19,7 @@ ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Report:
-    """What this node tells the others and the machine that submitted the job."""
+    """Facts that this node tells the others and the machine that submitted the job."""
 
     def __init__(self, folder: str, index: int) -> None:
         self.path = report_path(folder, index)
