@@ -60,9 +60,9 @@ LEGENDS = {
         "mismatch 1: exact · uniform: rewards all equal · effective: end to end",
     ),
     "async": (
-        "mismatch: token probability, engine to trainer, grows with age · parity: the same under equal weights, 1 is "
-        "exact · effective: end to end",
-        "mismatch: grows with age · parity: of equal weights, 1 is exact",
+        "mismatch: token probability, engine to trainer, grows with age · parity: under equal weights, 1 is exact · "
+        "effective: end to end",
+        "mismatch: grows with age · parity: under equal weights, 1 is exact",
     ),
 }
 CURVES = {

@@ -116,5 +116,5 @@ def write_run(
             log.write("validation", step, {"validation/accuracy": 0.4 + step / 50, "validation/prompts": 100})
             events.emit("checkpoint", step=step, path=f"runs/{name}/checkpoints/step_{step}", seconds=0.3)
     if ended is not None:
-        events.emit("run_ended", status=ended, reason="", next=[f"rlctl runs report runs/{name}"])
+        events.emit("run_ended", status=ended, reason="", next=[f"rlctl runs show runs/{name}"])
     return run
