@@ -65,8 +65,10 @@ class LineFormat:
         """Yield the lines of an event, a step or a validation."""
         kind = str(record.get("kind", ""))
         if kind == "validation":
-            values = [(key.partition("/")[2], value) for key, value in record.items() if key.startswith("validation/")]
-            shown = " ".join(f"{name} {number(value)}" for name, value in values)
+            values = {key.partition("/")[2]: value for key, value in record.items() if key.startswith("validation/")}
+            if not values.get("failed_rewards"):
+                values.pop("failed_rewards", None)
+            shown = " ".join(f"{name} {number(value)}" for name, value in values.items())
             yield f"validation  step {record['step']}  {shown}"
         elif kind == "step":
             if int(record["step"]) % self._every == 0:

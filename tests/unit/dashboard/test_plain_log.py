@@ -43,8 +43,17 @@ def test_only_every_so_many_th_step_is_printed() -> None:
 
 
 def test_validation_is_a_line_of_its_own() -> None:
-    (line,) = LineFormat(1).lines({"kind": "validation", "step": 10, "time": 1.0, "validation/accuracy": 0.75})
+    record = {
+        "kind": "validation",
+        "step": 10,
+        "time": 1.0,
+        "validation/accuracy": 0.75,
+        "validation/failed_rewards": 0,
+    }
+    (line,) = LineFormat(1).lines(record)
     assert line == "validation  step 10  accuracy 0.750"
+    (line,) = LineFormat(1).lines(record | {"validation/failed_rewards": 2})
+    assert line == "validation  step 10  accuracy 0.750 failed_rewards 2"
 
 
 def test_events_say_what_they_are_in_the_first_column() -> None:
