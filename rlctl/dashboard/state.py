@@ -151,14 +151,18 @@ class RunState:
         return values[-1] if values else None
 
     def generated(self, name: str) -> float | None:
-        """Return the newest value of a generator's metric, once all steps are done that of the last step that sampled.
+        """Return the newest value of a generator's metric, once all steps are done that of the last usual step.
 
-        In the last steps of an asynchronous run nothing is left to sample, so they say nothing of the generator.
+        In the last steps of an asynchronous run little or nothing is left to sample, so they say nothing of the
+        generator. A usual step samples at least half as many tokens as it trains on.
         """
         if self.status in ("new", "running") and self.step < self.num_steps:
             return self.latest(name)
-        sampled = (record for record in reversed(self.steps.recent(len(self.steps))) if record.get("tokens/sampled"))
-        return next((float(record[name]) for record in sampled if name in record), self.latest(name))
+        for record in reversed(self.steps.recent(len(self.steps))):
+            sampled, trained = record.get("tokens/sampled"), record.get("tokens/generated", 0)
+            if sampled and sampled >= trained / 2 and name in record:
+                return float(record[name])
+        return self.latest(name)
 
     def mean(self, name: str, count: int | None = None) -> float | None:
         """Return the mean over the metric's last `count` values, or all."""

@@ -209,7 +209,7 @@ def test_a_constant_series_is_flat_at_the_bottom_also_where_it_changes_by_less_t
 
 def ends_without_sampling(step: int) -> dict[str, float]:
     """Return a step of an asynchronous run of 20 steps, whose last two have nothing left to sample."""
-    sampling = {"tokens/sampled": 900.0} if step <= 18 else {"tokens/sampled": 0.0}
+    sampling = {"tokens/generated": 900.0, "tokens/sampled": {19: 20.0, 20: 0.0}.get(step, 900.0)}
     rest = {"idle/generator": 1.0, "throughput/generation": 0.0} if step > 18 else {}
     return {**async_metrics(step), **sampling, **rest}
 
