@@ -65,7 +65,7 @@ def test_a_row_may_be_for_fsdp_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = make_model(tmp_path / "model", "mistral")
     sizes, what = read_sizes(folder / "config.json"), "megatron has no layers of a mistral"
     checked = {name: replace(CONFIG, backend=name) for name in ("fsdp", "megatron")}
-    found = {name: [said for _, said, _ in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
+    found = {name: [each.what for each in backend_of(one).check_model(one, sizes)] for name, one in checked.items()}
     assert found == {"fsdp": [], "megatron": [f"{what}; use trainer.backend=fsdp"]}
     with pytest.raises(ValueError, match=what), trainer(folder, tmp_path, backend="megatron"):
         pass
