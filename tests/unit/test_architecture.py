@@ -1,0 +1,139 @@
+"""rlctl/README.md: its examples run as they are printed there, and the names it uses exist."""
+
+import ast
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlctl.config.schema import UserTrackerSection
+from rlctl.models.architectures import ARCHITECTURES
+from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.load import load
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.trackers.base import open_trackers
+from rlctl.training.interface import TokenBatch, Totals
+from rlctl.training.rank import TrainerRank
+from tests.unit.test_house import FILES, ORDER, PACKAGE, tree
+
+README = (PACKAGE / "README.md").read_text()
+
+
+def block(title: str) -> str:
+    """Return the Python example of a section."""
+    (found,) = re.findall(rf"^### {title}\n.*?```python\n(.*?)```", README, re.MULTILINE | re.DOTALL)
+    assert isinstance(found, str) and len(found.splitlines()) < 30
+    return found
+
+
+def example(title: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return what a section's example defines. It is imported from a file, so that it can be pickled."""
+    module = f"readme_{name.lower()}"
+    (folder / f"{module}.py").write_text(block(title))
+    monkeypatch.syspath_prepend(folder)
+    return getattr(__import__(module), name)
+
+
+def test_the_reward_scores_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    brevity = example("A reward", "brevity", tmp_path, monkeypatch)
+    assert [brevity("", "x" * length, None, {}) for length in (0, 50, 100, 200)] == [0, -0.5, -1, -1]
+
+
+def test_the_tracker_writes_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_tracker.py").write_text(block("A tracker"))
+    monkeypatch.chdir(tmp_path)
+    section = UserTrackerSection("my_tracker:CsvTracker", {"digits": 2})
+    (tracker,) = open_trackers([section], tmp_path, {}, EventLog(tmp_path / "events.jsonl"))
+    tracker.write("step", 3, {"loss/policy": 0.123})
+    tracker.close()
+    assert (tmp_path / "metrics.csv").read_text() == "step,3,loss/policy,0.12\n"
+    assert read_records(tmp_path / "events.jsonl") == []
+
+
+def test_the_architecture_has_the_parameters_that_transformers_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    row = example("A model architecture", "mistral", tmp_path, monkeypatch)
+    monkeypatch.setitem(ARCHITECTURES, "mistral", row)
+    sizes = {"hidden_size": 40, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64}
+    config = AutoConfig.for_model("mistral", **sizes, **row.tiny, sliding_window=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == row.causal_lm
+    config.save_pretrained(tmp_path)
+    assert read_sizes(tmp_path / "config.json").parameters == sum(each.numel() for each in model.parameters())
+
+
+def test_the_backend_answers_what_preflight_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = example("A training backend", "ReplicatedBackend", tmp_path, monkeypatch)()
+    trainer = load("sft", None, ["trainer.num_ranks=2"]).config.trainer
+    sizes = (
+        '{"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16, '
+    )
+    sizes += '"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 64}'
+    (tmp_path / "config.json").write_text(sizes)
+    model = read_sizes(tmp_path / "config.json")
+    assert backend.layout(trainer).data == 2
+    assert backend.shard_counts(trainer).of(model) == model.parameters
+    assert sum(state.device for state in backend.states(trainer, model, 4).values()) == 16 * model.parameters
+    assert list(backend.check_layout(trainer, model, 8)) == []
+    named = re.findall(r"`(\w+)`", README[README.index("`TrainerRank`") : README.index("Whatever both backends share")])
+    assert set(named) - {"TrainerRank"} == TrainerRank.__abstractmethods__
+
+
+def test_the_advantage_ranks_within_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank_advantages = example("An advantage", "rank_advantages", tmp_path, monkeypatch)
+    rewards, groups = np.array([5.0, 1, 2, 7, 7, 9]), np.array([0, 0, 0, 4, 4, 8])
+    assert rank_advantages(rewards, groups).tolist() == [1, -1, 0, 0, 0, 0]
+    order = np.random.default_rng(0).permutation(6)
+    assert rank_advantages(rewards[order], groups[order]).tolist() == rank_advantages(rewards, groups)[order].tolist()
+
+
+def test_the_loss_is_a_sum_whatever_the_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = pickle.loads(pickle.dumps(example("A loss", "ReinforceLoss", tmp_path, monkeypatch)(0.1)))
+    log_probs = torch.tensor([0.0, -1.0, -2.0, 0.0, -3.0], requires_grad=True)
+    advantage = torch.tensor([torch.nan, 1.0, 1.0, torch.nan, -0.5])
+    mask, sequence = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
+
+    def output(part: slice) -> Any:
+        fields = {"advantage": advantage[part]}
+        entropy = torch.full((5,), 0.5)[part]
+        return loss(TokenBatch(log_probs[part], entropy, mask[part], fields, sequence[part], 2))
+
+    whole, parts = output(slice(0, 5)), [output(slice(0, 3)), output(slice(3, 5))]
+    assert whole.loss.item() == pytest.approx(3.0 - 1.5 - 0.1 * 1.5)
+    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item())
+    whole.loss.backward()
+    assert log_probs.grad is not None and log_probs.grad.tolist() == [0, -1, -1, 0, 0.5]
+    assert loss.normalizer(Totals(tokens=3, sequences=2)) == 3
+
+
+def test_its_table_has_every_folder_from_top_to_bottom() -> None:
+    rows = re.findall(r"^\| (`\w+/`(?:, `\w+/`)*) \|", README, re.MULTILINE)
+    listed = [tuple(re.findall(r"\w+", row)) for row in rows]
+    existing = [tuple(folder for folder in folders if (PACKAGE / folder).is_dir()) for folders in ORDER]
+    assert listed == [folders for folders in existing if folders]
+
+
+def test_the_classes_and_files_that_it_names_exist() -> None:
+    nodes = [node for path in FILES for node in tree(path).body]
+    classes = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    classes |= {
+        each.id for node in nodes if isinstance(node, ast.Assign) for each in node.targets if isinstance(each, ast.Name)
+    }
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    named = set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)*)(?:\.\w+)?`", prose))
+    assert named - classes == set()
+    paths = {path for path in re.findall(r"`([\w/]+/[\w/]*\.(?:py|md))`", prose) if "NAME" not in path}
+    root = PACKAGE.parent
+    assert [path for path in paths if not ((PACKAGE / path).exists() or (root / path).exists())] == []
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert [link for link in links if not (PACKAGE / link).exists()] == []
