@@ -26,9 +26,9 @@ class BenchWorker(RefitWorker):
 
     def bench_clear(self) -> None:
         """Leave the last scheme."""
-        if self._rl_intake:
-            self._rl_intake.close()
-        self._rl_intake = None
+        if self._rl_receiver:
+            self._rl_receiver.close()
+        self._rl_receiver = None
         self._bench_kept: dict[str, Tensor] = {}
         self._bench.clear()
 
@@ -92,6 +92,6 @@ class BenchWorker(RefitWorker):
             for region in self._rl_regions:
                 held.setdefault(region.box.name, []).append((region.box.slices(), region.view))
             return held
-        sink = self._rl_intake.sink if self._rl_intake else None
+        sink = self._rl_receiver.sink if self._rl_receiver else None
         delivered = dict(sink.tensors()) if isinstance(sink, WholeTensorSink) else self._bench_kept
         return {name: [((), tensor)] for name, tensor in delivered.items()}

@@ -1,4 +1,4 @@
-"""How an engine's own loader lays tensors out, found by watching it load tensors that hold nothing.
+"""Layout of tensors in an engine, found by watching its own loader load tensors that hold nothing.
 
 Every architecture and parallel layout has loaders of its own in vLLM (fused projections, expert stacks, slices of
 a tensor-parallel rank, replicated heads). They end in plain copies, which are recorded here instead of made.
@@ -23,7 +23,7 @@ class UnsupportedLayout(RuntimeError):
 
 
 def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[ParamSlice] | UnsupportedLayout:
-    """The regions of every tensor of the plan, or why there are none. runner: vLLM's, as it was after start-up."""
+    """Return the regions of every tensor of the plan, or why there are none. runner: vLLM's, as after start-up."""
     if device.type == "cpu":
         return UnsupportedLayout("on CPU vLLM repacks its weights")
     try:
@@ -36,7 +36,7 @@ def find_regions(runner: Any, plan: RefitPlan, device: torch.device) -> list[Par
 
 
 def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
-    """The regions of every tensor of the plan in `model` (a module with vLLM's `load_weights`). Nothing is loaded.
+    """Return the regions of every tensor of the plan in `model` (a module with vLLM's `load_weights`); load nothing.
 
     Raises UnsupportedLayout if a loader transforms a tensor.
     """
@@ -55,7 +55,7 @@ def record_regions(model: Any, plan: RefitPlan) -> list[ParamSlice]:
 
 
 def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
-    """Compare what an engine has loaded with the files it was loaded from, one tensor of each kind, bit by bit.
+    """Compare an engine's weights with the files that it loaded, one tensor of each kind, bit by bit.
 
     A model may rearrange weights after its loaders are through, which copies of theirs cannot show.
     Raises UnsupportedLayout.
@@ -99,5 +99,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _steps(tensor: Tensor, shape: torch.Size | None = None) -> tuple[int, ...]:
-    """Strides of the dimensions along which there is anything to step."""
+    """Return the strides of dimensions longer than 1."""
     return tuple(step for step, size in zip(tensor.stride(), shape or tensor.shape) if size > 1)

@@ -25,7 +25,7 @@ from rlctl.workers.waits import Waits
 Emit = Callable[..., None]
 P = ParamSpec("P")
 R = TypeVar("R")
-# Of an engine's calls that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
+# Calls of an engine that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
 _THREADS = 6
 # How often a start-up under way asks whether its node still lives.
 _SLICE_S = 5.0
@@ -33,13 +33,13 @@ _SLICE_S = 5.0
 
 @dataclass(frozen=True)
 class EngineSlot:
-    """Where an engine stands: the environment of its process, and its node (None: there is but one).
+    """Place of an engine."""
 
-    waits: see `WorkerSpec`.
-    """
-
+    # Of its process.
     environment: dict[str, str]
+    # None: there is only one.
     node: NodeLease | None = None
+    # See `WorkerSpec`.
     waits: Waits | None = None
 
 
@@ -55,16 +55,16 @@ class GeneratorPool:
         self.version = -1
         self.asleep = False
         self._refit: Refit
-        # By seat; None where an engine is gone with its node.
+        # By slot; None where an engine is gone with its node.
         self.slots: list[Worker | None] = [self._start(index) for index in range(len(slots))]
 
     @property
     def engines(self) -> list[Worker]:
-        """The engines that there are."""
+        """Engines that are not gone."""
         return [worker for worker in self.slots if worker]
 
     def built(self) -> list[Pending[None]]:
-        """The construction of every engine."""
+        """Return the construction of every engine."""
         return [engine.built() for engine in self.engines]
 
     @property
@@ -73,7 +73,7 @@ class GeneratorPool:
         return self._spec.dtype
 
     def ends(self) -> list[EngineEnd]:
-        """The engines as a refit sees them."""
+        """Return the engines as a refit sees them."""
         return [EngineEnd(engine, self._spec.tensor_parallel_size) for engine in self.engines]
 
     def connect(self, refit: Refit) -> None:
@@ -121,7 +121,7 @@ class GeneratorPool:
 
     @property
     def at_a_time(self) -> int:
-        """Rollouts that an engine decodes at a time."""
+        """Number of rollouts that an engine decodes at a time."""
         return self._spec.max_num_seqs
 
     def replace(self, lost: dict[int, Exception]) -> None:
@@ -135,7 +135,7 @@ class GeneratorPool:
 
     @property
     def sleeps(self) -> bool:
-        """Whether engines stand on the trainer's devices and take turns with it."""
+        """True if engines share GPUs with the trainer (colocated) and take turns with it."""
         return self._spec.sleeps
 
     def rest(self) -> None:
@@ -149,7 +149,7 @@ class GeneratorPool:
             raise RuntimeError("the generator sleeps: sync it with the trainer before it samples")
 
     def generate(self, requests: list[TurnRequest]) -> list[list[Rollout]]:
-        """Completions of every request, in order; engines that die meanwhile are replaced."""
+        """Return completions of every request, in order; engines that die meanwhile are replaced."""
         self.require_awake()
         answers: dict[str, list[Rollout]] = {}
         while len(answers) < len(requests):
@@ -169,9 +169,9 @@ class GeneratorPool:
         return [answers[request.id] for request in requests]
 
     def call(self, method: Callable[Concatenate[Engine, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """One control call on every engine (`sleep`, `wake`, `memory`): the answers of those that live.
+        """Make one control call (`sleep`, `wake`, `memory`) on every engine; return the answers of those that live.
 
-        One that is gone is found out, and replaced, by whatever next samples or changes weights.
+        Whatever next samples or changes weights finds out an engine that is gone, and replaces it.
         """
         answers = []
         for part in [engine.start(method, *args, **kwargs) for engine in self.engines]:
@@ -180,7 +180,7 @@ class GeneratorPool:
         return answers
 
     def forget_gone(self) -> None:
-        """Number the engines that there are anew, without those that are gone."""
+        """Renumber the engines without those that are gone."""
         live = self._live
         self._slots = [self._slots[index] for index in live]
         self.slots = [self.slots[index] for index in live]
@@ -192,7 +192,7 @@ class GeneratorPool:
 
     @property
     def _live(self) -> list[int]:
-        """The slots of `engines`, in their order."""
+        """Slots of `engines`, in their order."""
         return [index for index, worker in enumerate(self.slots) if worker]
 
     def _start(self, index: int) -> Worker:
@@ -205,7 +205,7 @@ class GeneratorPool:
         )
 
     def _gather(self, index: int, part: Pending[PackedRollouts]) -> PackedRollouts | None:
-        """What an engine sampled; None if it was lost. However long it takes, as long as the engine makes steps."""
+        """Return what an engine sampled, however long it takes while the engine makes steps; None if it was lost."""
         steps = -1
         while True:
             try:
@@ -220,7 +220,7 @@ class GeneratorPool:
                 return None
 
     def _steps(self, engine: Worker) -> int:
-        """That an engine has made so far; -1 if it does not say."""
+        """Return the steps that an engine has made; -1 if it does not say."""
         try:
             return engine.start(Engine.steps).wait(_SLICE_S)[0]
         except (WorkerDied, WorkerTimeout, WorkerError):
@@ -282,7 +282,7 @@ class GeneratorPool:
         return fresh
 
     def _came_up(self, index: int) -> bool:
-        """Whether an engine that was started anew is built; False where its node is gone meanwhile."""
+        """Return True once a restarted engine is built, False if its node is gone meanwhile."""
         worker, end = self.slots[index], time.monotonic() + self._deadline_s
         if worker is None:
             return False
@@ -299,7 +299,7 @@ class GeneratorPool:
 
 
 def share_out(requests: list[TurnRequest], engines: int) -> list[list[TurnRequest]]:
-    """Requests of each engine: the costliest first, each to the engine with the fewest outstanding tokens.
+    """Return the requests of each engine: the costliest first, each to the engine with the fewest outstanding tokens.
 
     Deterministic; within an engine requests keep their order.
     """

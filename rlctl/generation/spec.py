@@ -1,4 +1,4 @@
-"""What an engine is made of: plain data that travels to its process, and the environment it needs there."""
+"""Recipe of an engine: plain data that travels to its process, and the environment that it needs there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,30 +17,25 @@ _QUIET = {
 
 @dataclass(frozen=True)
 class ForcedLengths:
-    """Answers of drawn lengths, log-normal: what random weights answer says nothing of how long real answers are.
+    """Answers of drawn lengths, log-normal: those of random weights say nothing about the lengths of real answers."""
 
-    mean: of the distribution before it is cut, tokens. sigma: standard deviation of its logarithm.
-    """
-
+    # Tokens, of the distribution before it is cut.
     mean: float
+    # Standard deviation of its logarithm.
     sigma: float
 
     def draw(self, seed: int, most: int) -> int:
-        """The length of the rollout drawn with `seed`, from 1 to `most` tokens."""
+        """Return the length of the rollout drawn with `seed`, from 1 to `most` tokens."""
         number = np.random.default_rng(seed).standard_normal()
         return min(most, max(1, round(self.mean * exp(self.sigma * number - self.sigma**2 / 2))))
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One vLLM engine. dtype: float32 or bfloat16. stop_token_ids: tokens that end an answer (kept in it).
-
-    load_format: vLLM's; "dummy" needs no weights on disk. extension: class mixed into vLLM's workers.
-    recompute_kv_cache: running requests compute keys and values anew after a change of weights. forced_lengths: answers
-    end by these instead of stop tokens.
-    """
+    """One vLLM engine; `VLLM_FIELDS` are passed on to vLLM as they are."""
 
     model_path: str
+    # float32 or bfloat16.
     dtype: str
     device: str
     max_model_len: int
@@ -51,20 +46,37 @@ class EngineSpec:
     enforce_eager: bool
     top_p: float
     top_k: int
+    # Tokens that end an answer, and are kept in it.
     stop_token_ids: tuple[int, ...]
+    # Engines share the trainer's devices and take turns with it.
     sleeps: bool
     seed: int
+    # vLLM's; "dummy" needs no weights on disk.
     load_format: str
+    # Class mixed into vLLM's workers, "module.Class".
     extension: str
+    # Running requests recompute keys and values after a change of weights.
     recompute_kv_cache: bool
+    # Answers end by these instead of stop tokens.
     forced_lengths: ForcedLengths | None
 
 
-def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """Environment variables of an engine's process; set before anything imports torch or vllm.
+VLLM_FIELDS = (
+    "dtype",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "load_format",
+)
 
-    devices: the engine's own. beside: other GPUs of the node, whose memory it reads in a refit. It is to see them:
-    what a trainer holds in expandable segments of a device out of sight comes at 364 GB/s instead of 383 (two H200s).
+
+def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment variables of an engine's process, to be set before anything imports torch or vllm.
+
+    devices: the engine's own. beside: other GPUs of the node, whose memory it reads in a refit. The engine must see
+    them: expandable segments of a device that it does not see are read at 364 GB/s instead of 383 (two H200s).
 
     The engine core runs in the actor's own process (weights change by a function call, and a token's version is
     exact). On CPU, dynamo would spend 19 s compiling two elementwise sampling operations, and two OpenMP

@@ -1,16 +1,16 @@
-"""vLLM as the engine uses it: how one is built, what one rollout's request looks like, what its scheduler says."""
+"""The engine's only use of vLLM's interface: building one, one rollout's request, and its scheduler's requests."""
 
 import gc
 from typing import Any
 
 from rlctl.generation.requests import TurnRequest
-from rlctl.generation.spec import EngineSpec
+from rlctl.generation.spec import VLLM_FIELDS, EngineSpec
 
 _CPU_BATCH_TOKENS = 8192
 
 
 def build_llm(spec: EngineSpec) -> Any:
-    """vLLM's engine, in this process."""
+    """Build vLLM's engine in this process."""
     engine_args, llm_engine = _classes()
     extra: dict[str, Any] = {}
     if spec.device == "cpu":
@@ -36,26 +36,20 @@ def build_llm(spec: EngineSpec) -> Any:
         engine_args(
             model=spec.model_path,
             skip_tokenizer_init=True,
-            dtype=spec.dtype,
-            seed=spec.seed,
-            max_model_len=spec.max_model_len,
-            max_num_seqs=spec.max_num_seqs,
-            tensor_parallel_size=spec.tensor_parallel_size,
-            enforce_eager=spec.enforce_eager,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
             worker_extension_cls=spec.extension,
-            load_format=spec.load_format,
+            **{name: getattr(spec, name) for name in VLLM_FIELDS},
             **extra,
         )
     )
 
 
 def _classes() -> tuple[Any, Any]:
-    """EngineArgs and LLMEngine. Modules are no garbage: looking for it while thousands load takes 2 of 9 s of CPU."""
+    """Import EngineArgs and LLMEngine. Modules are no garbage: collecting it meanwhile takes 2 of 9 s of CPU."""
     gc.disable()
     try:
         from vllm.engine.arg_utils import EngineArgs
@@ -66,7 +60,7 @@ def _classes() -> tuple[Any, Any]:
 
 
 def _hopper() -> bool:
-    """Asked of the driver: CUDA must not be begun before vLLM starts processes of its own."""
+    """Ask the driver, since CUDA must not be initialized before vLLM starts processes of its own."""
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
@@ -74,12 +68,12 @@ def _hopper() -> bool:
 
 
 def begun(request: Any) -> bool:
-    """Whether a request of vLLM's scheduler has been given to the device."""
+    """Return True if a request of vLLM's scheduler has been given to the device."""
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
 
 def sampling_params(spec: EngineSpec, request: TurnRequest, index: int) -> Any:
-    """Of one rollout of a group."""
+    """Return vLLM's parameters of rollout `index` of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

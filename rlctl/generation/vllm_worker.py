@@ -1,4 +1,4 @@
-"""What rlctl adds to a vLLM worker: taking new weights in, and saying how much memory is used.
+"""rlctl's extension of a vLLM worker: takes new weights in, and says how much memory is used.
 
 vLLM mixes this class into its own worker, hence the `rl_` prefix.
 """
@@ -37,7 +37,7 @@ listen_on_the_address_alone()
 
 
 def answered(method: Method) -> Method:
-    """What the method raises is its answer: see `Engine._workers`."""
+    """Have the method return what it raises, see `Engine._workers`."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -55,15 +55,15 @@ class RefitWorker:
     model_runner: Any
     rank: int
     device: torch.device
-    _rl_intake: WeightReceiver | None = None
+    _rl_receiver: WeightReceiver | None = None
     _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
 
     @answered
     def rl_room(self) -> int:
-        """Leave the transport; bytes of device memory that are free then, 0 on a CPU."""
-        if self._rl_intake:
-            self._rl_intake.close()
-            self._rl_intake = None
+        """Leave the transport; return the bytes of device memory that are free then, 0 on a CPU."""
+        if self._rl_receiver:
+            self._rl_receiver.close()
+            self._rl_receiver = None
         if self.device.type != "cuda":
             return 0
         # Staging memory that torch keeps for later would not count as free.
@@ -81,7 +81,7 @@ class RefitWorker:
         room -= receiver_bytes(spec, plan)
         loading = choose_loading(self.model_runner, plan, self.device, self._rl_regions, mode, in_flight, room)
         receiver = open_receiver(spec, plan, first_rank + self.rank, self.device)
-        self._rl_intake = WeightReceiver(receiver, loading, self.device)
+        self._rl_receiver = WeightReceiver(receiver, loading, self.device)
         return loading.choice
 
     @answered
@@ -96,16 +96,16 @@ class RefitWorker:
 
     @answered
     def rl_staged(self) -> ReceiveReport | None:
-        """The receiver's report once everything arrived. Raises RefitError."""
+        """Return the receiver's report once everything arrived, None before. Raises RefitError."""
         return self._rl.staged()
 
     @answered
     def rl_commit(self) -> float:
-        """Make what was received the live weights; returns the seconds that took."""
+        """Make what was received the live weights; return the seconds that took."""
         return self._rl.commit()
 
     def rl_memory(self) -> dict[str, float]:
-        """Bytes of device memory now and at peak; zeros on CPU."""
+        """Return the bytes of device memory now and at peak; zeros on CPU."""
         if self.device.type != "cuda":
             return {"device_allocated": 0.0, "device_peak": 0.0}
         return {
@@ -115,6 +115,6 @@ class RefitWorker:
 
     @property
     def _rl(self) -> WeightReceiver:
-        if self._rl_intake is None:
+        if self._rl_receiver is None:
             raise RuntimeError("rl_open comes first")
-        return self._rl_intake
+        return self._rl_receiver

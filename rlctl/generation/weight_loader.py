@@ -1,4 +1,4 @@
-"""How a vLLM worker takes new weights in: where they are received, and what makes them the live ones.
+"""Ways in which a vLLM worker takes new weights in: where they are received, and how they become the live ones.
 
 staged: received beside the live weights, on a thread, while the engine samples; then one short commit. direct:
 received into the live weights, nothing sampled meanwhile. Either way the receiver has checked every item before
@@ -20,21 +20,23 @@ from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, Mode, ReceiveReport, RefitError
 from rlctl.refit.sink import WeightSink, WholeTensorSink
 
-# Left free beside the twins, for the engine's own temporary memory.
+# Left free beside the shadow parameters, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
 class LoadMode:
-    """How an engine worker takes weights in, and why; extra_bytes: device memory it holds for that."""
+    """How an engine worker takes weights in."""
 
     mode: Literal["staged", "direct"]
+    # Reason of the choice, for a reader.
     why: str
+    # Device memory that it holds for that.
     extra_bytes: int
 
 
 class WeightLoader(Protocol):
-    """Where a version is received, and the step that makes it live."""
+    """Destination of a version, and the step that makes it live."""
 
     sink: WeightSink
     choice: LoadMode
@@ -53,22 +55,22 @@ class WeightReceiver:
 
     @property
     def choice(self) -> LoadMode:
-        """The mode in use."""
+        """Mode in use."""
         return self._loading.choice
 
     @property
     def sink(self) -> WeightSink:
-        """Where versions are received."""
+        """Destination of received versions."""
         return self._loading.sink
 
     def stage(self, header: Header) -> None:
-        """Receive on a thread; `staged` tells when it is done."""
+        """Begin to receive on a thread; `staged` tells when it is done."""
         self._staged = None
         self._staging = threading.Thread(target=self._stage, args=(header,), name="refit", daemon=True)
         self._staging.start()
 
     def staged(self) -> ReceiveReport | None:
-        """The receiver's report once everything arrived, None before. Raises what receiving raised."""
+        """Return the receiver's report once everything arrived, None before. Raises what receiving raised."""
         if isinstance(self._staged, Exception):
             raise self._staged
         return self._staged
@@ -79,7 +81,7 @@ class WeightReceiver:
 
     @torch.no_grad()
     def commit(self) -> float:
-        """Seconds that it took to make the received version the live one."""
+        """Make the received version the live one; return the seconds that took."""
         begin = time.perf_counter()
         self._loading.commit()
         if self._device.type == "cuda":
@@ -101,7 +103,7 @@ class WeightReceiver:
 
 
 class DirectLoader:
-    """Straight into the live parameters."""
+    """Receives straight into the live parameters."""
 
     def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str) -> None:
         self.sink: WeightSink = ParamSliceSink(plan, regions)
@@ -112,7 +114,7 @@ class DirectLoader:
 
 
 class ShadowLoader:
-    """Into a second copy of every parameter."""
+    """Receives into a second copy of every parameter."""
 
     def __init__(self, plan: RefitPlan, regions: list[ParamSlice], parameters: dict[str, Tensor], why: str) -> None:
         self._shadow = ShadowParams(parameters, regions)
@@ -122,12 +124,11 @@ class ShadowLoader:
         self.choice = LoadMode("staged", why, self._shadow.nbytes)
 
     def commit(self) -> None:
-        """See `WeightLoader.commit`."""
         self._shadow.commit()
 
 
 class ReloadLoader:
-    """Whole tensors, which the engine's own loader fuses and repacks as at its start."""
+    """Receives whole tensors, which the engine's own loader fuses and repacks as at its start."""
 
     def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, why: str) -> None:
         self._whole, self._runner, self._device = WholeTensorSink(plan, device), runner, device
@@ -135,7 +136,7 @@ class ReloadLoader:
         self.choice = LoadMode("staged", why, 0 if device.type == "cpu" else plan.nbytes)
 
     def commit(self) -> None:
-        """See `WeightLoader.commit`. Keeps the parameters' storage, so that CUDA graphs stay valid."""
+        """Load; the parameters keep their storage, so that CUDA graphs stay valid."""
         self._runner.reload_weights(weights_iterator=self._whole.tensors())
         if self._device.type == "cpu":
             _repack_for_cpu(self._runner.get_model())
@@ -150,8 +151,10 @@ def choose_loading(
     in_flight: bool,
     room: int,
 ) -> WeightLoader:
-    """runner: vLLM's model runner. regions: of `find_regions`. in_flight: sampling goes on during a refit. room: bytes
-    that are free on the device of every worker of the engine, beside the transport's buffers.
+    """Return the loader for a mode.
+
+    runner: vLLM's model runner. regions: from `find_regions`. in_flight: sampling goes on during a refit. room: bytes
+    free on the device of every worker of the engine, after the transport's buffers.
 
     Raises RefitError for `direct` where the engine rearranges its weights, `staged` without the memory for it,
     or parameters that the plan does not fill.
@@ -176,7 +179,7 @@ def choose_loading(
 
 
 def _padded(model: torch.nn.Module) -> set[str]:
-    """Parameters with rows of padding: vocabularies rounded up."""
+    """Return the names of parameters with rows of padding: vocabularies rounded up."""
     return {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "num_embeddings_padded")}
 
 

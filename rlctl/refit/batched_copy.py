@@ -1,9 +1,9 @@
-"""Many copies prepared once and made again at every refit.
+"""Copies prepared once and repeated at every refit.
 
 A launch costs about 10 microseconds of Python: copied one by one, the 310 tensors of Qwen3-0.6B took 6.2 ms to cross
 between two H200s, at whose link's rate they need 3.3 ms. Small copies go together in few kernels; large ones by the
 copy engines, unless requests run meanwhile: their own small copies would queue behind (an engine of Qwen3-8B then
-stood still for 39 ms of 47, and for 9 with kernels).
+paused for 39 ms of 47, and for 9 with kernels).
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ class BatchedCopy:
     """(target, source) pairs of equal shapes; dtypes may differ."""
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], beside_requests: bool = False) -> None:
-        """beside_requests: whether requests run on the device meanwhile."""
+        """beside_requests: requests run on the device meanwhile."""
         self._large: list[tuple[Tensor, Tensor]] = []
         groups: dict[tuple[object, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for target, source in pairs:

@@ -18,13 +18,13 @@ FACTOR = 1_000_003
 
 
 def lies_right(tensor: Tensor) -> bool:
-    """Whether `lay` finds its bytes as they lie in memory; a copy otherwise."""
+    """Return True if `lay` returns a view of the tensor's memory, False if a copy."""
     return tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 8 == 0
 
 
 @torch.no_grad()
 def lay(tensor: Tensor) -> Tensor:
-    """uint8 [n], a tensor's bytes as `ChecksumTable` goes over them."""
+    """Return a tensor's bytes, uint8 [n], as `ChecksumTable` goes over them."""
     raw = tensor.contiguous().flatten().view(torch.uint8)
     return raw.clone() if raw.storage_offset() % 8 else raw
 
@@ -33,7 +33,7 @@ class ChecksumTable:
     """Checksums of at most `count` tensors of a device, one after the other; its host never waits."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        """On CUDA the memory for them is made on the current stream."""
+        """Allocate; on CUDA the memory belongs to the current stream."""
         self._count, self._added = count, 0
         self._there = torch.zeros(count, dtype=torch.int64, device=device) if device.type == "cuda" else None
         self._rows: list[Tensor] = []
@@ -41,7 +41,7 @@ class ChecksumTable:
 
     @torch.no_grad()
     def add(self, raw: Tensor) -> None:
-        """The pass over the bytes of the next one, from `lay`; queued on the current stream."""
+        """Queue the pass over the bytes of the next tensor (from `lay`) on the current stream."""
         assert self._added < self._count, "a kernel would write beyond the memory"
         if self._there is not None:
             from rlctl.refit.checksum_cuda import add
@@ -56,7 +56,7 @@ class ChecksumTable:
 
     @torch.no_grad()
     def all(self) -> Tensor:
-        """int64 [n], in the order of `add`, on the device."""
+        """Return int64 [n], in the order of `add`, on the device."""
         if self._there is not None:
             return self._there[: self._added]
         totals = _weighted(self._rows) if self._rows else torch.zeros(0, dtype=torch.int64)
@@ -77,7 +77,7 @@ class StreamingChecksums:
         self.start(0)
 
     def start(self, count: int) -> None:
-        """A new refit begins, of which at most `count` items are asked for."""
+        """Begin a refit of which at most `count` items are summed."""
         self._numbers: list[int] = []
         self._values: dict[int, int] | None = None
         with self._stream as stream:
@@ -85,9 +85,10 @@ class StreamingChecksums:
             self._begun = stream.mark()
 
     def here(self, numbers: Collection[int], tensor: Callable[[int], Tensor], slot: int | None = None) -> None:
-        """Of items in memory that is soon used again: on the current stream, before it goes on. tensor: of a number.
+        """Queue the checksums of items in memory that is soon used again, on the current stream.
 
-        slot: the same memory at every refit for an item in a slot of this number; None: memory made anew.
+        tensor: returns the item of a number. slot: where an item has the same memory at every refit; None: it has new
+        memory each time.
         """
         if numbers:
             self._begun.lead()
@@ -103,7 +104,7 @@ class StreamingChecksums:
                 self.here(tensors, tensors.__getitem__, slot)
 
     def all(self) -> Tensor | None:
-        """int64 [n], in the order of their queuing, on the current stream; for a user of `here` alone."""
+        """Return int64 [n] on the current stream, in the order of `here`, for users of `here` alone; None if empty."""
         return self._totals.all() if self._numbers else None
 
     def values(self, queued_on: DeviceStream | None = None) -> dict[int, int]:
@@ -119,7 +120,7 @@ class StreamingChecksums:
         return self._values
 
     def close(self) -> None:
-        """Keep no memory."""
+        """Free all memory."""
         self._laid = {}
         self.start(0)
 
@@ -141,7 +142,7 @@ def _rest(raw: Tensor) -> Tensor:
 
 
 def _weighted(sums: list[Tensor]) -> Tensor:
-    """int64 [n]: each tensor's row sums (int64 [its rows], n of them), folded, times the rows' factors, added up.
+    """Return int64 [n]: each tensor's row sums (int64 [its rows], n of them), folded, times the rows' factors, summed.
 
     As differences of a running sum, exact modulo 2^64: few operations, however many tensors.
     """

@@ -1,7 +1,7 @@
-"""Where an engine keeps each Hugging Face tensor: which box of it lies in which part of which parameter.
+"""Places of Hugging Face tensors in an engine: which box of a tensor is in which part of which parameter.
 
 A `ParamSlice` is one plain copy that the engine's own loader would make. Known regions turn a refit into copies
-straight into the live parameters, or into twins of them that replace the live ones later, in one short copy.
+straight into the live parameters, or into a second copy (shadow) that replaces them later, in one short copy.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,10 +26,13 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class _Part:
-    """What of an item goes where: a slice of the item, and memory of its shape."""
+    """Part of an item, and its place."""
 
+    # Of the item.
     inside: tuple[slice, ...]
+    # Memory of the part's shape.
     view: Tensor
+    # The part is all of the item.
     whole: bool
 
 
@@ -46,7 +49,6 @@ class ParamSliceSink:
         self._dtypes = [getattr(torch, plan.entries[item.entry].dtype) for item in plan.items]
 
     def target(self, number: int) -> Tensor | None:
-        """See `WeightSink.target`."""
         parts = self._parts[number]
         if len(parts) != 1 or not parts[0].whole:
             return None
@@ -54,12 +56,10 @@ class ParamSliceSink:
         return view if view.is_contiguous() and view.dtype == self._dtypes[number] else None
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        """See `WeightSink.copies`."""
         pairs = ((part.view, data[part.inside]) for number, data in arrived for part in self._parts[number])
         return BatchedCopy(pairs, self._beside_requests)
 
     def adopt(self, flat: Tensor) -> bool:
-        """See `WeightSink.adopt`."""
         return False
 
 
@@ -69,18 +69,18 @@ class ShadowParams:
     def __init__(self, parameters: Mapping[str, Tensor], regions: Iterable[ParamSlice]) -> None:
         # Copies, not empty memory: padding that no refit ever writes must survive the commit.
         self._pairs = [(live.detach(), live.detach().clone()) for live in parameters.values()]
-        by_storage = {live.untyped_storage().data_ptr(): (live, twin) for live, twin in self._pairs}
-        self.regions = [ParamSlice(region.box, _twin_view(region.view, by_storage)) for region in regions]
-        self.nbytes = sum(twin.numel() * twin.element_size() for _, twin in self._pairs)
+        by_storage = {live.untyped_storage().data_ptr(): (live, shadow) for live, shadow in self._pairs}
+        self.regions = [ParamSlice(region.box, _shadow_view(region.view, by_storage)) for region in regions]
+        self.nbytes = sum(shadow.numel() * shadow.element_size() for _, shadow in self._pairs)
         self._copies = BatchedCopy(self._pairs)
 
     def commit(self) -> None:
-        """The live parameters become what the twins hold; queued on the current stream."""
+        """Queue the copy of the shadow into the live parameters on the current stream."""
         self._copies.run()
 
 
 def verify_complete(regions: Iterable[ParamSlice], parameters: Mapping[str, Tensor], padded: set[str]) -> None:
-    """Raise RefitError naming a parameter of which a refit would leave numbers as they are.
+    """Raise RefitError naming a parameter that a refit would not fill.
 
     padded: names of parameters that hold rows of their own beyond the tensor's.
     """
@@ -112,7 +112,7 @@ def _relative(begin: list[int], end: list[int], origin: tuple[int, ...]) -> tupl
     return tuple(slice(start - zero, stop - zero) for start, stop, zero in zip(begin, end, origin))
 
 
-def _twin_view(view: Tensor, by_storage: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
-    live, twin = by_storage[view.untyped_storage().data_ptr()]
+def _shadow_view(view: Tensor, by_storage: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
+    live, shadow = by_storage[view.untyped_storage().data_ptr()]
     offset = view.storage_offset() - live.storage_offset()
-    return twin.as_strided(view.shape, view.stride(), twin.storage_offset() + offset)
+    return shadow.as_strided(view.shape, view.stride(), shadow.storage_offset() + offset)

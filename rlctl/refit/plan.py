@@ -1,4 +1,4 @@
-"""The refit plan: what is sent, by whom, in which order, in which chunks; made once, verified by every receiver.
+"""The refit plan: items, owners, order and chunks of one transfer; made once, verified by every receiver.
 
 Pure. A trainer rank holds boxes (rectangular parts) of Hugging Face tensors; a box, cut so that it fits a buffer,
 is an item, the unit of checking; a chunk is what one rank sends at a time. The plan's `digest` travels with every
@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from math import prod
 
@@ -31,11 +31,13 @@ SAMPLE = 16
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One whole tensor: Hugging Face name, shape, dtype, and its place in a flat buffer of all, in bytes."""
+    """One whole tensor."""
 
+    # Hugging Face's.
     name: str
     shape: tuple[int, ...]
     dtype: str
+    # First byte in a flat buffer of all tensors.
     offset: int
 
     @property
@@ -45,30 +47,32 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A rectangular part of the tensor `name`: where it begins, and its extent, in each dimension."""
+    """A rectangular part (box) of the tensor `name`: begin and extent in each dimension."""
 
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
 
     def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the whole tensor."""
+        """Return the box as an index of the whole tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape))
 
 
 @dataclass(frozen=True)
 class RefitItem:
-    """A box that one rank sends, and its place in the sender's buffer, in bytes from the chunk's begin."""
+    """A box that one rank sends."""
 
+    # Index of its tensor in `RefitPlan.entries`.
     entry: int
     box: TensorSlice
+    # First byte within the chunk.
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Items that travel in one piece: one large item, or several small ones packed; [first, last) of plan.items."""
+    """Items [first, last) that travel in one piece: one large item, or several small ones packed."""
 
     first: int
     last: int
@@ -87,7 +91,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What `owner` (a trainer rank) sends at a time; at most a buffer's size."""
+    """Segments that `owner` (a trainer rank) sends at a time; at most a buffer's size."""
 
     owner: int
     segments: tuple[Segment, ...]
@@ -115,7 +119,9 @@ class RefitPlan:
         buffer_bytes: int = 1 << 62,
         edge_bytes: int = 1 << 62,
     ) -> "RefitPlan":
-        """layout: (name, shape, dtype) of every tensor. boxes[r]: what rank r holds (None: rank 0 holds all).
+        """Return the plan of a layout: (name, shape, dtype) of every tensor.
+
+        boxes[r]: parts that rank r holds (None: rank 0 holds all).
 
         A box that several ranks hold is sent by the one with the least to send. edge_bytes: size of a rank's first
         and last chunks, whose packing and loading nothing hides; towards the middle they grow to `buffer_bytes`.
@@ -133,7 +139,7 @@ class RefitPlan:
 
     @classmethod
     def _in_turns(cls, entries: tuple[TensorEntry, ...], parts: list[list[list[RefitItem]]]) -> "RefitPlan":
-        """parts[r]: rank r's chunks."""
+        """Return the plan in which owners take turns. parts[r]: rank r's chunks."""
         items: list[RefitItem] = []
         chunks: list[Chunk] = []
         for turn in range(max(map(len, parts), default=0)):
@@ -154,22 +160,12 @@ class RefitPlan:
         return sum(entry.nbytes for entry in self.entries)
 
     @cached_property
-    def _samples(self) -> dict[tuple[int, int], frozenset[int]]:
-        return {}
-
-    def _every(self, step: int, first: int) -> frozenset[int]:
-        # Counted once: a mixture of experts has tens of thousands of items.
-        if (step, first) not in self._samples:
-            self._samples[step, first] = frozenset(range(first, len(self.items), step))
-        return self._samples[step, first]
-
-    @cached_property
     def _sent_by(self) -> dict[int, frozenset[int]]:
         return {owner: frozenset(n for _, c in self.of(owner) for n in c.numbers) for owner in self.owners}
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The trainer ranks that send anything."""
+        """Trainer ranks that send anything."""
         return tuple(sorted({chunk.owner for chunk in self.chunks}))
 
     @cached_property
@@ -190,37 +186,45 @@ class RefitPlan:
             raise RefitError(f"the trainer sends by plan {header.digest}, this end was given plan {self.digest}")
 
     def checked(self, header: Header) -> frozenset[int]:
-        """Indices of the items whose checksums are compared in this refit."""
+        """Return the indices of the items whose checksums are compared in this refit."""
         if header.checks == "off":
             return frozenset()
         every = 1 if header.checks == "all" else SAMPLE
-        return self._every(every, -header.version % every)
+        return _every(every, -header.version % every, len(self.items))
 
     def checked_of(self, owner: int, header: Header) -> list[int]:
-        """Those that `owner` sends, in sending order."""
+        """Return the checked items that `owner` sends, in sending order."""
         return sorted(self.checked(header) & self._sent_by[owner])
 
     def of(self, owner: int) -> Iterator[tuple[int, Chunk]]:
-        """The chunks that `owner` sends, with their indices."""
+        """Return the chunks that `owner` sends, with their indices."""
         return ((i, chunk) for i, chunk in enumerate(self.chunks) if chunk.owner == owner)
 
     def taken_by(self, receiver: int) -> list[tuple[int, Chunk]]:
-        """All chunks, with their indices, as an engine worker (ranks from 1) that reads them itself takes them: one of
-        each owner in turn, neighbours beginning with different owners, so that they do not share one's link."""
+        """Return all chunks, with their indices, in the order in which engine worker `receiver` (from 1) reads them.
+
+        It takes one of each owner in turn. Neighbours begin with different owners, so as not to share one's link.
+        """
         by_owner = [list(self.of(owner)) for owner in self.owners]
         first = (receiver - 1) % len(by_owner)
         turns = zip_longest(*by_owner[first:], *by_owner[:first])
         return [part for turn in turns for part in turn if part is not None]
 
     def names(self, chunk: Chunk) -> str:
-        """What a chunk carries, for messages."""
+        """Return the names of the first and last tensor of a chunk, for messages."""
         first = self.items[chunk.segments[0].first].box.name
         last = self.items[chunk.segments[-1].last - 1].box.name
         return first if first == last else f"{first} to {last}"
 
 
+@lru_cache(maxsize=2 * SAMPLE)
+def _every(step: int, first: int, count: int) -> frozenset[int]:
+    # Counted once: a mixture of experts has tens of thousands of items.
+    return frozenset(range(first, count, step))
+
+
 def aligned(size: int) -> int:
-    """The size rounded up to the alignment of every place."""
+    """Return the size rounded up to the alignment of every place."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -236,7 +240,7 @@ def _entries(layout: Iterable[tuple[str, tuple[int, ...], str]]) -> tuple[Tensor
 def _assign(
     entries: tuple[TensorEntry, ...], index: dict[str, int], boxes: Sequence[Sequence[TensorSlice]]
 ) -> list[list[TensorSlice]]:
-    """Each rank's boxes to send, in the entries' order; what several ranks hold goes to the least loaded."""
+    """Return each rank's boxes to send, in the entries' order; what several ranks hold goes to the least loaded."""
     holders: dict[TensorSlice, list[int]] = {}
     for rank, share in enumerate(boxes):
         for box in share:
@@ -267,7 +271,7 @@ def _check_coverage(entries: tuple[TensorEntry, ...], index: dict[str, int], sha
 def _split(
     share: list[TensorSlice], entries: tuple[TensorEntry, ...], index: dict[str, int], limit: int, edge: int
 ) -> list[list[RefitItem]]:
-    """A rank's boxes as chunks of items, each filled in order."""
+    """Return a rank's boxes as chunks of items, each filled in order."""
     chunks: list[list[RefitItem]] = []
     sent, left = 0, sum(_nbytes(box, entries[index[box.name]]) for box in share)
     room = end = 0
@@ -287,7 +291,7 @@ def _split(
 
 
 def _cut(box: TensorSlice, entry: TensorEntry, room: int, limit: int) -> tuple[TensorSlice, TensorSlice | None]:
-    """As many of the box's first rows as have room, at least one, and the rest."""
+    """Return as many of the box's first rows as have room, at least one, and the rest."""
     if _nbytes(box, entry) <= room:
         return box, None
     row = _nbytes(box, entry) // box.shape[0]
@@ -301,7 +305,7 @@ def _cut(box: TensorSlice, entry: TensorEntry, room: int, limit: int) -> tuple[T
 
 
 def _segments(items: list[RefitItem], first: int) -> tuple[tuple[Segment, ...], int]:
-    """Segments of a chunk whose first item has index `first`, and the chunk's size."""
+    """Return the segments of a chunk whose first item has index `first`, and the chunk's size."""
     segments: list[Segment] = []
     packing = False
     for number, item in enumerate(items, first):

@@ -37,9 +37,9 @@ class BroadcastGroup:
             raise RefitError(text) from error
 
     def broadcast(self, tensors: list[Tensor], what: str) -> None:
-        """From rank 0 to all, into place elsewhere; on CUDA queued on the current stream. Tensors are contiguous.
+        """Send contiguous tensors from rank 0 into the others' memory; on CUDA queued on the current stream.
 
-        Raises PeerLost, which says `what` was under way.
+        Raises PeerLost, which says that `what` was under way.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -56,12 +56,13 @@ class BroadcastGroup:
             raise PeerLost(f"{self._who}: the group broke at {what}: {_brief(error)}") from error
 
     def abort(self) -> None:
-        """End what is under way, here; the group is of no use afterwards. gloo ends by its own timeout."""
+        """End what is under way on this rank; the group is of no use afterwards. gloo ends by its own timeout."""
         if self.device.type == "cuda" and self._aborted.acquire(blocking=False):
             self._group.abort()
 
 
 def rendezvous(spec: TransportSpec, server: bool) -> Any:
+    """Return the store where both ends meet. Raises RefitError that names the place."""
     patience = timedelta(seconds=spec.timeout_s)
     try:
         return open_store(spec.host, spec.port, server=server, timeout=patience)
@@ -83,10 +84,10 @@ def _make(store: Any, rank: int, world: int, timeout_s: float, device: torch.dev
 
 @contextmanager
 def _errors_stay_here() -> Iterator[None]:
-    """A group made meanwhile reports a dead peer as an error; by default its watchdogs would end this process.
+    """Have a group made in this context report a dead peer as an error; by default its watchdogs end this process.
 
-    Nor does it ask the store every second whether others failed: the store is in rank 0, and a question that a stopped
-    rank 0 never answers is waited for when the group is let go (torch 2.11, `HeartbeatMonitor::join`).
+    Nor does the group ask the store every second whether others failed. The store is in rank 0: a question that a
+    stopped rank 0 never answers is waited for when the group is freed (torch 2.11, `HeartbeatMonitor::join`).
     """
     names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
     with changed_environment(dict.fromkeys(names, "0")):
@@ -94,5 +95,5 @@ def _errors_stay_here() -> Iterator[None]:
 
 
 def _brief(error: Exception) -> str:
-    """The first sentence of an error, without the place in gloo's or NCCL's source that it begins with."""
+    """Return the first sentence of an error, without the place in gloo's or NCCL's source that it begins with."""
     return str(error).split("\n")[0].split(". ")[0].split("] ", 1)[-1]

@@ -1,4 +1,4 @@
-"""What both ends of a refit within one host share: counters in mapped memory, and waits that end."""
+"""Counters in mapped memory that both ends of a refit within one host share, and waits with a deadline."""
 
 import ctypes
 import mmap
@@ -39,16 +39,16 @@ class SharedCounters:
 
 
 class Deadline:
-    """The end of one side's patience."""
+    """Moment at which one end stops waiting for the other."""
 
     def __init__(self, seconds: float) -> None:
-        """For the calling thread, which sleeps precisely from now on."""
+        """Begin to count; the calling thread sleeps precisely from now on."""
         self._seconds, self._end = seconds, time.monotonic() + seconds
         if _LIBC:
             _LIBC.prctl(_PR_SET_TIMERSLACK, 1)
 
     def check(self, message: Callable[[], str]) -> None:
-        """Wait a moment; raises PeerLost when the time is over. `message`'s {} becomes the time waited."""
+        """Wait a moment. Raises PeerLost when the time is over; {} in its `message` becomes the time waited."""
         left = self._end - time.monotonic()
         if left < 0:
             raise PeerLost(message().replace("{}", f"{self._seconds:g} s"))
@@ -56,5 +56,5 @@ class Deadline:
 
 
 def digest_word(digest: str) -> int:
-    """A plan's digest as one word."""
+    """Return a plan's digest as one word."""
     return int(digest[:15], 16)

@@ -1,4 +1,4 @@
-"""Where a receiver puts what arrives: into an engine's parameters, their twins, or whole tensors for its loader."""
+"""Destinations of a refit in an engine: its parameters, a copy of them, or whole tensors for its own loader."""
 
 from collections.abc import Iterable, Iterator
 from typing import Protocol
@@ -14,15 +14,15 @@ class WeightSink(Protocol):
     """One engine worker's memory for a version of the weights."""
 
     def target(self, number: int) -> Tensor | None:
-        """Contiguous memory in which item `number` of the plan may be received as it is; None: receive elsewhere."""
+        """Return contiguous memory in which item `number` may be received as it is; None: receive it elsewhere."""
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        """What brings items, each shaped as its box (any strides, any float dtype), to where they belong."""
+        """Return the copies that bring items, each shaped as its box (any strides, any float dtype), to their place."""
 
     def adopt(self, flat: Tensor) -> bool:
         """Take a whole version at once: uint8 [plan.nbytes], every entry at its offset, unchanged until the next refit.
 
-        False: this sink needs its items brought one by one.
+        Return False if this sink needs its items one by one.
         """
 
 
@@ -35,21 +35,18 @@ class WholeTensorSink:
         self._adopted = False
 
     def target(self, number: int) -> Tensor | None:
-        """See `WeightSink.target`."""
         view = self._place(number)
         return view if view.is_contiguous() else None
 
     def copies(self, arrived: Iterable[tuple[int, Tensor]]) -> BatchedCopy:
-        """See `WeightSink.copies`."""
         return BatchedCopy((self._place(number), data) for number, data in arrived)
 
     def adopt(self, flat: Tensor) -> bool:
-        """See `WeightSink.adopt`."""
         self._flat, self._adopted = flat, True
         return True
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the plan, in its order."""
+        """Return every tensor of the plan, in its order."""
         return ((entry.name, whole(self._buffer, entry)) for entry in self._plan.entries)
 
     @property
@@ -70,11 +67,11 @@ class WholeTensorSink:
 
 
 def whole(flat: Tensor, entry: TensorEntry) -> Tensor:
-    """The entry's own slice of a flat uint8 buffer, with its dtype and shape."""
+    """Return the entry's slice of a flat uint8 buffer, with its dtype and shape."""
     return typed(flat, entry.offset, entry.dtype, entry.shape)
 
 
 def typed(flat: Tensor, offset: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """Part of a uint8 buffer from byte `offset` on, viewed with a dtype and shape."""
+    """Return part of a uint8 buffer from byte `offset` on, viewed with a dtype and shape."""
     size = ITEM_BYTES[dtype] * torch.Size(shape).numel()
     return flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)

@@ -1,4 +1,4 @@
-"""What a trainer rank sends from: its own shards, under Hugging Face names, wherever the backend keeps them."""
+"""Source of a trainer rank's items: its own shards, under Hugging Face names, wherever the backend keeps them."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,10 +27,10 @@ class Sharded(Protocol):
     """The part of a trainer rank that a refit reads."""
 
     def layout(self, dtype: str | None = None) -> list[tuple[str, tuple[int, ...], str]]:
-        """(Hugging Face name, shape, dtype) of every whole tensor."""
+        """Return (Hugging Face name, shape, dtype) of every whole tensor."""
 
     def shards(self) -> list[Shard]:
-        """What this rank holds: views, no copy, no collective."""
+        """Return the parts that this rank holds: views, no copy, no collective."""
 
 
 class WeightSource:
@@ -47,11 +47,11 @@ class WeightSource:
         self._views = {number: _view(box, by_name.get(box.name, [])) for number, box in boxes.items()}
 
     def view(self, number: int) -> Tensor:
-        """Item `number` in the trainer's own dtype and memory."""
+        """Return item `number` in the trainer's own dtype and memory."""
         return self._views[number]
 
     def ready(self, number: int) -> bool:
-        """Whether item `number` can be sent from where it lies: right dtype, contiguous."""
+        """Return True if item `number` can be sent from where it lies: right dtype, contiguous."""
         view = self.view(number)
         return view.dtype == getattr(torch, self.plan.dtype(number)) and view.is_contiguous()
 
@@ -61,7 +61,7 @@ class WeightSource:
         return {number for number in singles if self.ready(number)}
 
     def verify_in_place(self, shards: list[Shard]) -> None:
-        """Raise RefitError if the trainer's weights do not lie where they lay: views of old memory hold old weights."""
+        """Raise RefitError if the trainer's weights moved: views of old memory hold old weights."""
         now = _addresses(shards)
         for name, address in self._addresses.items():
             if now.get(name) != address:
