@@ -70,28 +70,18 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Ite
 
     lost: called once, from another thread, with the reason when a process is gone that Ray cannot do without.
     """
-    reaper = Reaper()
-    try:
-        with reaper.folder("rlctl-token-") as folder:
-            token = folder / "token"
-            token.touch(0o600, exist_ok=False)
-            token.write_text(_secret())
-            os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-            with _start_ray(reaper, logs), _watched(lost):
-                yield reaper
-    finally:
-        reaper.close()
-
-
-def _start_ray(reaper: Reaper, logs: Path) -> ExitStack:
-    """Start Ray, which runs until the result is left.
-
-    A start that is too slow is cleared up before the next. The token stays: Ray reads it once a process.
-    """
-    for attempt in range(1, _ATTEMPTS + 1):
-        with ExitStack() as stack:
+    with ExitStack() as stack:
+        reaper = Reaper()
+        stack.callback(reaper.close)
+        # All attempts have one token: Ray reads it once a process.
+        token = stack.enter_context(reaper.folder("rlctl-token-")) / "token"
+        token.touch(0o600, exist_ok=False)
+        token.write_text(_secret())
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+        for attempt in range(1, _ATTEMPTS + 1):
+            started = stack.enter_context(ExitStack())
             try:
-                folder = stack.enter_context(reaper.folder("rlctl-", _root()))
+                folder = started.enter_context(reaper.folder("rlctl-", _root()))
                 session = ray_session(
                     logs,
                     loopback=True,
@@ -103,12 +93,14 @@ def _start_ray(reaper: Reaper, logs: Path) -> ExitStack:
                     _node_ip_address=LOOPBACK,
                 )
                 with changed_environment(_inherited(folder)):
-                    stack.enter_context(session)
-                return stack.pop_all()
+                    started.enter_context(session)
+                break
             except Exception as error:
                 if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
                     raise
-    raise AssertionError("unreachable")
+                started.close()
+        stack.enter_context(_watched(lost))
+        yield reaper
 
 
 @contextmanager

@@ -79,8 +79,8 @@ class Session:
     checkpoint: Checkpoint | None = None
     # Newer checkpoints, by folder, each with a line that says what is wrong with it.
     damaged: dict[Path, str] = field(default_factory=dict)
-    # The command to type if no checkpoint is whole.
-    anew: str = ""
+    # The command that begins the run again, if no checkpoint is whole.
+    begin_command: str = ""
 
     @property
     def start(self) -> int:
@@ -100,9 +100,9 @@ class Session:
             except EarlierVersion as error:
                 raise EarlierVersion(f"{self.run_dir.path}: {error}") from None
             except NoWholeCheckpoint as error:
-                anew = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
-                self.anew = shlex.join(anew)
-                raise NoWholeCheckpoint(f"{error}; to begin anew: {self.anew}") from None
+                command = ["rlctl", "train", self.config.kind, str(self.run_dir.config), "run.name=null"]
+                self.begin_command = shlex.join(command)
+                raise NoWholeCheckpoint(f"{error}; to begin anew: {self.begin_command}") from None
         self.checkpoint, self.damaged = found.checkpoint, found.damaged
         for line in found.damaged.values():
             self.events.emit("warning", what=f"damaged checkpoint: {line}; going on after step {self.start} instead")
@@ -124,7 +124,7 @@ class Session:
         """Save the digest of the training rows likewise, see `digest_rows`. Raises DataError."""
         self.recorder.made_with["rows"] = digest
         if self.checkpoint and self.checkpoint.state["made_with"].get("rows") != digest:
-            what = f"its rows are not those among which the cursor of the checkpoint of step {self.start} stands"
+            what = f"its rows are not those that the cursor of the checkpoint of step {self.start} counts"
             raise DataError(f"data.train.path: {self.config.data.train.path}: {what}")
 
     def go_on(self) -> None:
@@ -202,7 +202,7 @@ def run_session(
         lost = events.lost + metrics.lost
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
-        commands = [session.anew] if session.anew else _next_commands(config, run_dir, status)
+        commands = [session.begin_command] if session.begin_command else _next_commands(config, run_dir, status)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": time.time(), **end}

@@ -117,7 +117,7 @@ def _data(then: Mapping[str, Any], now: Mapping[str, Any], step: int) -> Iterato
     old, new = then["data_path"], now["data_path"]
     # A file may have been moved; a hub data set is known by its name alone.
     if then["data"] != now["data"] if then["data"] and now["data"] else old != new:
-        why = f"not the rows among which the cursor of the checkpoint of step {step} stands"
+        why = f"not the rows that the cursor of the checkpoint of step {step} counts"
         yield Contradiction("data.train.path", str(old), str(new) if old != new else "other content", why)
     for key, value in then["keys"].items():
         if key in now["keys"] and now["keys"][key] != value:
@@ -141,7 +141,7 @@ def _value(config: RunConfig, key: str) -> Any:
 
 
 def _sizes(folder: Path) -> dict[str, Any]:
-    """What config.json says of shapes and arithmetic, where it says it."""
+    """Return the shapes and arithmetic that config.json sets."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -157,7 +157,7 @@ def _vocabulary(folder: Path) -> str | None:
 
 
 def _weights(config: RunConfig, folder: Path | None) -> str | None:
-    """Names, sizes, first and last bytes of the files that a reference policy is read from; None without one."""
+    """Return the digest of names, sizes, first and last bytes of a reference policy's files; None without one."""
     if not isinstance(config, GrpoConfig) or config.grpo.loss.kl_coef == 0:
         return None
     if config.model.random_init:

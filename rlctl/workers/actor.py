@@ -64,7 +64,7 @@ class WorkerActor:
         return read_patiently()
 
     def aside(self, method: str, args: tuple[Any, ...]) -> None:
-        """Run a short method at once, beside the one that may be running: it must be made for that."""
+        """Run a short method at once, while another may be running: it must be made for that."""
         getattr(self._worker, method)(*args)
 
     def pid(self) -> Answer:

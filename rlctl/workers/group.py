@@ -250,7 +250,7 @@ class WorkerGroup:
         return self._answers((method.__name__, per_rank, {}))
 
     def compile(self, buffer_bytes: int, lost: Callable[[str], None] = lambda why: None) -> None:
-        """From now on `call` and `run` go through a compiled graph, with the same meaning. Raises GraphUnavailable.
+        """Send `call` and `run` through a compiled graph from now on, with the same meaning. Raises GraphUnavailable.
 
         lost: called with the reason when the graph breaks while its ranks live, and calls become ordinary ones again;
         it may raise.
@@ -260,7 +260,7 @@ class WorkerGroup:
         self.graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
     def aside(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
-        """Call a short method beside the running ones (see `WorkerActor.aside`); nobody waits for it."""
+        """Call a short method while others run (see `WorkerActor.aside`); nobody waits for it."""
         for worker in self.workers:
             worker.handle.aside.remote(method.__name__, args)
 

@@ -150,7 +150,7 @@ def test_rows_that_are_not_those_of_the_checkpoint_are_bad_input(run: Path, caps
     state = {"made_with": {"rows": "other"}}
     Checkpoints(run / "checkpoints", 9, 0).save(6, state, lambda folder: None)
     assert resume(run, lambda session: session.depend_on_rows("ours")) == 2
-    assert "its rows are not those among which the cursor of the checkpoint of step 6" in capsys.readouterr().out
+    assert "its rows are not those that the cursor of the checkpoint of step 6" in capsys.readouterr().out
 
 
 def test_what_a_checkpoint_depends_on_is_saved_with_it(run: Path) -> None:
