@@ -256,8 +256,8 @@ class GeneratorPool:
                 broken = [position for position in error.reasons if position not in error.intact] or [*error.reasons]
                 for position in broken:
                     self._count_loss(live[position], error.reasons[position])
-                behind = sorted({*behind, *(live[p] for p in error.reasons if p not in broken)})
                 lost = [live[position] for position in broken]
+                behind = sorted({*behind, *(live[position] for position in error.reasons)} - {*lost})
         restarted = [index for index in sorted(rebuilt) if self.slots[index]]
         for index in restarted:
             self._emit("engine_restarted", engine=index, seconds=time.monotonic() - begin, version=version)

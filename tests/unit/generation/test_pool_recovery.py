@@ -1,0 +1,141 @@
+"""A pool brings engines to a version whatever is lost on the way, and lets nobody sample while they sleep."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlctl.generation import pool as pool_module
+from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.refit.protocol import RefitReport, Untouched
+from rlctl.refit.refit import EnginesLost
+from rlctl.workers.errors import Failure, WorkerDied, WorkerError
+
+DIED = WorkerDied("refit_receive", ["engine"], "its process is gone")
+UNTOUCHED = WorkerError("refit_receive", [Failure("engine", Untouched.__name__, "arrived changed", "")])
+
+
+class FakeWorker:
+    """An engine's process that is built at once."""
+
+    lost_its_node = False
+
+    def __init__(self, spec: Any) -> None:
+        self.name, self.alive = spec.name, True
+
+    def built(self) -> "FakeWorker":
+        return self
+
+    def wait(self, deadline_s: float, knob: str = "") -> list[None]:
+        return [None]
+
+    def start(self, method: Callable[..., Any], *args: Any) -> "FakeWorker":
+        CALLS.append((self.name, method.__name__, *args))
+        return self
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+CALLS: list[tuple[Any, ...]] = []
+
+
+class FakeRefit:
+    """Fails as it is told: one entry per attempt, places of engines to what becomes of them."""
+
+    def __init__(self, *failures: dict[int, Exception]) -> None:
+        self.failures, self.resent = list(failures), list[tuple[list[str], list[str]]]()
+
+    def _attempt(self) -> None:
+        if self.failures and (failure := self.failures.pop(0)):
+            raise EnginesLost(failure)
+
+    def rest_trainers(self) -> None:
+        CALLS.append(("trainers", "rest"))
+
+    def run(self, engines: list[Any], version: int, checks: Any) -> RefitReport:
+        CALLS.append(("refit", version))
+        self._attempt()
+        return RefitReport(seconds=0.1, bytes=8)
+
+    def resend(self, engines: list[Any], fresh: list[Any], behind: list[Any], version: int) -> None:
+        self.resent.append(([end.worker.name for end in fresh], [end.worker.name for end in behind]))
+        self._attempt()
+
+
+class Spec:
+    """As much of an EngineSpec as the pool reads."""
+
+    tensor_parallel_size, max_num_seqs, sleeps = 1, 4, True
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, FakeRefit, list[tuple[str, Any]]]]:
+    CALLS.clear()
+    monkeypatch.setattr(pool_module, "Worker", FakeWorker)
+
+    def build(*failures: dict[int, Exception], engines: int = 3, restarts: int = 9) -> Any:
+        events: list[tuple[str, Any]] = []
+        emit = lambda kind, **fields: events.append((kind, fields.get("engine")))  # noqa: E731
+        spec: Any = Spec()
+        pool = GeneratorPool(spec, [EngineSlot({})] * engines, "logs", 5.0, restarts, emit)
+        refit: Any = FakeRefit(*failures)
+        pool._refit = refit
+        return pool, refit, events
+
+    return build
+
+
+def test_all_engines_come_to_the_version(make: Any) -> None:
+    pool, _, events = make()
+    assert pool.sync(4) == RefitReport(seconds=0.1, bytes=8)
+    assert pool.version == 4 and not events
+
+
+def test_a_dead_engine_is_rebuilt_and_an_untouched_one_gets_the_version_again(make: Any) -> None:
+    pool, refit, events = make({1: DIED, 2: UNTOUCHED})
+    dead, sound = pool.slots[1], pool.slots[2]
+    report = pool.sync(4)
+    assert refit.resent == [(["engine-1"], ["engine-2"])]
+    assert not dead.alive and pool.slots[1] is not dead and pool.slots[2] is sound
+    assert report.rebuilt == (1,) and not report.bytes
+    assert events == [("engine_lost", 1), ("engine_restarted", 1)]
+
+
+def test_engines_that_fall_out_during_the_recovery_are_rebuilt_too(make: Any) -> None:
+    pool, refit, events = make({0: DIED}, {2: DIED, 1: UNTOUCHED}, {}, restarts=2)
+    assert pool.sync(5).rebuilt == (0, 2)
+    assert refit.resent == [(["engine-0"], []), (["engine-2"], ["engine-1"])]
+    assert [kind for kind, _ in events] == ["engine_lost", "engine_lost", "engine_restarted", "engine_restarted"]
+    assert pool.version == 5
+
+
+def test_hundreds_of_losses_need_no_deeper_stack(make: Any) -> None:
+    pool, refit, _ = make(*[{0: DIED}] * 2000, restarts=2000)
+    assert pool.sync(1).rebuilt == (0,)
+    assert len(refit.resent) == 2000
+
+
+def test_an_engine_that_alone_stays_untouched_is_at_fault_itself(make: Any) -> None:
+    pool, refit, events = make({2: UNTOUCHED}, {2: UNTOUCHED})
+    pool.sync(4)
+    assert refit.resent == [([], ["engine-2"]), (["engine-2"], [])]
+    assert events == [("engine_lost", 2), ("engine_restarted", 2)]
+
+
+def test_restarts_are_bounded(make: Any) -> None:
+    pool, _, _ = make({0: DIED}, {0: DIED}, restarts=1)
+    with pytest.raises(RuntimeError, match=r"generation\.max_restarts=1 are used up"):
+        pool.sync(4)
+
+
+def test_sleeping_engines_wake_around_the_refit_and_sample_nothing_before(make: Any) -> None:
+    pool, _, _ = make(engines=1)
+    pool.rest()
+    with pytest.raises(RuntimeError, match="the generator sleeps: sync it"):
+        pool.require_awake()
+    CALLS.clear()
+    pool.sync(7)
+    woken = [("engine-0", "wake", [tag]) for tag in ("weights", "kv_cache")]
+    assert [("trainers", "rest"), woken[0], ("refit", 7), woken[1]] == CALLS
+    pool.require_awake()
