@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from rlctl.cli.data import ends_of, read_ahead
-from rlctl.cli.output import BAD_INPUT, OK, console, note, report, say
+from rlctl.cli.output import OK, console, note, say
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -40,11 +40,10 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
 
 
 def refuse(composed: "Composed", why: str | None) -> None:
-    """End the command as bad input if the machine cannot do what is asked. why: the reason, None if it can."""
+    """Raise ConfigError if the machine cannot do what is asked. why: the reason, None if it can."""
     if why:
         key = "trainer.num_ranks"
-        report([Problem(str(composed.origins.get(key, "")), key, why)])
-        raise typer.Exit(BAD_INPUT)
+        raise ConfigError([Problem(str(composed.origins.get(key, "")), key, why)])
 
 
 def _write(composed: "Composed") -> Path:

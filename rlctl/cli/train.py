@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
     from rlctl.data.load import RowReader
     from rlctl.preflight.load import Composed
-    from rlctl.preflight.plan import RunPlan
 
 app = typer.Typer(help="Train a model with GRPO or SFT.", no_args_is_help=True)
 
@@ -136,9 +135,16 @@ def load_run(
 
 def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, elsewhere: bool) -> "RowReader":
     """End the command if nothing is to start: a dry run, too few devices, missing packages, bad rows."""
-    plan = _plan(composed)
+    from rlctl.models.model_sizes import sizes_of
+    from rlctl.preflight.machine import read_machine
+    from rlctl.preflight.plan import make_plan
+
+    config = composed.config
+    machine = read_machine(Path(config.run.dir).absolute())
+    memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
+    plan = make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)
     if dry_run:
-        tried = [try_rewards(composed, fetch=False)] if runs_others_code(composed.config) else []
+        tried = [try_rewards(composed, fetch=False)] if runs_others_code(config) else []
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
@@ -149,15 +155,4 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
         say(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
-    return read_ahead(composed.config)[0]
-
-
-def _plan(composed: "Composed") -> "RunPlan":
-    from rlctl.models.model_sizes import sizes_of
-    from rlctl.preflight.machine import read_machine
-    from rlctl.preflight.plan import make_plan
-
-    config = composed.config
-    machine = read_machine(Path(config.run.dir).absolute())
-    memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
-    return make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)
+    return read_ahead(config)[0]
