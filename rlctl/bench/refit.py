@@ -22,7 +22,7 @@ from rlctl.config.errors import Problem
 from rlctl.config.grpo_schema import RefitSection
 from rlctl.dashboard.formats import count
 from rlctl.generation.engine import Engine, MakeEngine
-from rlctl.generation.requests import TurnRequest
+from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.launch.assemble_grpo import shared_memory
 from rlctl.launch.local_ray import local_ray
@@ -250,19 +250,20 @@ class _Stage:
         stalls, seconds = [], []
         for number in range(self.bench.updates):
             # Prompts that differ, so that no prefix is cached.
-            prompts = [[7 + number * _REQUESTS + i] * _PROMPT_TOKENS for i in range(_REQUESTS)]
+            ids = [RequestId(RolloutId("parity", "bench", number * _REQUESTS + i, 0)) for i in range(_REQUESTS)]
             requests = [
-                TurnRequest(f"b{number}-{i}", prompt, 1, _REQUEST_TOKENS, 1.0, i) for i, prompt in enumerate(prompts)
+                TurnRequest(each, [7 + each.rollout.group] * _PROMPT_TOKENS, _REQUEST_TOKENS, 1.0, i)
+                for i, each in enumerate(ids)
             ]
             for engine in self.engines:
-                engine.start(Engine.generate, requests)
+                engine.start(Engine.submit, requests).wait(_DEADLINE_S)
             time.sleep(_BEFORE_UPDATE_S)
             begin = time.perf_counter()
             report = refit.run(self.ends, 1 + self.bench.rounds + number, checks)
             seconds.append(time.perf_counter() - begin)
             stalls.append(report.stall)
             for engine in self.engines:
-                engine.start(Engine.cancel).wait(_DEADLINE_S)
+                engine.start(Engine.abort, ids).wait(_DEADLINE_S)
         return {"stall": median(stalls), "driver": median(seconds)}
 
     def _options(self, kind: Kind, mode: Mode, buffers: int) -> RefitOptions:

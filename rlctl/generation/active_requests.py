@@ -1,11 +1,16 @@
-"""The groups that an engine is sampling: each rollout is a request of its own to vLLM, a group is done with its last.
+"""Requests that an engine is sampling, one record each, from `submit` until `collect` hands them out.
 
-Pure bookkeeping, but for the futures that callers wait on.
+    submit -> RUNNING -- last token ------> DONE ---- collect --> gone
+                 |  \--- engine poisoned -> FAILED -- collect raises --> gone
+                 \------ abort -----------------------------------> gone
+
+Pure bookkeeping but for the lock: the engine's thread changes records, a caller's thread waits for those that ended.
 """
 
+import threading
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -13,37 +18,35 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.generation.requests import FINISHES, PackedRollouts, TurnRequest
+from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 
-
-class Cancelled(RuntimeError):
-    """A request was ended before it was done."""
+# Answers of so many seconds leave together while others run: a call of the driver's costs it about 1 ms.
+_GATHER_S = 0.02
+# Steps before a change of weights that tell the ordinary gap.
+_BEFORE = 64
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Since the engine's start. busy: seconds spent in steps. paused: seconds in which weights changed and nothing
-    could be sampled. tokens: sampled, one a step for each sequence in it. steps: taken. at: when this was read, seconds
-    of the engine's own clock.
-    """
+    """Totals since the engine's start."""
 
+    # Seconds spent in steps.
     busy: float = 0.0
+    # Seconds in which weights changed and nothing could be sampled.
     paused: float = 0.0
+    # Sampled tokens: one a step for each sequence in it.
     tokens: int = 0
     steps: int = 0
+    # When this was read, seconds of the engine's own clock.
     at: float = field(default=0.0, compare=False)
 
-    def worked(self, seconds: float, sequences: int) -> "EngineStats":
-        """After a step."""
+    def after_step(self, seconds: float, sequences: int) -> "EngineStats":
+        """Return the totals after one more step of `sequences`."""
         return replace(self, busy=self.busy + seconds, tokens=self.tokens + sequences, steps=self.steps + 1)
 
-    def stood(self, seconds: float) -> "EngineStats":
-        """After a change of weights."""
+    def after_pause(self, seconds: float) -> "EngineStats":
+        """Return the totals after a change of weights."""
         return replace(self, paused=self.paused + seconds)
-
-
-# Steps before the change that tell the ordinary gap.
-_BEFORE = 64
 
 
 def stall(steps: list[float], begin: float, end: float) -> float:
@@ -59,126 +62,115 @@ def stall(steps: list[float], begin: float, end: float) -> float:
     return max(0.0, max(last - first for first, last in gaps) - median(before))
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """What vLLM gave for one rollout, and the version of each of its tokens, int32 [n]."""
+class TurnState(Enum):
+    """State of a request in its engine."""
 
-    output: Any
-    versions: NDArray[np.int32]
-
-
-@dataclass
-class TokenVersions:
-    """Which weight version sampled which token of a running rollout: counted at every change of weights, so exact.
-
-    The engine says who runs and how many tokens each has when the weights change.
-    """
-
-    _of: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def begin(self, rollout: str, version: int) -> None:
-        """A rollout enters while `version` is live."""
-        self._of[rollout] = [(0, version)]
-
-    def change(self, running: Iterable[tuple[str, int]], version: int) -> None:
-        """`version` became live. running: (rollout, tokens sampled so far) of every one not yet ended."""
-        for rollout, tokens in running:
-            self._of[rollout].append((tokens, version))
-
-    def forget(self, rollout: str) -> None:
-        """A rollout ended without an answer."""
-        self._of.pop(rollout, None)
-
-    def end(self, rollout: str, length: int) -> NDArray[np.int32]:
-        """A rollout ended with this many tokens: the version of each, int32 [length]."""
-        spans = self._of.pop(rollout)
-        starts = [min(start, length) for start, _ in spans] + [length]
-        versions = np.array([version for _, version in spans], np.int32)
-        return np.repeat(versions, np.diff(starts))
-
-
-@dataclass(frozen=True)
-class FinishedGroups:
-    """What an engine hands out at a time. ids, columns: groups that ended, and their rollouts. ended: of each group
-    that still runs, how many of its rollouts do not any more.
-    """
-
-    ids: list[str]
-    columns: PackedRollouts
-    counters: EngineStats
-    ended: dict[str, int]
+    RUNNING = auto()
+    DONE = auto()
+    FAILED = auto()
 
 
 @dataclass
-class ActiveGroup:
-    """A request under way. done: resolves to its samples, in order."""
+class ActiveTurn:
+    """One request in an engine."""
 
     request: TurnRequest
-    done: "Future[list[SampledTokens]]" = field(default_factory=Future)
-    samples: dict[int, SampledTokens] = field(default_factory=dict)
+    # (first token, weight version) of each stretch of tokens: exact, since it is counted at every change of weights.
+    stretches: list[tuple[int, int]]
+    state: TurnState = TurnState.RUNNING
+    # vLLM's output, once DONE.
+    output: Any = None
 
-    def rollouts(self) -> list[str]:
-        """Names of its rollouts."""
-        return [f"{self.request.id}#{index}" for index in range(self.request.num_samples)]
+    def versions(self, length: int) -> NDArray[np.int32]:
+        """Return the weight version of each of `length` tokens."""
+        starts = [min(start, length) for start, _ in self.stretches] + [length]
+        return np.repeat(np.array([version for _, version in self.stretches], np.int32), np.diff(starts))
+
+    def completion(self) -> Completion:
+        """Return the answer of a request that is DONE."""
+        tokens = np.asarray(self.output.token_ids, np.int32)
+        log_probs = np.asarray(self.output.logprobs.logprobs, np.float32)
+        return Completion(tokens, log_probs, self.versions(len(tokens)), self.output.finish_reason)
+
+
+@dataclass(frozen=True)
+class FinishedTurns:
+    """Answers that an engine hands out together."""
+
+    ids: list[RequestId]
+    # A row each of `ids`.
+    columns: PackedCompletions
+    stats: EngineStats
 
 
 class ActiveRequests:
-    """All groups of an engine."""
+    """Requests of an engine by the name that vLLM knows."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, ActiveGroup] = {}
+        self._turns: dict[str, ActiveTurn] = {}
+        self._failure: Exception | None = None
+        self._changed = threading.Condition()
 
     def __bool__(self) -> bool:
-        return bool(self._groups)
+        """Return whether any request is running."""
+        with self._changed:
+            return any(turn.state is TurnState.RUNNING for turn in self._turns.values())
 
-    def __iter__(self) -> Any:
-        return iter(self._groups.values())
+    def add(self, request: TurnRequest, version: int) -> str:
+        """Add a request that is sampled by `version` from its first token on; return its name. Raises ValueError if it
+        is being sampled already."""
+        name = str(request.id)
+        with self._changed:
+            if name in self._turns:
+                raise ValueError(f"request {name} is being sampled already")
+            self._turns[name] = ActiveTurn(request, [(0, version)])
+        return name
 
-    def add(self, request: TurnRequest) -> ActiveGroup:
-        """A new group. Raises ValueError if one of that id is being sampled."""
-        if request.id in self._groups:
-            raise ValueError(f"request {request.id} is being sampled already")
-        self._groups[request.id] = ActiveGroup(request)
-        return self._groups[request.id]
+    def restart(self, name: str, version: int) -> TurnRequest:
+        """Return a request that begins again, sampled by `version` from its first token on."""
+        turn = self._turns[name]
+        turn.stretches = [(0, version)]
+        return turn.request
 
-    def finish(self, rollout: str, sample: SampledTokens) -> int:
-        """One rollout ended; with the last of its group the group is done. Returns the size of the group."""
-        name, _, index = rollout.rpartition("#")
-        group = self._groups[name]
-        group.samples[int(index)] = sample
-        if len(group.samples) == group.request.num_samples:
-            del self._groups[name]
-            group.done.set_result([group.samples[i] for i in range(group.request.num_samples)])
-        return group.request.num_samples
+    def change(self, running: Iterable[tuple[str, int]], version: int) -> None:
+        """Note that `version` became live. running: name and number of sampled tokens of each request that goes on."""
+        for name, tokens in running:
+            self._turns[name].stretches.append((tokens, version))
 
-    def drop(self, names: list[str], reason: Exception) -> list[str]:
-        """These groups end without an answer, as far as they run; returns their rollouts."""
-        found = [self._groups.pop(name) for name in names if name in self._groups]
-        for group in found:
-            group.done.set_exception(reason)
-        return [rollout for group in found for rollout in group.rollouts()]
+    def finish(self, name: str, output: Any) -> None:
+        """Keep vLLM's output of a request whose last token was sampled."""
+        with self._changed:
+            turn = self._turns[name]
+            turn.state, turn.output = TurnState.DONE, output
+            self._changed.notify_all()
 
-    def ended(self) -> dict[str, int]:
-        """Rollouts that ended of each group that still runs, where there are any."""
-        return {name: len(group.samples) for name, group in self._groups.items() if group.samples}
+    def abort(self, ids: Iterable[RequestId]) -> list[str]:
+        """Forget requests, finished or not; return the names of those that there were."""
+        with self._changed:
+            return [name for name in map(str, ids) if self._turns.pop(name, None)]
 
-    def names(self) -> list[str]:
-        """Ids of all groups."""
-        return list(self._groups)
+    def fail(self, error: Exception) -> None:
+        """End what runs with an error, which the next `collect` raises."""
+        with self._changed:
+            self._failure = error
+            for turn in self._turns.values():
+                if turn.state is TurnState.RUNNING:
+                    turn.state = TurnState.FAILED
+            self._changed.notify_all()
 
+    def collect(self, patience_s: float) -> list[ActiveTurn]:
+        """Wait until a request is DONE, but no longer than that, and take all that are. Raises what `fail` was given
+        if it ended a request."""
+        with self._changed:
+            if self._changed.wait_for(self._ended, patience_s):
+                self._changed.wait_for(lambda: not self, _GATHER_S)
+            ended = self._ended()
+            if self._failure and any(turn.state is TurnState.FAILED for turn in ended.values()):
+                self._turns.clear()
+                raise self._failure
+            for name in ended:
+                del self._turns[name]
+            return list(ended.values())
 
-def columns(groups: list[list[SampledTokens]]) -> PackedRollouts:
-    """The answers of several groups, as they travel."""
-    samples = [sample for group in groups for sample in group]
-    if not samples:
-        nothing = np.zeros(0, np.int32)
-        return PackedRollouts(nothing, nothing, np.zeros(0, np.float32), nothing, np.zeros(0, np.int8))
-    outputs = [sample.output for sample in samples]
-    lengths = np.array([len(output.token_ids) for output in outputs], np.int32)
-    tokens = [np.asarray(output.token_ids, np.int32) for output in outputs]
-    log_probs = [np.asarray(output.logprobs.logprobs, np.float32) for output in outputs]
-    finishes = [FINISHES.index(output.finish_reason) for output in outputs]
-    versions = np.concatenate([sample.versions for sample in samples])
-    return PackedRollouts(
-        lengths, np.concatenate(tokens), np.concatenate(log_probs), versions, np.array(finishes, np.int8)
-    )
+    def _ended(self) -> dict[str, ActiveTurn]:
+        return {name: turn for name, turn in self._turns.items() if turn.state is not TurnState.RUNNING}

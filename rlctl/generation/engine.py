@@ -11,20 +11,10 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any, Literal
 
-from rlctl.generation.active_requests import (
-    ActiveRequests,
-    Cancelled,
-    EngineStats,
-    FinishedGroups,
-    SampledTokens,
-    TokenVersions,
-    columns,
-    stall,
-)
-from rlctl.generation.requests import PackedRollouts, TurnRequest
+from rlctl.generation.active_requests import ActiveRequests, EngineStats, FinishedTurns, stall
+from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.generation.vllm_build import begun, build_llm, sampling_params
 from rlctl.generation.weight_loader import LoadMode
@@ -62,13 +52,9 @@ class Engine(ReceivesWeights):
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
-        self._running = ActiveRequests()
-        self._finished: queue.SimpleQueue[tuple[str, Future[list[SampledTokens]]] | None] = queue.SimpleQueue()
-        self._counters = EngineStats()
-        self._ended: dict[str, int] = {}
-        self._places = 0
+        self._requests = ActiveRequests()
+        self._stats = EngineStats()
         self._version = -1
-        self._boundaries = TokenVersions()
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._mode: Literal["staged", "direct"] = "direct"
         self._state = RefitState.SERVING
@@ -79,42 +65,20 @@ class Engine(ReceivesWeights):
         self._thread.start()
         self._on_thread(lambda: None)
 
-    def generate(self, requests: list[TurnRequest]) -> PackedRollouts:
-        """Sample every request; returns when all are done, in the requests' order."""
-        return columns([future.result() for future in self._on_thread(lambda: self._add(requests))])
-
     def submit(self, requests: list[TurnRequest]) -> None:
-        """Begin to sample; `collect` hands out each group when it is done. Returns at once."""
-        for request, future in zip(requests, self._on_thread(lambda: self._add(requests))):
-            future.add_done_callback(partial(self._keep, request.id))
+        """Begin to sample; `collect` hands out each answer. Returns at once. Raises RuntimeError if poisoned."""
+        self._on_thread(lambda: self._add(requests))
 
-    def collect(self, patience_s: float) -> FinishedGroups:
-        """The submitted groups that ended since the last call; waits at most that long for one, or for as many
-        rollouts of several groups as make room for another group.
+    def collect(self, patience_s: float) -> FinishedTurns:
+        """Return the answers that ended since the last call; wait at most that long for one. Raises what ended a
+        request otherwise than by its last token or by `abort`."""
+        turns = self._requests.collect(patience_s)
+        columns = PackedCompletions.pack([turn.completion() for turn in turns])
+        return FinishedTurns([turn.request.id for turn in turns], columns, replace(self._stats, at=time.monotonic()))
 
-        Raises what ended them otherwise than by `abort`.
-        """
-        news: list[tuple[str, Future[list[SampledTokens]]] | None] = []
-        while True:
-            try:
-                news.append(self._finished.get(timeout=0.0 if news else patience_s))
-            except queue.Empty:
-                break
-        ended = [group for group in news if group]
-        kept = [(name, future) for name, future in ended if not isinstance(future.exception(), Cancelled)]
-        found = columns([future.result() for _, future in kept])
-        return FinishedGroups([name for name, _ in kept], found, self._read(), self._ended)
-
-    def steps(self) -> int:
-        """Made so far; answers while requests run."""
-        return self._counters.steps
-
-    def _read(self) -> EngineStats:
-        return replace(self._counters, at=time.monotonic())
-
-    def abort(self, ids: list[str]) -> None:
-        """End these groups, as far as they run."""
-        self._on_thread(lambda: self._drop(ids, Cancelled(f"requests {ids} were aborted")))
+    def abort(self, ids: list[RequestId]) -> None:
+        """Stop sampling these requests; none of them is handed out afterwards."""
+        self._on_thread(lambda: self._llm.abort_request(self._requests.abort(ids)))
 
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
@@ -155,17 +119,10 @@ class Engine(ReceivesWeights):
         totals = {key: sum(part[key] for part in parts) for key in parts[0]}
         return {**totals, "host_rss": float(psutil.Process().memory_info().rss)}
 
-    def cancel(self) -> None:
-        """End every running request: its `generate` raises Cancelled."""
-        self._on_thread(lambda: self._drop(self._running.names(), Cancelled("every request was cancelled")))
-
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension (`EngineSpec.extension`) on every worker, between two steps."""
         answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
-
-    def _keep(self, name: str, future: "Future[list[SampledTokens]]") -> None:
-        self._finished.put((name, future))
 
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
@@ -181,13 +138,13 @@ class Engine(ReceivesWeights):
                 self._commands.get()[1].set_exception(error)
         while True:
             self._run_commands()
-            if self._running:
+            if self._requests:
                 self._step()
 
     def _run_commands(self) -> None:
         while True:
             try:
-                work, future = self._commands.get(block=not self._running, timeout=_IDLE_POLL_S)
+                work, future = self._commands.get(block=not self._requests, timeout=_IDLE_POLL_S)
             except queue.Empty:
                 return
             try:
@@ -205,46 +162,27 @@ class Engine(ReceivesWeights):
             return
         self._steps.append(time.perf_counter())
         finished = [output for output in outputs if output.finished]
-        self._counters = self._counters.worked(self._steps[-1] - begin, len(self._scheduler.running) + len(finished))
-        if finished:
-            self._finish(finished)
-
-    def _finish(self, outputs: list[Any]) -> None:
-        size = 0
-        for output in outputs:
-            sample = output.outputs[0]
-            versions = self._boundaries.end(output.request_id, len(sample.token_ids))
-            size = self._running.finish(output.request_id, SampledTokens(sample, versions))
-        self._ended = self._running.ended()
-        self._places += len(outputs)
-        if self._places >= size:
-            self._places = 0
-            self._finished.put(None)
+        self._stats = self._stats.after_step(self._steps[-1] - begin, len(self._scheduler.running) + len(finished))
+        for output in finished:
+            self._requests.finish(output.request_id, output.outputs[0])
 
     @property
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
-    def _add(self, requests: list[TurnRequest]) -> list["Future[list[SampledTokens]]"]:
+    def _add(self, requests: list[TurnRequest]) -> None:
+        self._require_sound()
+        for request in requests:
+            self._enter(self._requests.add(request, self._version), request)
+
+    def _require_sound(self) -> None:
         if self._state is RefitState.POISONED:
             raise RuntimeError(f"this engine must not be used: {self._poisoned}")
-        groups = [self._running.add(request) for request in requests]
-        for group in groups:
-            for index, rollout in enumerate(group.rollouts()):
-                self._enter(group.request, index, rollout)
-        return [group.done for group in groups]
 
-    def _enter(self, request: TurnRequest, index: int, rollout: str) -> None:
+    def _enter(self, name: str, request: TurnRequest) -> None:
         # The salt keeps prefixes that older weights computed out of the cache's reach.
         prompt = {"prompt_token_ids": request.prompt_tokens, "cache_salt": f"v{self._version}"}
-        self._llm.add_request(rollout, prompt, sampling_params(self._spec, request, index))
-        self._boundaries.begin(rollout, self._version)
-
-    def _drop(self, names: list[str], reason: Exception) -> None:
-        rollouts = self._running.drop(names, reason)
-        self._llm.abort_request(rollouts)
-        for rollout in rollouts:
-            self._boundaries.forget(rollout)
+        self._llm.add_request(name, prompt, sampling_params(self._spec, request))
 
     def _stage(self, header: Header) -> list[ReceiveReport]:
         """Receive beside the live weights while requests go on. Raises Untouched."""
@@ -260,6 +198,7 @@ class Engine(ReceivesWeights):
 
     def _change(self, header: Header, load: Callable[[], float]) -> float:
         """Make a version live by `load`, and let what runs go on with it; return the seconds that `load` says."""
+        self._require_sound()
         self._advance(RefitState.CHANGING)
         try:
             seconds = load()
@@ -269,8 +208,8 @@ class Engine(ReceivesWeights):
             raise
         self._advance(RefitState.SERVING)
         self._version = header.version
-        self._boundaries.change(self._sampling(), header.version)
-        self._counters = self._counters.stood(seconds)
+        self._requests.change(self._sampling(), header.version)
+        self._stats = self._stats.after_pause(seconds)
         return seconds
 
     def _advance(self, state: RefitState) -> None:
@@ -279,10 +218,9 @@ class Engine(ReceivesWeights):
             self._state = state
 
     def _poison(self, why: str, error: Exception) -> None:
-        """Sample nothing from now on; what runs ends with the error."""
+        """Sample nothing from now on, and end what runs with the error."""
         self._state, self._poisoned = RefitState.POISONED, why
-        for rollout in self._running.drop(self._running.names(), error):
-            self._boundaries.forget(rollout)
+        self._requests.fail(error)
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         """What a method of `RefitWorker` gives on every worker. Raises the first failure, once all have answered: vLLM
@@ -303,38 +241,29 @@ class Engine(ReceivesWeights):
         return time.perf_counter() - begin
 
     def _sampling(self) -> list[tuple[str, int]]:
-        """(rollout, tokens sampled) of every rollout that has not ended, as the change of weights leaves them.
+        """Return name and number of sampled tokens of every request that goes on, as the change of weights leaves them.
 
-        A token that the device still works on counts: it was begun with the weights of before. Where keys and values
-        are computed anew it is thrown away. A rollout that has not begun enters anew, for its salt is of before.
+        A token that the device still works on counts: the weights of before began it. Where keys and values are
+        recomputed it is thrown away. A request that has not begun enters again, for its salt is of before.
         """
         requests = self._scheduler.requests
-        states = [(requests.get(name), state) for name, state in self._request_states()]
+        states = [(requests.get(name), state) for name, state in self._llm.output_processor.request_states.items()]
         found = [(request, state.external_req_id) for request, state in states if request is not None]
-        fresh = [rollout for request, rollout in found if not begun(request)]
+        fresh = [name for request, name in found if not begun(request)]
         if self._spec.recompute_kv_cache:
             self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._reenter(fresh)
+        if fresh:
+            self._llm.abort_request(fresh)
+        for name in fresh:
+            self._enter(name, self._requests.restart(name, self._version))
         late = 0 if self._spec.recompute_kv_cache else 1
         return [
-            (rollout, request.num_output_tokens + late * request.num_output_placeholders)
-            for request, rollout in found
+            (name, request.num_output_tokens + late * request.num_output_placeholders)
+            for request, name in found
             if begun(request)
         ]
 
-    def _request_states(self) -> list[tuple[str, Any]]:
-        return list(self._llm.output_processor.request_states.items())
-
-    def _reenter(self, rollouts: list[str]) -> None:
-        if not rollouts:
-            return
-        self._llm.abort_request(rollouts)
-        requests = {group.request.id: group.request for group in self._running}
-        for rollout in rollouts:
-            name, _, index = rollout.rpartition("#")
-            self._enter(requests[name], int(index), rollout)
-
     def _let_steps_pass(self, end: float) -> None:
         """The gap that a change of weights makes ends with the step after it."""
-        while self._running and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
+        while self._requests and not (self._steps and self._steps[-1] > end) and time.perf_counter() < end + 1:
             time.sleep(_STAGED_POLL_S)

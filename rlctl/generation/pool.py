@@ -1,8 +1,7 @@
-"""The generator: a pool of engines that shares out requests, and replaces an engine that dies.
+"""The generator: a pool of engines at one weight version, which replaces an engine that dies.
 
-Groups stay whole on one engine, which shares their prompt's prefix. An engine that dies or hangs is rebuilt at
-the trainer's version and its requests are sampled again, with the same seeds. One whose node is gone is not: the pool
-goes on with the others.
+An engine that dies or hangs is rebuilt at the trainer's version. One whose node is gone is not: the pool goes on with
+the others.
 """
 
 import time
@@ -12,12 +11,11 @@ from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar
 
 from rlctl.generation.engine import Engine, MakeEngine
-from rlctl.generation.requests import PackedRollouts, Rollout, TurnRequest
 from rlctl.generation.spec import EngineSpec
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
-from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
+from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerTimeout
 from rlctl.workers.group import Pending, Worker, WorkerSpec
 from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
@@ -25,7 +23,7 @@ from rlctl.workers.waits import Waits
 Emit = Callable[..., None]
 P = ParamSpec("P")
 R = TypeVar("R")
-# Calls of an engine that may run at the same time: collecting, submitting, a refit, a validation, memory, an abort.
+# Calls of an engine that may run at the same time: collecting, submitting, a refit, memory, an abort.
 _THREADS = 6
 # How often a start-up under way asks whether its node still lives.
 _SLICE_S = 5.0
@@ -148,26 +146,6 @@ class GeneratorPool:
         if self.asleep:
             raise RuntimeError("the generator sleeps: sync it with the trainer before it samples")
 
-    def generate(self, requests: list[TurnRequest]) -> list[list[Rollout]]:
-        """Return completions of every request, in order; engines that die meanwhile are replaced."""
-        self.require_awake()
-        answers: dict[str, list[Rollout]] = {}
-        while len(answers) < len(requests):
-            missing = [request for request in requests if request.id not in answers]
-            live = self._live
-            shares = share_out(missing, len(live))
-            pending = [engine.start(Engine.generate, share) for engine, share in zip(self.engines, shares)]
-            lost = []
-            for index, share, part in zip(live, shares, pending):
-                columns = self._gather(index, part)
-                if columns is None:
-                    lost.append(index)
-                    continue
-                answers.update(zip([request.id for request in share], columns.split(share)))
-            if lost:
-                self._rebuild(lost, self.version)
-        return [answers[request.id] for request in requests]
-
     def call(self, method: Callable[Concatenate[Engine, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Make one control call (`sleep`, `wake`, `memory`) on every engine; return the answers of those that live.
 
@@ -203,28 +181,6 @@ class GeneratorPool:
                 f"engine-{index}", make, slot.environment, log, threads=_THREADS, node=slot.node, waits=slot.waits
             )
         )
-
-    def _gather(self, index: int, part: Pending[PackedRollouts]) -> PackedRollouts | None:
-        """Return what an engine sampled, however long it takes while the engine makes steps; None if it was lost."""
-        steps = -1
-        while True:
-            try:
-                return part.wait(self._deadline_s if steps < 0 else _SLICE_S)[0]
-            except WorkerTimeout as error:
-                before, steps = steps, self._steps(part.workers[0])
-                if 0 <= before == steps or steps < 0:
-                    self._count_loss(index, error)
-                    return None
-            except (WorkerDied, WorkerError) as error:
-                self._count_loss(index, error)
-                return None
-
-    def _steps(self, engine: Worker) -> int:
-        """Return the steps that an engine has made; -1 if it does not say."""
-        try:
-            return engine.start(Engine.steps).wait(_SLICE_S)[0]
-        except (WorkerDied, WorkerTimeout, WorkerError):
-            return -1
 
     def _count_loss(self, index: int, reason: Exception) -> None:
         self._emit("engine_lost", engine=index, reason=str(reason))
@@ -296,17 +252,3 @@ class GeneratorPool:
                     return False
                 if isinstance(error, WorkerDied) or time.monotonic() > end:
                     raise
-
-
-def share_out(requests: list[TurnRequest], engines: int) -> list[list[TurnRequest]]:
-    """Return the requests of each engine: the costliest first, each to the engine with the fewest outstanding tokens.
-
-    Deterministic; within an engine requests keep their order.
-    """
-    loads = [0] * engines
-    taken: list[list[int]] = [[] for _ in range(engines)]
-    for index in sorted(range(len(requests)), key=lambda i: (-requests[i].cost, i)):
-        engine = loads.index(min(loads))
-        loads[engine] += requests[index].cost
-        taken[engine].append(index)
-    return [[requests[index] for index in sorted(part)] for part in taken]

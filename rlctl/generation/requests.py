@@ -1,10 +1,12 @@
-"""What goes into an engine and what comes out: tokens both ways, never text.
+"""Requests to an engine and its answers: tokens both ways, never text.
 
-A request is one prompt and the number of rollouts wanted of it (its group), so that a group shares its prompt's
-prefix. Answers travel between processes as columns (`PackedRollouts`), not as thousands of small arrays.
+A request is one turn of one rollout. Answers travel between processes as columns (`PackedCompletions`), not as
+thousands of small arrays.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -12,64 +14,116 @@ from numpy.typing import NDArray
 
 Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
+Purpose = Literal["train", "validation", "parity"]
+# Streams of seeds that must not share draws; a group that is resampled has one of its own.
+_STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}
+_RESAMPLED = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class RolloutId:
+    """Identity of one attempt at a task. A rollout's seed is a function of it and of the run's seed."""
+
+    purpose: Purpose
+    # Id of the task's draw.
+    task: str
+    # Number of the group: of the task's draw in training, else of the step and the task's place in its list.
+    group: int
+    # Place in the group.
+    index: int
+    # How often the group was resampled on purpose.
+    attempt: int = 0
+
+    @property
+    def siblings(self) -> tuple[Purpose, int, int]:
+        """Key that the rollouts of a group share."""
+        return self.purpose, self.group, self.attempt
+
+
+@dataclass(frozen=True, slots=True)
+class RequestId:
+    """Identity of a request: one turn of a rollout."""
+
+    rollout: RolloutId
+    turn: int = 0
+
+    def __str__(self) -> str:
+        """Name the request where vLLM wants a string: `train-12.0#3@0`. Nothing reads it back."""
+        one = self.rollout
+        return f"{one.purpose}-{one.group}.{one.attempt}#{one.index}@{self.turn}"
+
+
+def rollout_seed(run_seed: int, rollout: RolloutId, groups_per_step: int) -> int:
+    """Return the seed of a rollout, so that a resume samples the same; below 2^31.
+
+    Group number g belongs to step g // groups_per_step. The rollouts of a group have consecutive seeds.
+    """
+    step, place = divmod(rollout.group, groups_per_step)
+    stream = _RESAMPLED if rollout.attempt else _STREAMS[rollout.purpose]
+    return _group_seeds(run_seed, stream, step + (rollout.purpose == "train"), groups_per_step)[place] + rollout.index
+
+
+@lru_cache(maxsize=16)
+def _group_seeds(run_seed: int, stream: int, step: int, count: int) -> list[int]:
+    state = np.random.SeedSequence([run_seed, stream, step]).generate_state(count, np.uint32)
+    return [int(value >> 2) for value in state]
+
+
+@dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A group to sample. Temperature 0 is greedy; rollout i is drawn with `seed + i`, whatever runs beside it."""
+    """One turn to sample. Temperature 0 is greedy; else the turn is a function of its seed, whatever else runs."""
 
-    id: str
+    id: RequestId
     prompt_tokens: list[int]
-    num_samples: int
     max_new_tokens: int
     temperature: float
     seed: int
 
-    @property
-    def cost(self) -> int:
-        """Tokens that this request may keep an engine busy with."""
-        return self.num_samples * self.max_new_tokens + len(self.prompt_tokens)
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled turn of n tokens."""
 
-@dataclass(frozen=True)
-class Rollout:
-    """One sampled rollout.
-
-    tokens: int32 [n], the stop token included. log_probs: float32 [n], of the distribution that was sampled
-    from (after temperature, top-k, top-p). versions: int32 [n], weight version that sampled each token.
-    """
-
-    request_id: str
+    # int32 [n], the stop token included.
     tokens: NDArray[np.int32]
+    # float32 [n], of the distribution that was sampled from (after temperature, top-k, top-p).
     log_probs: NDArray[np.float32]
+    # int32 [n], the weight version that sampled each token.
     versions: NDArray[np.int32]
     finish: Finish
 
 
 @dataclass(frozen=True)
-class PackedRollouts:
-    """The rollouts of several requests, one column a kind of value.
+class PackedCompletions:
+    """Completions as columns, one a kind of value."""
 
-    lengths: int32 [n] tokens a rollout, in the order of the requests and of the samples within each. tokens,
-    log_probs, versions: [sum of lengths]. finishes: int8 [n], index into FINISHES.
-    """
-
+    # int32 [completions], tokens of each.
     lengths: NDArray[np.int32]
+    # Each [sum of lengths], as in `Completion`.
     tokens: NDArray[np.int32]
     log_probs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    # int8 [completions], index into FINISHES.
     finishes: NDArray[np.int8]
 
-    def split(self, requests: list[TurnRequest]) -> list[list[Rollout]]:
-        """The completions of each request."""
-        ends = np.cumsum(self.lengths)
-        groups, row = [], 0
-        for request in requests:
-            group = []
-            for _ in range(request.num_samples):
-                part = slice(ends[row] - self.lengths[row], ends[row])
-                finish = FINISHES[self.finishes[row]]
-                group.append(Rollout(request.id, self.tokens[part], self.log_probs[part], self.versions[part], finish))
-                row += 1
-            groups.append(group)
-        return groups
+    @classmethod
+    def pack(cls, completions: Sequence[Completion]) -> "PackedCompletions":
+        """Return the columns of `completions`."""
+        none = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "stop")
+        rows = completions or [none]
+        return cls(
+            np.array([len(each.tokens) for each in completions], np.int32),
+            np.concatenate([each.tokens for each in rows]),
+            np.concatenate([each.log_probs for each in rows]),
+            np.concatenate([each.versions for each in rows]),
+            np.array([FINISHES.index(each.finish) for each in completions], np.int8),
+        )
+
+    def unpack(self) -> list[Completion]:
+        """Return the completions; their arrays are views of the columns."""
+        ends = np.cumsum(self.lengths).tolist()
+        starts = [0, *ends[:-1]]
+        return [
+            Completion(self.tokens[a:b], self.log_probs[a:b], self.versions[a:b], FINISHES[finish])
+            for a, b, finish in zip(starts, ends, self.finishes.tolist())
+        ]

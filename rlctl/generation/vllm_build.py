@@ -72,8 +72,8 @@ def begun(request: Any) -> bool:
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
 
-def sampling_params(spec: EngineSpec, request: TurnRequest, index: int) -> Any:
-    """Return vLLM's parameters of rollout `index` of a request."""
+def sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
+    """Return vLLM's parameters of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -83,8 +83,8 @@ def sampling_params(spec: EngineSpec, request: TurnRequest, index: int) -> Any:
         temperature=request.temperature,
         top_p=1.0 if greedy else spec.top_p,
         top_k=0 if greedy else spec.top_k,
-        seed=None if greedy else request.seed + index,
-        max_tokens=forced.draw(request.seed + index, longest) if forced else longest,
+        seed=None if greedy else request.seed,
+        max_tokens=forced.draw(request.seed, longest) if forced else longest,
         ignore_eos=forced is not None,
         stop_token_ids=[] if forced else list(spec.stop_token_ids),
         logprobs=0,

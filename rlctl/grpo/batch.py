@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.grpo_schema import GrpoSection
-from rlctl.data.tasks import Task
-from rlctl.generation.requests import Rollout
 from rlctl.grpo.advantages import advantages
-from rlctl.rollout.scoring import RolloutGroup
+from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.training.micro_batching import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
 UNIFORM = "all rewards equal"
+Source = Literal["generator", "trainer", "reference"]
 
 
 @dataclass
@@ -40,16 +39,17 @@ class TaskOutcomes:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A rollout that reaches no update: a log-prob of it is NaN or infinite.
-
-    rollout: index in its group; token: index in its answer; log_prob: "nan", "inf" or "-inf"; source: whose it is.
-    """
+    """A rollout that reaches no update: a log-prob of it is NaN or infinite."""
 
     prompt_id: str
+    # Index in its group.
     rollout: int
+    # Index among the tokens that were sampled.
     token: int
+    # "nan", "inf" or "-inf".
     log_prob: str
-    source: Literal["generator", "trainer", "reference"]
+    # Who computed it.
+    source: Source
 
     def __str__(self) -> str:
         return (
@@ -104,54 +104,57 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
     version: of the weights that are trained; then sequences tell how many steps old each token is.
     """
     outcomes, left_out = TaskOutcomes(), list[LeftOut]()
-    rewards, owners, completions, places = [], [], [], []
+    rewards, owners, rollouts = list[float](), list[int](), list[Rollout]()
     for index, group in enumerate(groups):
         bad = _not_finite(group)
         left_out += bad.values()
         scored = _scored(group, bad)
-        values = [value for _, _, value in scored]
         if not scored:
             reason = NOT_FINITE if bad else "no rollout could be scored"
-            outcomes.dropped.setdefault(reason, []).append(group.prompt.id)
+            outcomes.dropped.setdefault(reason, []).append(group.task.id)
             continue
-        if config.skip_uniform_groups and len(set(values)) == 1:
-            outcomes.filtered.setdefault(UNIFORM, []).append(group.prompt.id)
+        if config.skip_uniform_groups and len({value for _, value in scored}) == 1:
+            outcomes.filtered.setdefault(UNIFORM, []).append(group.task.id)
             continue
-        outcomes.trained.append(group.prompt.id)
-        rewards += values
+        outcomes.trained.append(group.task.id)
+        rewards += [value for _, value in scored]
         owners += [index] * len(scored)
-        completions += [completion for _, completion, _ in scored]
-        places += [(group.prompt.id, place) for place, _, _ in scored]
+        rollouts += [rollout for rollout, _ in scored]
     owner_array, reward_array = np.array(owners, np.int64), np.array(rewards, np.float64)
     worth = advantages(reward_array, owner_array, config.advantage)
-    rows = zip(owners, completions, worth)
-    sequences = [to_sequence(groups[owner].prompt, one, float(value), version) for owner, one, value in rows]
-    return TrainingBatch(sequences, owner_array, outcomes, places, left_out, reward_array)
+    samples = [training_sample(rollout, float(value), version) for rollout, value in zip(rollouts, worth)]
+    places = [(rollout.id.task, rollout.id.index) for rollout in rollouts]
+    return TrainingBatch(samples, owner_array, outcomes, places, left_out, reward_array)
 
 
 def is_uniform(group: RolloutGroup) -> bool:
     """Return whether the rollouts that `make_batch` leaves in have one reward."""
-    return len({value for _, _, value in _scored(group, _not_finite(group))}) == 1
+    return len({value for _, value in _scored(group, _not_finite(group))}) == 1
 
 
-def _scored(group: RolloutGroup, bad: Container[int]) -> list[tuple[int, Rollout, float]]:
-    """Return index, rollout and reward of each rollout that has one, without those at `bad`."""
-    return [
-        (place, completion, score.value)
-        for place, (completion, score) in enumerate(zip(group.completions, group.scores))
-        if score.value is not None and place not in bad
-    ]
+def _scored(group: RolloutGroup, bad: Container[int]) -> list[tuple[Rollout, float]]:
+    """Return rollout and reward of each rollout that has one, without those at `bad`."""
+    pairs = [(rollout, rollout.reward) for rollout in group.rollouts if rollout.id.index not in bad]
+    return [(rollout, reward) for rollout, reward in pairs if reward is not None]
 
 
 def _not_finite(group: RolloutGroup) -> dict[int, LeftOut]:
-    """Of the rollouts that the generator gave a log-prob that is not finite, by their index."""
+    """Return the rollouts that the generator gave a log-prob that is not finite, by their index."""
     found = {}
-    for place, completion in enumerate(group.completions):
-        bad = np.flatnonzero(~np.isfinite(completion.log_probs))
-        if len(bad):
-            value = str(float(completion.log_probs[bad[0]]))
-            found[place] = LeftOut(group.prompt.id, place, int(bad[0]), value, "generator")
+    for rollout in group.rollouts:
+        if left_out := _left_out(group.task.id, rollout.id.index, rollout.log_probs, rollout.sampled, "generator"):
+            found[rollout.id.index] = left_out
     return found
+
+
+def _left_out(
+    task: str, index: int, log_probs: NDArray[np.float32], sampled: NDArray[np.bool_], source: Source
+) -> LeftOut | None:
+    """Name the first sampled token whose log-prob is not finite. log_probs, sampled: [T] of a trajectory."""
+    bad = np.flatnonzero(sampled & ~np.isfinite(log_probs))
+    if not len(bad):
+        return None
+    return LeftOut(task, index, int(np.count_nonzero(sampled[: bad[0]])), str(float(log_probs[bad[0]])), source)
 
 
 def add_log_probs(
@@ -160,17 +163,16 @@ def add_log_probs(
     source: Literal["trainer", "reference"],
     config: GrpoSection,
 ) -> TrainingBatch:
-    """The batch with a field "proximal_log_prob" or "reference_log_prob", without rollouts whose values are not finite.
+    """Return the batch with a field "proximal_log_prob" or "reference_log_prob".
 
-    Such a rollout is treated as `make_batch` treats one of the generator: its reward counts in no baseline.
+    A rollout whose values are not finite is left out, as `make_batch` does with one of the generator: its reward
+    counts in no baseline.
     """
     name = "proximal_log_prob" if source == "trainer" else "reference_log_prob"
     kept, left_out = [], list(batch.left_out)
     for row, (sequence, column) in enumerate(zip(batch.sequences, columns)):
-        bad = np.flatnonzero(sequence.mask & ~np.isfinite(column))
-        if len(bad):
-            answer, value = int(bad[0] - np.flatnonzero(sequence.mask)[0]), str(float(column[bad[0]]))
-            left_out.append(LeftOut(*batch.places[row], answer, value, source))
+        if bad := _left_out(*batch.places[row], column, sequence.mask, source):
+            left_out.append(bad)
         else:
             kept.append(row)
     more = replace(batch, sequences=with_field(batch.sequences, name, columns), left_out=left_out)
@@ -210,17 +212,10 @@ def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray
     return [TrainingSample(s.tokens, s.mask, {**s.fields, name: column}) for s, column in zip(sequences, columns)]
 
 
-def to_sequence(prompt: Task, completion: Rollout, advantage: float, version: int | None = None) -> TrainingSample:
-    """A rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age"."""
-    start, length = len(prompt.tokens), len(prompt.tokens) + len(completion.tokens)
-    tokens = np.empty(length, np.int32)
-    tokens[:start], tokens[start:] = prompt.tokens, completion.tokens
-    mask = np.arange(length) >= start
-    rollout = np.zeros(length, np.float32)
-    rollout[start:] = completion.log_probs
-    worth = np.where(mask, np.float32(advantage), np.float32(0))
-    fields = {"advantage": worth, "rollout_log_prob": rollout}
+def training_sample(rollout: Rollout, advantage: float, version: int | None = None) -> TrainingSample:
+    """Return a rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age"."""
+    worth = np.where(rollout.sampled, np.float32(advantage), np.float32(0))
+    fields = {"advantage": worth, "rollout_log_prob": rollout.log_probs}
     if version is not None:
-        fields["age"] = np.zeros(length, np.float32)
-        fields["age"][start:] = version - completion.versions
-    return TrainingSample(tokens, mask, fields)
+        fields["age"] = np.where(rollout.sampled, version - rollout.versions, 0).astype(np.float32)
+    return TrainingSample(rollout.tokens, rollout.sampled, fields)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
-from rlctl.rollout.scoring import GroupScorer
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.types import GroupScorer
 from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.training.trainer_group import TrainerGroup
@@ -14,24 +15,25 @@ from rlctl.training.trainer_group import TrainerGroup
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices that train, that generate, and distinct ones in all: the denominators of the throughputs.
-
-    name: of the trainer's device, for its peak; flops: of training, (sequence length) -> FLOPs a token.
-    """
+    """Numbers of devices, the denominators of the throughputs."""
 
     trainer: int
     generator: int
+    # Distinct ones in all.
     all: int
+    # The trainer's kind of device, which tells its peak.
     name: str
+    # FLOPs a token of training, by sequence length.
     flops: Callable[[float], float]
 
 
 @dataclass(frozen=True)
 class GrpoComponents:
-    """What a run is assembled from."""
+    """Parts of a run."""
 
     trainer: TrainerGroup
     pool: GeneratorPool
+    dispatcher: RolloutDispatcher
     source: TaskSource
     validation: list[Task]
     score: GroupScorer

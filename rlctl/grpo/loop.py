@@ -16,7 +16,6 @@ import numpy as np
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.generation.active_requests import EngineStats
-from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.batch import TrainingBatch, add_log_probs, make_batch
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
@@ -38,9 +37,7 @@ from rlctl.grpo.parity_check import parity
 from rlctl.preflight.resolved import Resolved
 from rlctl.refit.protocol import RefitReport
 from rlctl.rollout.buffer import RolloutBuffer, Span
-from rlctl.rollout.dispatcher import Deliver, RolloutDispatcher
-from rlctl.rollout.scoring import RolloutGroup
-from rlctl.rollout.seeds import VALIDATION, rollout_seeds
+from rlctl.rollout.types import RolloutGroup, Sampling
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
@@ -76,11 +73,8 @@ class GrpoLoop(Loop):
         self._loss, self._needs_log_probs = GrpoLoss.from_config(config), resolved.needs_log_probs
         self._streams, self._max_age = resolved.streams_training, resolved.max_age
 
-        def dispatcher(deliver: Deliver) -> RolloutDispatcher:
-            return RolloutDispatcher(parts.pool, deliver, config.run.deadline_s)
-
         self._counters: list[EngineStats] = []
-        self._buffer = RolloutBuffer(config, parts.source, dispatcher, parts.score, parts.recorder.events.emit)
+        self._buffer = RolloutBuffer(config, parts.source, parts.dispatcher, parts.score, parts.recorder.events.emit)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Take up the groups that waited for their step, or were being sampled, at a checkpoint."""
@@ -107,10 +101,10 @@ class GrpoLoop(Loop):
         number = self.done + 1
         record = StepRecorder(self._parts.recorder.events, number)
         # Not those of the last step's end: what a validation samples belongs to no step.
-        self._counters = self._buffer.dispatcher.counters()
+        self._counters = self._parts.dispatcher.stats()
         span = partial(_waiting, record, self._async)
         with record.phase("data"):
-            self._buffer.fill(self.done)
+            self._buffer.admit(self.done)
         ahead = self._train_ahead(record, span, stack)
         self._buffer.wait(self.done, span)
         groups = self._buffer.take(self.done, span)
@@ -217,27 +211,19 @@ class GrpoLoop(Loop):
             self._buffer.drain(span)
         with record.phase("refit"):
             moved = self._parts.pool.sync(version)
-            self._buffer.release()
-            self._buffer.dispatcher.go_on()
-            if self._async:
-                self._buffer.fill(version)
+            self._buffer.advance(version)
         return moved
 
     def validate(self) -> None:
-        """Every held-out prompt, greedy or k samples of each. What a reward fails on is counted apart."""
-        config, prompts = self._config.validation, self._parts.validation
-        if not prompts:
+        """Measure every held-out prompt, greedy or by k samples of each. A rollout whose reward fails counts apart."""
+        config, tasks = self._config.validation, self._parts.validation
+        if not tasks:
             return
         with self._parts.recorder.validation(self.done) as metrics:
-            seeds = rollout_seeds(self._config.run.seed, VALIDATION, self.done, len(prompts))
-            longest = self._config.generation.max_new_tokens
-            requests = [
-                TurnRequest(prompt.id, prompt.tokens, config.num_generations, longest, config.temperature, seed)
-                for prompt, seed in zip(prompts, seeds)
-            ]
-            groups = self._parts.pool.generate(requests)
-            lengths = [len(completion.tokens) for group in groups for completion in group]
-            metrics |= validation_metrics(self._parts.score(prompts, groups), lengths)
+            shape = (len(tasks), config.num_generations, self._config.generation.max_new_tokens)
+            sampling = Sampling("validation", self._config.run.seed, *shape, config.temperature)
+            groups = self._parts.dispatcher.sample(sampling, tasks, self.done)
+            metrics |= validation_metrics(self._parts.score(groups))
 
     def _add_log_probs(self, batch: TrainingBatch, ahead: "Ahead") -> tuple[TrainingBatch, dict[str, float]]:
         trainer, measured = self._parts.trainer, dict[str, float]()
@@ -265,7 +251,7 @@ class GrpoLoop(Loop):
         times = record.finish()
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)
         if self._async:
-            interval = EngineInterval(self._counters, self._buffer.dispatcher.counters(), devices.generator)
+            interval = EngineInterval(self._counters, self._parts.dispatcher.stats(), devices.generator)
             speed |= generator_metrics(interval)
         else:
             speed |= turn_metrics(metrics, times, devices.generator)
@@ -283,21 +269,22 @@ def _waiting(record: StepRecorder, asynchronous: bool, why: str) -> AbstractCont
 
 
 def _shown(groups: list[RolloutGroup], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
-    firsts = [(group.prompt, group.completions[0], group.scores[0]) for group in groups if group.completions]
-    texts = decode([completion.tokens.tolist() for _, completion, _ in firsts])
+    firsts = [(group.task, group.rollouts[0]) for group in groups if group.rollouts]
+    texts = decode([rollout.sampled_tokens.tolist() for _, rollout in firsts])
     return [
         {
-            "prompt_id": p.id,
-            "prompt": p.text,
-            "answer": p.answer,
+            "prompt_id": task.id,
+            "prompt": task.text,
+            "answer": task.answer,
             "completion": text,
-            "reward": s.value,
-            "rewards": s.parts,
-            "right": s.right if s.value is not None else None,
-            "failed": s.failed,
-            "finish": c.finish,
+            "reward": rollout.reward,
+            "rewards": score.parts,
+            "right": score.right if rollout.reward is not None else None,
+            "failed": score.failed,
+            "finish": rollout.finish,
             # Weight version -> tokens that it sampled.
-            "versions": {str(version): int(n) for version, n in zip(*np.unique(c.versions, return_counts=True))},
+            "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
         }
-        for (p, c, s), text in zip(firsts, texts)
+        for (task, rollout), text in zip(firsts, texts)
+        if (score := rollout.score)
     ]

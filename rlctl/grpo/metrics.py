@@ -10,7 +10,7 @@ from rlctl.generation.active_requests import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.scoring import RolloutGroup
+from rlctl.rollout.types import RolloutGroup
 from rlctl.telemetry import throughput
 
 GENERATOR_PHASES = ("generation", "refit")
@@ -19,17 +19,17 @@ TRAINER_PHASES = ("train", "log_probs", "refit")
 
 def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[str, float]:
     """Rewards, lengths and token counts of a step's rollouts."""
-    completions = [completion for group in groups for completion in group.completions]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [score for group in groups for score in group.scores]
-    lengths = np.array([len(completion.tokens) for completion in completions])
+    lengths = np.array([rollout.num_sampled for rollout in rollouts])
     return reward_metrics(scores) | {
         "rollouts/non_finite": float(len(batch.left_out)),
         "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
         "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
         "length/max": float(lengths.max(initial=0)),
-        "length/truncated": float(np.mean([completion.finish == "length" for completion in completions])),
+        "length/truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
         "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
-        "tokens/prompt": float(sum(len(group.prompt.tokens) * len(group.completions) for group in groups)),
+        "tokens/prompt": float(sum(len(rollout.tokens) for rollout in rollouts) - lengths.sum()),
         "tokens/generated": float(lengths.sum()),
         "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
     }
@@ -56,19 +56,20 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
     return metrics
 
 
-def validation_metrics(scores: Rows[Rows[Score]], lengths: Rows[int]) -> dict[str, float]:
-    """Numbers of held-out answers, prompt by prompt: failures apart, the others of those that were scored."""
-    scored = [[score for score in group if score.value is not None] for group in scores]
+def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
+    """Return the numbers of held-out groups: failed rewards apart, the others of the rollouts that were scored."""
+    scored = [[score for score in group.scores if score.value is not None] for group in groups]
     flat = [score for group in scored for score in group]
+    lengths = [rollout.num_sampled for group in groups for rollout in group.rollouts]
     metrics = {
-        "validation/failed_rewards": float(sum(map(len, scores)) - len(flat)),
+        "validation/failed_rewards": float(len(lengths) - len(flat)),
         "validation/length": float(np.mean(lengths)),
-        "validation/prompts": float(len(scores)),
+        "validation/prompts": float(len(groups)),
     }
     if flat:
         metrics["validation/accuracy"] = float(np.mean([score.right for score in flat]))
         metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
-    if flat and max(map(len, scores)) > 1:
+    if flat and max(len(group.rollouts) for group in groups) > 1:
         metrics["validation/pass_at_k"] = float(np.mean([any(s.right for s in group) for group in scored if group]))
     return metrics
 
@@ -125,11 +126,11 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
 
 def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
     """Ages in steps: of the trained groups, and of those on their way (`buffer/age_k`, at the end of the step)."""
-    oldest = [min(int(c.versions.min()) for c in group.completions) for group in groups if group.completions]
-    ages = [version - one for one in oldest]
-    tokens = [version - c.versions for group in groups for c in group.completions]
+    versions = [[rollout.sampled_versions for rollout in group.rollouts] for group in groups if group.rollouts]
+    ages = [version - min(int(one.min()) for one in group) for group in versions]
+    tokens = [version - one for group in versions for one in group]
     joined = np.concatenate(tokens) if tokens else np.zeros(0)
-    mixed = [c.versions.min() != c.versions.max() for group in groups for c in group.completions if len(c.versions)]
+    mixed = [one.min() != one.max() for group in versions for one in group if len(one)]
     metrics = {
         "age/mean": float(np.mean(ages)) if ages else 0.0,
         "age/max": float(max(ages, default=0)),

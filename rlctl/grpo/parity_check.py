@@ -5,11 +5,10 @@ Checksums show that every tensor arrived as sent; sampled tokens show that it wa
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
-from rlctl.generation.requests import TurnRequest
-from rlctl.grpo.batch import to_sequence
+from rlctl.grpo.batch import training_sample
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.logprob_mismatch import Mismatch, mismatch
-from rlctl.rollout.seeds import PROBE, rollout_seeds
+from rlctl.rollout.types import Sampling
 
 # At least so many prompts in all, and of each engine.
 PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
@@ -22,14 +21,14 @@ class ProbeError(RuntimeError):
     """Trainer and generator disagree: training on such samples would be silently wrong."""
 
 
-def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], version: int, dtype: str) -> Mismatch:
-    """Refit with checksums, sample a few tokens, compare log-probs.
+def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int, dtype: str) -> Mismatch:
+    """Sync with checksums, sample a few tokens, compare log-probs.
 
     Raises RefitError naming the first tensor that arrived changed, or ProbeError if log-probs differ by more
     than the dtype's bound although every tensor arrived intact.
     """
     parts.pool.sync(version, "all")
-    gap = parity(config, parts, prompts, version)
+    gap = parity(config, parts, tasks, version)
     if not gap.token_mult_prob_error <= BOUNDS[dtype]:
         raise ProbeError(
             f"trainer and generator disagree on log-probs: token_mult_prob_error {gap.token_mult_prob_error:.4f} over "
@@ -39,19 +38,15 @@ def probe(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], versio
     return gap
 
 
-def parity(config: GrpoConfig, parts: GrpoComponents, prompts: list[Task], version: int) -> Mismatch:
+def parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> Mismatch:
     """Sample a few tokens while trainer and generator both have `version`, and compare their log-probs.
 
-    What else the engines sample goes on meanwhile.
+    Whatever else the engines sample goes on meanwhile.
     """
-    prompts = prompts[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
-    seeds = rollout_seeds(config.run.seed, PROBE, version, len(prompts))
+    tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
-    requests = [
-        TurnRequest(f"probe-{prompt.id}", prompt.tokens, 1, length, config.generation.temperature, seed)
-        for prompt, seed in zip(prompts, seeds)
-    ]
-    groups = parts.pool.generate(requests)
-    sequences = [to_sequence(prompt, group[0], 0.0) for prompt, group in zip(prompts, groups)]
-    theirs = [sequence.fields["rollout_log_prob"] for sequence in sequences]
-    return mismatch(theirs, parts.trainer.log_probs(sequences), [sequence.mask for sequence in sequences])
+    sampling = Sampling("parity", config.run.seed, len(tasks), 1, length, config.generation.temperature)
+    groups = parts.dispatcher.sample(sampling, tasks, version)
+    samples = [training_sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
+    theirs = [sample.fields["rollout_log_prob"] for sample in samples]
+    return mismatch(theirs, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

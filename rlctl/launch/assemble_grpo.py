@@ -1,5 +1,6 @@
 """The parts of a run that only GRPO has: rewards, engines, the refit, and the parity check before step 1."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class GrpoParts:
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
         """Tokenize the tasks, and try the rewards on the first one."""
-        from rlctl.rollout.scoring import sample_item
+        from rlctl.rollout.types import sample_item
 
         session, config = self.session, self.config
         length, answer = Resolved(config).max_length(self.files.max_length), config.generation.max_new_tokens
@@ -86,7 +87,8 @@ class GrpoParts:
         from rlctl.grpo.loop import GrpoLoop
         from rlctl.grpo.parity_check import probe
         from rlctl.launch.worker_specs import training_cost
-        from rlctl.rollout.scoring import GroupScorer
+        from rlctl.rollout.dispatcher import RolloutDispatcher
+        from rlctl.rollout.types import GroupScorer
         from rlctl.telemetry.resource_monitor import ResourceMonitor
         from rlctl.training.worker import TrainerWorker
 
@@ -104,15 +106,24 @@ class GrpoParts:
             "engine": lambda: pool.call(Engine.memory),
         }
         monitor = ResourceMonitor(placement.device, memories)
-        components = GrpoComponents(trainer, pool, source, data.validation, score, session.recorder, devices, monitor)
-        if config.run.probe or self.probe_only:
-            with session.starting("probe"):
-                prompts = data.validation or data.train
-                gap = probe(config, components, prompts, session.start, pool.dtype)
-            session.events.emit("probe", **vars(gap))
-        else:
-            pool.sync(session.start)
-        return None if self.probe_only else GrpoLoop(config, components, session.stops)
+        with ExitStack() as stack:
+            dispatcher = RolloutDispatcher(pool, config.run, session.events.emit)
+            stack.callback(dispatcher.close)
+            components = GrpoComponents(
+                trainer, pool, dispatcher, source, data.validation, score, session.recorder, devices, monitor
+            )
+            if config.run.probe or self.probe_only:
+                with session.starting("probe"):
+                    tasks = data.validation or data.train
+                    gap = probe(config, components, tasks, session.start, pool.dtype)
+                session.events.emit("probe", **vars(gap))
+            else:
+                pool.sync(session.start)
+            if self.probe_only:
+                return None
+            # From here on the loop closes the dispatcher.
+            stack.pop_all()
+        return GrpoLoop(config, components, session.stops)
 
     def _connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         from rlctl.launch.worker_specs import refit_options

@@ -1,61 +1,64 @@
-"""Groups that wait for their step, in a checkpoint: two files, columns of numbers and their scores."""
+"""Scored groups that wait for their step, in a checkpoint: two files, columns of numbers and their scores."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.generation.requests import FINISHES, Rollout
+from rlctl.generation.requests import FINISHES, RolloutId
+from rlctl.preflight.version import earlier_version
 from rlctl.rewards.scorer import Score
+from rlctl.rollout.types import Rollout
+from rlctl.run.checkpoints import EarlierVersion
 
-Rollouts = tuple[list[Rollout], list[Score]]
 _ROLLOUTS, _SCORES = "groups.npz", "groups.json"
 
 
-def save_groups(folder: Path, groups: Mapping[int, Rollouts]) -> None:
-    """Write groups, by number, into `folder`."""
-    completions = [completion for rollouts, _ in groups.values() for completion in rollouts]
+def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
+    """Write the rollouts of groups, by number, into `folder`."""
+    rollouts = [rollout for each in groups.values() for rollout in each]
     np.savez(
         folder / _ROLLOUTS,
-        group_ids=np.array(list(groups), np.int64),
-        counts=np.array([len(rollouts) for rollouts, _ in groups.values()], np.int64),
-        lengths=np.array([len(completion.tokens) for completion in completions], np.int64),
-        tokens=_joined([completion.tokens for completion in completions], np.int32),
-        log_probs=_joined([completion.log_probs for completion in completions], np.float32),
-        versions=_joined([completion.versions for completion in completions], np.int32),
-        finishes=np.array([FINISHES.index(completion.finish) for completion in completions], np.int8),
+        groups=np.array(list(groups), np.int64),
+        counts=np.array([len(each) for each in groups.values()], np.int64),
+        lengths=np.array([len(rollout.tokens) for rollout in rollouts], np.int64),
+        tokens=_joined([rollout.tokens for rollout in rollouts], np.int32),
+        sampled=_joined([rollout.sampled for rollout in rollouts], np.bool_),
+        log_probs=_joined([rollout.log_probs for rollout in rollouts], np.float32),
+        versions=_joined([rollout.versions for rollout in rollouts], np.int32),
+        finishes=np.array([FINISHES.index(rollout.finish) for rollout in rollouts], np.int8),
     )
-    scores = {str(group_id): [asdict(score) for score in scores] for group_id, (_, scores) in groups.items()}
-    (folder / _SCORES).write_text(json.dumps(scores))
+    rows = [[asdict(rollout.id), asdict(rollout.score) if rollout.score else None] for rollout in rollouts]
+    (folder / _SCORES).write_text(json.dumps(rows))
 
 
-def load_groups(folder: Path) -> dict[int, Rollouts]:
-    """What `save_groups` wrote; nothing where it wrote nothing."""
+def load_groups(folder: Path) -> dict[int, list[Rollout]]:
+    """Return what `save_groups` wrote; nothing where it wrote nothing. Raises EarlierVersion."""
     if not (folder / _ROLLOUTS).exists():
         return {}
-    with np.load(folder / _ROLLOUTS, allow_pickle=False) as columns:
-        parts = {name: columns[name] for name in columns.files}
-    scores = json.loads((folder / _SCORES).read_text())
-    ends, row = np.cumsum(parts["lengths"]), 0
-    groups: dict[int, Rollouts] = {}
-    for group_id, count in zip(parts["group_ids"].tolist(), parts["counts"].tolist()):
-        rollouts = [
-            _completion(parts, str(group_id), slice(ends[i] - parts["lengths"][i], ends[i]), i)
-            for i in range(row, row + count)
-        ]
-        groups[group_id] = rollouts, [Score(**score) for score in scores[str(group_id)]]
-        row += count
-    return groups
+    with np.load(folder / _ROLLOUTS, allow_pickle=False) as file:
+        columns = {name: file[name] for name in file.files}
+    if "sampled" not in columns:
+        raise EarlierVersion(earlier_version(folder.parents[1], f"{folder.name} has answers in place of trajectories"))
+    ends, rollouts = np.cumsum(columns["lengths"]).tolist(), list[Rollout]()
+    for row, (name, score) in enumerate(json.loads((folder / _SCORES).read_text())):
+        part = slice(ends[row] - int(columns["lengths"][row]), ends[row])
+        tokens, sampled, log_probs, versions = (
+            columns[name][part] for name in ("tokens", "sampled", "log_probs", "versions")
+        )
+        finish = FINISHES[columns["finishes"][row]]
+        rollouts.append(
+            Rollout(RolloutId(**name), tokens, sampled, log_probs, versions, finish, Score(**score) if score else None)
+        )
+    left = iter(rollouts)
+    counts = zip(columns["groups"].tolist(), columns["counts"].tolist())
+    return {number: list(islice(left, count)) for number, count in counts}
 
 
-def _completion(parts: Mapping[str, NDArray[np.generic]], name: str, where: slice, row: int) -> Rollout:
-    finish = FINISHES[int(parts["finishes"][row])]
-    tokens, log_probs, versions = (parts[key][where] for key in ("tokens", "log_probs", "versions"))
-    return Rollout(name, tokens, log_probs, versions, finish)  # type: ignore[arg-type]
-
-
-def _joined(parts: list[NDArray[np.generic]], dtype: type[np.generic]) -> NDArray[np.generic]:
+def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -1,168 +1,234 @@
-"""Groups on their way through the engines: handed out as engines have room, delivered one by one as they end.
+"""Dispatcher: the one way to sample. Hands requests to engines as they have room, and answers to whoever submitted.
 
-An engine gets no more rollouts than it decodes at a time, and one group ahead; the rest waits here, so that a free
-engine finds work whatever long tail another one is at. A rollout that ended makes room at once, not with its group: of
-eight answers of log-normal lengths (sigma 1) the longest is 3.1 times the mean, so engines would be a third full.
-A thread an engine collects, another tells it what to begin and what to stop (an engine takes 70 ms for 512 rollouts of
-the tiny model, which nobody need wait for, nor for one that hangs); everything that can stop a run (replacing an
-engine, giving up) is left to the caller's thread, in `repair`.
+    submit -> PENDING -- engine has room --> SAMPLING -- answer --> delivered
+                 ^                            |    |
+                 +------ engine is lost ------+    +-- abort --> ABORTING -- engine confirms --> gone
+
+The rollouts of a group go to one engine, where they share their prompt's prefix. An engine gets no more rollouts than
+it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work whatever long tail
+another one is at. A rollout that ended makes room at once, not with its group: of eight answers of log-normal lengths
+(sigma 1) the longest is 3.1 times the mean, so engines would be a third full.
+
+Each engine has two threads: one collects, one sends orders (an engine takes 70 ms to begin 512 rollouts of the tiny
+model, which nobody needs to wait for, nor for an engine that hangs). Everything that can stop a run (replacing an
+engine, giving up) happens on the loop's thread, in `repair`, while it waits.
 """
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum, auto
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, Protocol
 
-from rlctl.generation.active_requests import EngineStats, FinishedGroups
+from rlctl.config.schema import RunSection
+from rlctl.data.tasks import Task
+from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Rollout, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience
+from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
-Order = Callable[[Engine, list[Any]], None]
-Deliver = Callable[[list[tuple[str, list[Rollout]]]], None]
+Answer = tuple[TurnRequest, Completion]
+_Order = Callable[[Engine, list[Any]], None]
+_LOST = (WorkerDied, WorkerError, WorkerTimeout)
 _POLL_S = 1.0
 _ABORT_S = 5.0
 # Longer than an engine that answers takes to be collected from.
 _CLOSE_S = 3.0
 
 
+class Submitter(Protocol):
+    """Whoever submits requests. Must not call the dispatcher from `completed`, nor hold a lock when it submits."""
+
+    def completed(self, answers: list[Answer]) -> None:
+        """Take answers, on a thread of the dispatcher."""
+
+    def restarted(self, requests: list[TurnRequest]) -> None:
+        """Learn that requests were lost with their engine and begin again, on the thread that called `repair` or
+        `resume`."""
+
+
+class RequestState(Enum):
+    """State of a request, see the head of this file."""
+
+    PENDING = auto()
+    SAMPLING = auto()
+    ABORTING = auto()
+
+
+@dataclass(eq=False, slots=True)
+class _Submitted:
+    """One request on its way."""
+
+    request: TurnRequest
+    submitter: Submitter
+    state: RequestState = RequestState.PENDING
+
+
 @dataclass
 class _EngineQueue:
-    """One engine and what it is at. last: when it last did anything. lost: why it must be replaced. ended: of groups
-    outstanding, rollouts that are done.
-
-    orders: methods and their arguments that it has not been told yet. leaving: groups that it was not told yet to stop.
-    dropped: groups that nobody waits for any more, but that may have ended before the engine knew; stopped: of them,
-    those of which it knows.
-    """
+    """One engine and its requests."""
 
     worker: Worker
-    orders: deque[tuple[Order, list[Any]]] = field(default_factory=deque)
-    outstanding: dict[str, TurnRequest] = field(default_factory=dict)
-    leaving: dict[str, TurnRequest] = field(default_factory=dict)
-    dropped: dict[str, TurnRequest] = field(default_factory=dict)
-    stopped: list[str] = field(default_factory=list)
-    counters: EngineStats = field(default_factory=EngineStats)
-    ended: dict[str, int] = field(default_factory=dict)
-    last: float = field(default_factory=time.monotonic)
+    # When it last did anything.
+    last: float
+    # SAMPLING and ABORTING ones.
+    requests: dict[RequestId, _Submitted] = field(default_factory=dict)
+    # Methods and their arguments that it has not been sent yet.
+    orders: deque[tuple[_Order, list[Any]]] = field(default_factory=deque)
+    stats: EngineStats = field(default_factory=EngineStats)
+    # Why it must be replaced.
     lost: Exception | None = None
 
-    @property
-    def busy(self) -> list[TurnRequest]:
-        """What it samples, wanted or not."""
-        return [*self.outstanding.values(), *self.leaving.values()]
+    def sampling(self) -> list[_Submitted]:
+        """Return what somebody waits for."""
+        return [each for each in self.requests.values() if each.state is RequestState.SAMPLING]
 
-    @property
-    def rollouts(self) -> int:
-        return sum(request.num_samples - self.ended.get(request.id, 0) for request in self.busy)
-
-    def drop(self, names: list[str]) -> list[TurnRequest]:
-        """Wait for these no more."""
-        found = [self.outstanding.pop(name) for name in names if name in self.outstanding]
-        self.dropped |= {request.id: request for request in found}
-        return found
-
-    @property
-    def cost(self) -> int:
-        return sum(request.cost for request in self.busy)
+    def order(self, method: _Order, what: list[Any]) -> None:
+        """Queue an order; join it to the one before if that is of its kind."""
+        if self.orders and self.orders[-1][0] == method:
+            self.orders[-1][1].extend(what)
+        else:
+            self.orders.append((method, what))
 
 
 class RolloutDispatcher:
-    """Samples groups on every engine of a pool; `deliver` gets them, on threads of the stream."""
+    """Samples on every engine of a pool."""
 
-    def __init__(self, pool: GeneratorPool, deliver: Deliver, deadline_s: float) -> None:
-        self._pool, self._deliver, self._deadline_s = pool, deliver, deadline_s
+    def __init__(self, pool: GeneratorPool, run: RunSection, emit: Emit, clock: Clock | None = None) -> None:
+        self._pool, self._deadline_s, self._clock = pool, run.deadline_s, clock or Clock()
+        self._patience = Patience(self._clock, run, emit)
         pool.forget_gone()
         # By the pool's slots.
-        self._queues = [_EngineQueue(worker) for worker in pool.engines]
-        self._pending: deque[TurnRequest] = deque()
+        self._queues = [_EngineQueue(worker, self._clock.now()) for worker in pool.engines]
+        # Groups, in the order in which they begin.
+        self._pending: deque[list[_Submitted]] = deque()
         self._held = self._closed = False
         self._changed = threading.Condition(threading.RLock())
         self._threads = [
-            threading.Thread(target=target, args=(index,), name=f"{name}-{index}", daemon=True)
+            self._clock.spawn(f"{step.__name__.strip('_')}-{index}", partial(step, index))
             for index in range(len(self._queues))
-            for name, target in (("collect", self._collect), ("tell", self._tell))
+            for step in (self._collect, self._send)
         ]
-        for thread in self._threads:
-            thread.start()
 
-    def submit(self, requests: list[TurnRequest]) -> None:
-        """More groups to sample, in this order as far as engines are alike."""
+    def submit(self, requests: Sequence[TurnRequest], submitter: Submitter, *, ahead: bool = False) -> None:
+        """Sample requests, those of a group in a row; `submitter` gets the answers one by one.
+
+        ahead: before whatever is PENDING. Raises RuntimeError while the engines are asleep.
+        """
         self._pool.require_awake()
+        groups = [
+            [_Submitted(request, submitter) for request in group]
+            for _, group in groupby(requests, lambda request: request.id.rollout.siblings)
+        ]
         with self._changed:
-            self._pending.extend(requests)
+            if ahead:
+                self._pending.extendleft(reversed(groups))
+            else:
+                self._pending.extend(groups)
             self._hand_out()
 
-    def abort(self, ids: list[str]) -> list[TurnRequest]:
-        """Stop sampling these groups; none of them is delivered afterwards. Returns those that were not done yet.
+    def sample(self, sampling: Sampling, tasks: Sequence[Task], version: int) -> list[RolloutGroup]:
+        """Sample a group of each task ahead of whatever is PENDING, wait, and return the groups in order.
 
-        Waits for the engines to know, but not long for one that does not answer: it gets no new work meanwhile.
+        For the loop's thread: engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was
+        sampled for `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
-        with self._changed:
-            found = [request for request in self._pending if request.id in ids]
-            self._pending = deque(request for request in self._pending if request.id not in ids)
-            for queue in self._queues:
-                if share := [name for name in ids if name in queue.outstanding]:
-                    stopped = queue.drop(share)
-                    queue.leaving |= {request.id: request for request in stopped}
-                    self._order(queue, Engine.abort, share)
-                    found += stopped
-            self._changed.wait_for(
-                lambda: not any(queue.leaving and not queue.lost for queue in self._queues), _ABORT_S
+        first = version * sampling.groups_per_step
+        groups = [sampling.requests(task, first + place) for place, task in enumerate(tasks)]
+        answers, wanted = _Answers(self._changed, self._patience), sum(map(len, groups))
+        self._patience.news()
+        self.submit(list(chain(*groups)), answers, ahead=True)
+        while len(answers.found) < wanted:
+            with self._changed:
+                self._clock.wait(self._changed, TICK_S)
+            if self.repair():
+                # What the replacement took is no silence of the new engine.
+                self._patience.news()
+            self._patience.check(
+                self.last_step(),
+                lambda: f"{sampling.purpose} waits for {wanted - len(answers.found)} rollouts; {self.describe()}",
             )
-        return found
+        return [
+            RolloutGroup(task, [Rollout.of_turn(request, answers.found[request.id]) for request in group])
+            for task, group in zip(tasks, groups)
+        ]
+
+    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
+        """Stop sampling these requests; none of them is delivered afterwards. Returns those that were not done yet.
+
+        Waits for the engines to confirm, but not long for one that does not answer: it gets no new work meanwhile.
+        """
+        wanted = set(ids)
+        with self._changed:
+            kept = [[each for each in group if each.request.id not in wanted] for group in self._pending]
+            stopped = [each.request.id for each in chain(*self._pending) if each.request.id in wanted]
+            self._pending = deque(group for group in kept if group)
+            for queue in self._queues:
+                share = [each for each in queue.sampling() if each.request.id in wanted]
+                for each in share:
+                    each.state = RequestState.ABORTING
+                if share:
+                    queue.order(Engine.abort, [each.request.id for each in share])
+                    stopped += [each.request.id for each in share]
+            self._changed.notify_all()
+            end = self._clock.now() + _ABORT_S
+            while (left := end - self._clock.now()) > 0 and any(
+                len(queue.sampling()) < len(queue.requests) for queue in self._queues if not queue.lost
+            ):
+                self._clock.wait(self._changed, left)
+        return stopped
 
     def drain(self) -> bool:
-        """Begin no more groups until `go_on`; whether none is being sampled now, but by engines that are lost."""
+        """Begin no more requests until `resume`; return whether none is being sampled now, but by engines that are
+        lost."""
         with self._changed:
             self._held = True
             self._lose_silent()
-            return not any(queue.busy and not queue.lost for queue in self._queues)
+            return not any(queue.requests and not queue.lost for queue in self._queues)
 
-    def go_on(self) -> None:
-        """Begin groups again."""
-        with self._changed:
-            self._held = False
-            self._hand_out()
+    def resume(self) -> None:
+        """Begin requests again, after a sync; those of engines that it replaced begin again."""
+        self._held = False
+        self._adopt()
 
-    def repair(self) -> list[str]:
-        """Replace engines that were lost or stand still; returns the groups whose sampling begins anew.
+    def repair(self) -> bool:
+        """Replace engines that are lost or do nothing; their requests begin again. Returns whether there were any.
 
-        Raises RuntimeError when `generation.max_restarts` are used up.
+        For the loop's thread while it waits: the trainer must be at the pool's version. Raises RuntimeError when
+        `generation.max_restarts` are used up.
         """
         with self._changed:
             self._lose_silent()
             lost = {i: queue.lost for i, queue in enumerate(self._queues) if queue.lost and self._is_current(i)}
         if lost:
-            self._pool.replace({index: error for index, error in lost.items() if error})
-        with self._changed:
-            anew = [request for index in range(len(self._queues)) for request in self._renewed(index)]
-            self._pending.extendleft(reversed(anew))
-            self._hand_out()
-            self._changed.notify_all()
-        return [request.id for request in anew]
+            self._pool.replace(lost)
+        self._adopt()
+        return bool(lost)
 
     def describe(self) -> str:
-        """What every engine is at, for a human who wonders what the run waits for."""
-        now = time.monotonic()
+        """Return what every engine is at, for a human who wonders what the run waits for."""
+        now = self._clock.now()
         with self._changed:
             queues = [
-                f"{queue.worker.name} samples {len(queue.outstanding)} groups, silent for {now - queue.last:.0f} s"
+                f"{queue.worker.name} samples {len(queue.sampling())} rollouts, silent for {now - queue.last:.0f} s"
                 for queue in self._queues
             ]
-            return "; ".join([*queues, f"{len(self._pending)} groups not begun"])
+            return "; ".join([*queues, f"{sum(map(len, self._pending))} rollouts not begun"])
 
-    def counters(self) -> list[EngineStats]:
-        """What each engine did so far, as it said when it last delivered: at most a second ago."""
+    def stats(self) -> list[EngineStats]:
+        """Return what each engine did so far, as it said when it was last collected from: at most a second ago."""
         with self._changed:
-            return [queue.counters for queue in self._queues]
+            return [queue.stats for queue in self._queues]
 
     def last_step(self) -> float:
-        """When any engine last did something, by `time.monotonic`."""
+        """Return when any engine last did something, by the clock."""
         with self._changed:
             return max(queue.last for queue in self._queues)
 
@@ -176,111 +242,127 @@ class RolloutDispatcher:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        end = time.monotonic() + _CLOSE_S
+        end = self._clock.now() + _CLOSE_S
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            thread.join(max(0.0, end - self._clock.now()))
         if any(thread.is_alive() for thread in self._threads):
             self._pool.kill()
             for thread in self._threads:
                 thread.join(_CLOSE_S)
 
-    def _lose_silent(self) -> None:
-        for queue in self._queues:
-            if queue.busy and not queue.lost and time.monotonic() - queue.last > self._deadline_s:
-                queue.lost = WorkerTimeout("collect", [queue.worker.name], self._deadline_s, "run.deadline_s")
-
-    def _is_current(self, index: int) -> bool:
-        return self._pool.slots[index] is self._queues[index].worker
-
-    def _renewed(self, index: int) -> list[TurnRequest]:
-        """Take note of an engine that was replaced, here or in a refit: what the old one was at begins anew."""
-        queue = self._queues[index]
-        if self._is_current(index):
-            return []
-        if worker := self._pool.slots[index]:
-            self._queues[index] = _EngineQueue(worker)
-        else:
-            queue.lost = queue.lost or WorkerDied("collect", [queue.worker.name], "its node is gone")
-        return queue.drop(list(queue.outstanding))
-
     def _hand_out(self) -> None:
-        """Who begins what now: each group goes to the engine with the fewest tokens ahead of it."""
+        """Begin PENDING groups, each on the engine with the fewest tokens ahead of it."""
+        loads = {id(queue): sum(e.request.max_new_tokens for e in queue.requests.values()) for queue in self._queues}
         while self._pending and not self._held and not self._closed:
-            free = [queue for queue in self._queues if not queue.lost and queue.rollouts < self._pool.at_a_time]
+            free = [each for each in self._queues if not each.lost and len(each.requests) < self._pool.at_a_time]
             if not free:
-                return
-            queue = min(free, key=lambda queue: queue.cost)
-            request = self._pending.popleft()
-            queue.outstanding[request.id], queue.last = request, time.monotonic()
-            self._order(queue, Engine.submit, [request])
-
-    def _order(self, queue: _EngineQueue, method: Order, what: list[Any]) -> None:
-        if queue.orders and queue.orders[-1][0] == method:
-            queue.orders[-1][1].extend(what)
-        else:
-            queue.orders.append((method, what))
+                break
+            queue = min(free, key=lambda each: loads[id(each)])
+            group = self._pending.popleft()
+            for each in group:
+                each.state, queue.requests[each.request.id] = RequestState.SAMPLING, each
+                loads[id(queue)] += each.request.max_new_tokens
+            queue.last = self._clock.now()
+            queue.order(Engine.submit, [each.request for each in group])
         self._changed.notify_all()
 
-    def _tell(self, index: int) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._queues[index].orders)
-                if self._closed:
-                    return
-                queue = self._queues[index]
-                method, what = queue.orders.popleft()
-            try:
-                queue.worker.start(method, what).wait(self._deadline_s)
-            except (WorkerDied, WorkerError, WorkerTimeout) as error:
-                self._lose(queue, error)
-                continue
-            if method is Engine.abort:
-                self._forget(queue, what)
-
-    def _forget(self, queue: _EngineQueue, names: list[str]) -> None:
+    def _send(self, index: int) -> bool:
+        """Send an engine its next order; return False at the end."""
         with self._changed:
-            for name in names:
-                queue.leaving.pop(name, None)
-            queue.stopped += names
+            queue = self._queues[index]
+            if self._closed:
+                return False
+            if queue.lost or not queue.orders:
+                self._clock.wait(self._changed, _POLL_S)
+                return True
+            method, what = queue.orders.popleft()
+        try:
+            queue.worker.start(method, what).wait(self._deadline_s)
+        except _LOST as error:
+            self._lose(queue, error)
+            return True
+        if method is Engine.abort:
+            with self._changed:
+                for each in what:
+                    queue.requests.pop(each, None)
+                self._hand_out()
+        return True
+
+    def _collect(self, index: int) -> bool:
+        """Collect an engine's answers and deliver those that are wanted; return False at the end."""
+        with self._changed:
+            if self._closed:
+                return False
+            queue = self._queues[index]
+            if queue.lost or not self._is_current(index):
+                self._clock.wait(self._changed, _POLL_S)
+                return True
+        try:
+            (finished,) = queue.worker.start(Engine.collect, _POLL_S).wait(self._deadline_s)
+        except _LOST as error:
+            self._lose(queue, error)
+            return True
+        with self._changed:
+            if finished.stats != queue.stats:
+                queue.last = self._clock.now()
+            queue.stats = finished.stats
+            if not finished.ids:
+                return True
+            ended = [queue.requests.pop(each, None) for each in finished.ids]
+            pairs = [(one, answer) for one, answer in zip(ended, finished.columns.unpack()) if one]
+            wanted = [(one, answer) for one, answer in pairs if one.state is RequestState.SAMPLING]
             self._hand_out()
-            self._changed.notify_all()
+            # Under the lock: an abort, or a restart, must not overtake an answer.
+            for submitter in {one.submitter for one, _ in wanted} if not self._closed else ():
+                submitter.completed([(one.request, answer) for one, answer in wanted if one.submitter is submitter])
+        return True
 
     def _lose(self, queue: _EngineQueue, error: Exception) -> None:
         with self._changed:
             queue.lost = queue.lost or error
             self._changed.notify_all()
 
-    def _collect(self, index: int) -> None:
-        while not self._closed:
-            queue = self._queues[index]
-            if queue.lost or not self._is_current(index):
-                with self._changed:
-                    self._changed.wait(_POLL_S)
-                continue
-            # Of what it knew before it is asked it tells now or never.
-            with self._changed:
-                stopped, queue.stopped = queue.stopped, []
-            try:
-                delivery = queue.worker.start(Engine.collect, _POLL_S).wait(self._deadline_s)[0]
-            except (WorkerDied, WorkerError, WorkerTimeout) as error:
-                self._lose(queue, error)
-                continue
-            self._accept(queue, delivery)
-            with self._changed:
-                for name in stopped:
-                    queue.dropped.pop(name, None)
+    def _lose_silent(self) -> None:
+        for queue in self._queues:
+            if queue.requests and not queue.lost and self._clock.now() - queue.last >= self._deadline_s:
+                queue.lost = WorkerTimeout("collect", [queue.worker.name], self._deadline_s, "run.deadline_s")
 
-    def _accept(self, queue: _EngineQueue, delivery: FinishedGroups) -> None:
-        ids = delivery.ids
+    def _is_current(self, index: int) -> bool:
+        return self._pool.slots[index] is self._queues[index].worker
+
+    def _adopt(self) -> None:
+        """Take note of engines that were replaced, by `repair` or by a sync: requests of the old ones begin again."""
+        again: list[_Submitted] = []
         with self._changed:
-            if delivery.counters != queue.counters:
-                queue.last = time.monotonic()
-            queue.counters, queue.ended = delivery.counters, delivery.ended
-            requests = [queue.outstanding.get(name) or queue.dropped[name] for name in ids]
-            wanted = [queue.outstanding.pop(name, None) is not None for name in ids]
-            for name in ids:
-                queue.leaving.pop(name, None)
+            for index, queue in enumerate(self._queues):
+                if self._is_current(index):
+                    continue
+                again += queue.sampling()
+                queue.requests = {}
+                if worker := self._pool.slots[index]:
+                    self._queues[index] = _EngineQueue(worker, self._clock.now())
+                else:
+                    queue.lost = queue.lost or WorkerDied("collect", [queue.worker.name], "its node is gone")
+            for each in again:
+                each.state = RequestState.PENDING
+            groups = groupby(again, lambda each: each.request.id.rollout.siblings)
+            self._pending.extendleft(reversed([list(group) for _, group in groups]))
             self._hand_out()
-        ended = zip(ids, delivery.columns.split(requests), wanted)
-        if (groups := [(name, group) for name, group, kept in ended if kept]) and not self._closed:
-            self._deliver(groups)
+        for submitter in {each.submitter for each in again}:
+            submitter.restarted([each.request for each in again if each.submitter is submitter])
+
+
+class _Answers:
+    """Submitter of `RolloutDispatcher.sample`."""
+
+    def __init__(self, changed: threading.Condition, patience: Patience) -> None:
+        self._changed, self._patience = changed, patience
+        self.found: dict[RequestId, Completion] = {}
+
+    def completed(self, answers: list[Answer]) -> None:
+        self.found |= {request.id: completion for request, completion in answers}
+        self._patience.news()
+        self._changed.notify_all()
+
+    def restarted(self, requests: list[TurnRequest]) -> None:
+        pass

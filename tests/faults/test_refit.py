@@ -16,13 +16,13 @@ import pytest
 
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import PackedRollouts
+from rlctl.generation.requests import PackedCompletions
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import EnginesLost, Refit
 from rlctl.workers.errors import WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
-from tests.system.engines import SEAT, FolderSource, MakeSource, greedy, refit_options, spec_for
+from tests.system.engines import SEAT, FolderSource, MakeSource, greedy, refit_options, sample, spec_for
 from tests.tiny_models import make_model
 
 DEADLINE = 600.0
@@ -44,8 +44,8 @@ class Stage:
         self.pool.connect(refit)
         return refit
 
-    def sample(self, engine: int) -> PackedRollouts:
-        return self.pool.engines[engine].start(Engine.generate, greedy(PROMPTS, 12)).wait(DEADLINE)[0]
+    def sample(self, engine: int) -> PackedCompletions:
+        return sample(self.pool.engines[engine], greedy(PROMPTS, 12))
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
         pool.kill()
 
 
-def same(one: PackedRollouts, other: PackedRollouts) -> bool:
+def same(one: PackedCompletions, other: PackedCompletions) -> bool:
     return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.log_probs, other.log_probs)
 
 
@@ -86,7 +86,7 @@ def test_whatever_goes_wrong_is_named_in_time_and_no_engine_serves_a_mixture(sta
     a_trainer_that_cannot_open_is_not_hidden_behind_engines_that_wait_for_it(stage)
 
 
-def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: PackedRollouts) -> None:
+def an_engine_of_another_plan_serves_its_old_weights_and_comes_back(stage: Stage, before: PackedCompletions) -> None:
     refit = stage.refit("shm")
     plan = refit.plan
     other = RefitPlan.build([(entry.name, entry.shape, entry.dtype) for entry in reversed(plan.entries)])

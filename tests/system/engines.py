@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.generation.engine import MakeEngine
+from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.pool import EngineSlot
-from rlctl.generation.requests import TurnRequest
+from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.protocol import Kind
@@ -15,6 +15,7 @@ from rlctl.refit.refit import RefitOptions
 from rlctl.refit.sending import SendsWeights
 from rlctl.refit.source import Shard
 from rlctl.workers.group import Worker, WorkerSpec
+from tests.turns import turn
 
 SEAT = EngineSlot(environment("cpu", []))
 
@@ -90,4 +91,20 @@ def start_engine(folder: Path, logs: Path, name: str, stops: tuple[int, ...] = (
 
 
 def greedy(ids: list[list[int]], tokens: int) -> list[TurnRequest]:
-    return [TurnRequest(f"r{index}", prompt, 1, tokens, 0.0, 0) for index, prompt in enumerate(ids)]
+    return [turn(index, 0, prompt, tokens, 0.0) for index, prompt in enumerate(ids)]
+
+
+def collect_all(engine: Worker, requests: list[TurnRequest]) -> list[Completion]:
+    """Wait for the answers of requests that were submitted; return them in the requests' order."""
+    found: dict[RequestId, Completion] = {}
+    while len(found) < len(requests):
+        (finished,) = engine.start(Engine.collect, 60.0).wait(600.0)
+        assert finished.ids, "the engine gave nothing for a minute"
+        found |= dict(zip(finished.ids, finished.columns.unpack(), strict=True))
+    return [found[request.id] for request in requests]
+
+
+def sample(engine: Worker, requests: list[TurnRequest]) -> PackedCompletions:
+    """Sample on one engine; return the answers in the requests' order."""
+    engine.start(Engine.submit, requests).wait(600.0)
+    return PackedCompletions.pack(collect_all(engine, requests))

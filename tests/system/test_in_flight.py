@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlctl.generation.engine import Engine, MakeEngine
-from rlctl.generation.requests import Rollout, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, TurnRequest
 from rlctl.generation.spec import environment
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.refit import EngineEnd, Refit
@@ -19,6 +19,7 @@ from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource, drifted
 from tests.system.engines import MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
+from tests.turns import turns
 
 DEADLINE = 600.0
 GROUPS, SAMPLES, LENGTH, UPDATES = 125, 8, 40, 20
@@ -43,7 +44,7 @@ class Models:
 
 
 @torch.no_grad()
-def with_kept_keys(models: Models, prompt: list[int], rollout: Rollout) -> np.ndarray:
+def with_kept_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
     """Log-probs when each position's keys and values are of the version that was live when it was read."""
     from transformers import DynamicCache
 
@@ -59,7 +60,7 @@ def with_kept_keys(models: Models, prompt: list[int], rollout: Rollout) -> np.nd
 
 
 @torch.no_grad()
-def with_new_keys(models: Models, prompt: list[int], rollout: Rollout) -> np.ndarray:
+def with_new_keys(models: Models, prompt: list[int], rollout: Completion) -> np.ndarray:
     """Log-probs when every change of weights computes all keys and values anew."""
     tokens, found = torch.tensor([prompt + rollout.tokens.tolist()]), []
     for begin, end, version in spans(rollout):
@@ -69,22 +70,22 @@ def with_new_keys(models: Models, prompt: list[int], rollout: Rollout) -> np.nda
     return rows[torch.arange(len(rows)), torch.tensor(rollout.tokens.tolist())].numpy()
 
 
-def spans(rollout: Rollout) -> list[tuple[int, int, int]]:
+def spans(rollout: Completion) -> list[tuple[int, int, int]]:
     edges = [0, *(np.flatnonzero(np.diff(rollout.versions)) + 1).tolist(), len(rollout.versions)]
     return [(begin, end, int(rollout.versions[begin])) for begin, end in pairwise(edges)]
 
 
-def sample_across_updates(engine: Worker, refit: Refit, requests: list[TurnRequest]) -> dict[str, list[Rollout]]:
-    """All groups, handed in a few at a time, while the weights change UPDATES times."""
-    by_name, done = {request.id: request for request in requests}, dict[str, list[Rollout]]()
+def sample_across_updates(engine: Worker, refit: Refit, requests: list[TurnRequest]) -> dict[RequestId, Completion]:
+    """Sample all requests, a few submitted at a time, while the weights change UPDATES times."""
+    done = dict[RequestId, Completion]()
     waiting, version, began = list(requests), 0, time.monotonic()
     while len(done) < len(requests) or version < UPDATES:
-        room = 24 - (len(requests) - len(waiting) - len(done))
+        room = 24 * SAMPLES - (len(requests) - len(waiting) - len(done))
         if share := waiting[:room]:
             engine.start(Engine.submit, share).wait(DEADLINE)
             waiting = waiting[room:]
         told = engine.start(Engine.collect, 0.02).wait(DEADLINE)[0]
-        done.update(zip(told.ids, told.columns.split([by_name[name] for name in told.ids])))
+        done |= zip(told.ids, told.columns.unpack(), strict=True)
         # As the work goes on, so do the updates: none is left for the end, when nothing runs.
         if version < UPDATES and len(done) >= (version + 0.2) * len(requests) / (UPDATES + 1):
             version += 1
@@ -107,7 +108,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]
-    requests = [TurnRequest(f"{i}.0", prompt, SAMPLES, LENGTH, 1.0, 7 * i) for i, prompt in enumerate(prompts)]
+    requests = [one for i, prompt in enumerate(prompts) for one in turns(i, SAMPLES, prompt, LENGTH, 7 * i)]
     try:
         engine.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", tmp_path / "shm", in_flight=True))
@@ -122,10 +123,10 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
     check_log_probs(Models(folder), done, prompts, recompute)
 
 
-def check_tags(done: dict[str, list[Rollout]], counts: list[dict[str, int]]) -> None:
+def check_tags(done: dict[RequestId, Completion], counts: list[dict[str, int]]) -> None:
     """Each rollout's versions against vLLM's own count at each of the twenty commits."""
     assert len(counts) == UPDATES
-    rollouts = {f"{name}#{i}": rollout for name, group in done.items() for i, rollout in enumerate(group)}
+    rollouts = {str(name): rollout for name, rollout in done.items()}
     compared = 0
     for version, running in enumerate(counts, 1):
         for name, sampled in running.items():
@@ -134,13 +135,10 @@ def check_tags(done: dict[str, list[Rollout]], counts: list[dict[str, int]]) -> 
     assert compared > len(rollouts) / 8, "too few rollouts were running when weights changed to prove anything"
 
 
-def check_log_probs(models: Models, done: dict[str, list[Rollout]], prompts: list[list[int]], recompute: bool) -> None:
-    mixed = [
-        (prompts[int(name.partition(".")[0])], rollout)
-        for name, group in done.items()
-        for rollout in group
-        if len(spans(rollout)) > 1
-    ]
+def check_log_probs(
+    models: Models, done: dict[RequestId, Completion], prompts: list[list[int]], recompute: bool
+) -> None:
+    mixed = [(prompts[name.rollout.group], rollout) for name, rollout in done.items() if len(spans(rollout)) > 1]
     expected = with_new_keys if recompute else with_kept_keys
     for prompt, rollout in mixed[:60]:
         assert np.abs(expected(models, prompt, rollout) - rollout.log_probs).max() < 1e-5

@@ -1,7 +1,9 @@
 """The parity probe: agreement passes, and a generator with other weights than the trainer's stops the run."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.parity_check import ProbeError, parity, probe
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
+from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.training.rank import TrainerSpec
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.training.worker import TrainerWorker
@@ -38,9 +41,11 @@ class MakeTrainer:
         )
 
 
-def parts_of(section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool) -> GrpoComponents:
-    rest = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor"))
-    return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, **rest)  # type: ignore[arg-type]
+def parts_of(
+    section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
+) -> GrpoComponents:
+    rest: Any = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor"))
+    return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, dispatcher=dispatcher, **rest)
 
 
 @pytest.mark.slow
@@ -52,13 +57,17 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
     pool = GeneratorPool(spec_for(right), [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
     source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)
-    try:
+    with ExitStack() as stack:
+        for part in (pool, source, trainer):
+            stack.callback(part.kill)
         trainer.built().wait(DEADLINE)
         for pending in pool.built():
             pending.wait(DEADLINE)
+        dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
+        stack.callback(dispatcher.close)
         for group, folder, passes in ((trainer, "a", True), (source, "b", False)):
             pool.connect(Refit(group, refit_options("shm", tmp_path / folder)))
-            parts = parts_of(config.trainer, trainer, pool)
+            parts = parts_of(config.trainer, trainer, pool, dispatcher)
             if passes:
                 gap = probe(config, parts, PROMPTS, 0, "float32")
                 assert gap.token_mult_prob_error == pytest.approx(1.0, abs=1e-4)
@@ -71,7 +80,3 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
                 measured = parity(config, parts, PROMPTS, 1).token_mult_prob_error
                 (warning,) = grpo_health(config).look(1, {PARITY: measured})
                 assert warning.check == "mismatch" and warning.value > 1.05
-    finally:
-        trainer.kill()
-        source.kill()
-        pool.kill()

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from rlctl.generation.engine import Engine
-from rlctl.generation.requests import TurnRequest
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, SendReport, TransportSpec
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.workers.errors import WorkerError
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
-from tests.system.engines import FolderSource, MakeSource, greedy, refit_options, start_engine
+from tests.system.engines import FolderSource, MakeSource, collect_all, greedy, refit_options, sample, start_engine
 from tests.tiny_models import KINDS, Kind, make_model
+from tests.turns import turn
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [12] * 20]
 DEADLINE = 600.0
@@ -49,20 +49,20 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
     try:
         for engine in engines:
             engine.built().wait(DEADLINE)
-        before = engines[0].start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0]
+        before = sample(engines[0], greedy(PROMPTS, 16))
         refit = Refit(source, refit_options("shm", tmp_path / "shm"))
         end = EngineEnd(engines[0], 1)
         refit.open([end])
         report = refit.run([end], version=3)
         assert report.bytes == refit.plan.payload
-        after, fresh = (engine.start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
+        after, fresh = (sample(engine, greedy(PROMPTS, 16)) for engine in engines)
         assert not np.array_equal(before.tokens, fresh.tokens)
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
         assert set(after.versions.tolist()) == {3}
-        requests = [TurnRequest(f"s{i}", prompt, 2, 16, TEMPERATURE, i) for i, prompt in enumerate(PROMPTS)]
-        sampled = engines[0].start(Engine.generate, requests).wait(DEADLINE)[0].split(requests)
-        rollouts = [(request.prompt_tokens, one) for request, group in zip(requests, sampled) for one in group]
+        requests = [turn(i, n, p, 16, TEMPERATURE, i) for i, p in enumerate(PROMPTS) for n in range(2)]
+        sampled = sample(engines[0], requests).unpack()
+        rollouts = [(request.prompt_tokens, one) for request, one in zip(requests, sampled)]
         theirs = [one.log_probs for _, one in rollouts]
         ours = [log_probs(new, prompt, one.tokens.tolist()) for prompt, one in rollouts]
         gap = mismatch(theirs, ours, [np.ones(len(row), np.bool_) for row in theirs])
@@ -76,9 +76,8 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
 
 
 def assert_each_stop_token_ends_an_answer(engine: Worker) -> None:
-    requests = [TurnRequest(f"e{i}", prompt, 256, 32, 2.0, i) for i, prompt in enumerate(PROMPTS)]
-    groups = engine.start(Engine.generate, requests).wait(DEADLINE)[0].split(requests)
-    answers = [answer for group in groups for answer in group]
+    requests = [turn(i, n, prompt, 32, 2.0, i) for i, prompt in enumerate(PROMPTS) for n in range(256)]
+    answers = sample(engine, requests).unpack()
     assert {int(answer.tokens[-1]) for answer in answers if answer.finish == "stop"} == set(STOPS)
     assert not any(set(answer.tokens[:-1].tolist()) & set(STOPS) for answer in answers)
     assert all(len(answer.tokens) == 32 for answer in answers if answer.finish != "stop")
@@ -119,17 +118,17 @@ def test_a_changed_byte_never_reaches_the_engine_and_a_clean_refit_heals_it(
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FlippingSource))], DEADLINE)
     try:
         engine.built().wait(DEADLINE)
-        before = engine.start(Engine.generate, greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        before = sample(engine, greedy(PROMPTS, 8))
         refit = Refit(source, refit_options("shm", shm))
         end = EngineEnd(engine, 1)
         refit.open([end])
         with pytest.raises(EnginesLost, match=r"refit_receive on flipped: Untouched: .* arrived changed") as failure:
             refit.run([end], version=2)
         assert failure.value.intact == [0]
-        still = engine.start(Engine.generate, greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        still = sample(engine, greedy(PROMPTS, 8))
         assert np.array_equal(still.tokens, before.tokens)
         refit.run([end], version=3)
-        after = engine.start(Engine.generate, greedy(PROMPTS, 8)).wait(DEADLINE)[0]
+        after = sample(engine, greedy(PROMPTS, 8))
         assert set(after.versions.tolist()) == {3}
         assert not np.array_equal(after.tokens, before.tokens)
         with pytest.raises(WorkerError, match="moved to other memory after the refit was opened"):
@@ -145,29 +144,27 @@ def test_weights_change_while_requests_run(ray_here: Path, tmp_path: Path, shm: 
     old, new = make_model(tmp_path / "old", seed=1), make_model(tmp_path / "new", seed=2)
     engines = [start_engine(folder, ray_here, f"fly-{folder.name}") for folder in (old, new)]
     source = WorkerGroup([WorkerSpec("source", MakeSource(new, FolderSource))], DEADLINE)
-    requests = [TurnRequest(f"r{i}", prompt, 2, 160, 1.0, i) for i, prompt in enumerate(PROMPTS * 4)]
+    requests = [turn(i, n, prompt, 160, 1.0, i) for i, prompt in enumerate(PROMPTS * 4) for n in range(2)]
     try:
         for engine in engines:
             engine.built().wait(DEADLINE)
         refit = Refit(source, refit_options("shm", shm, in_flight=True))
         end = EngineEnd(engines[0], 1)
         refit.open([end])
-        running = engines[0].start(Engine.generate, requests)
+        engines[0].start(Engine.submit, requests).wait(DEADLINE)
         refit.run([end], version=1)
         report = refit.run([end], version=2)
         assert report.stall >= 0
-        rollouts = [one for group in running.wait(DEADLINE)[0].split(requests) for one in group]
+        rollouts = collect_all(engines[0], requests)
         seen = {tuple(sorted(set(one.versions.tolist()))) for one in rollouts}
         assert any(len(versions) > 1 for versions in seen)
         assert all((np.diff(one.versions) >= 0).all() for one in rollouts)
-        after, fresh = (engine.start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0] for engine in engines)
+        after, fresh = (sample(engine, greedy(PROMPTS, 16)) for engine in engines)
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
-        running = engines[0].start(Engine.generate, requests)
-        engines[0].start(Engine.cancel).wait(DEADLINE)
-        with pytest.raises(WorkerError, match="every request was cancelled"):
-            running.wait(DEADLINE)
-        again = engines[0].start(Engine.generate, greedy(PROMPTS, 16)).wait(DEADLINE)[0]
+        engines[0].start(Engine.submit, requests).wait(DEADLINE)
+        engines[0].start(Engine.abort, [request.id for request in requests]).wait(DEADLINE)
+        again = sample(engines[0], greedy(PROMPTS, 16))
         assert np.array_equal(again.tokens, fresh.tokens)
     finally:
         source.kill()

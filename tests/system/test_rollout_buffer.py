@@ -1,9 +1,10 @@
-"""A feed on a real engine, step by step: drained, drawn anew, stopped, killed; every prompt ends once and in time."""
+"""The rollout buffer on a real engine, step by step: drained, resampled, stopped, killed; every task ends once and in
+time."""
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,21 +16,22 @@ import pytest
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
-from rlctl.generation.active_requests import FinishedGroups
+from rlctl.generation.active_requests import FinishedTurns
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Rollout, TurnRequest
+from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import ForcedLengths
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer import RolloutBuffer
-from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.scoring import RolloutGroup
+from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
+from rlctl.rollout.types import RolloutGroup
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
+from tests.turns import turns
 
 DEADLINE, PROMPTS, SAMPLES = 600.0, 4, 2
 
@@ -42,12 +44,13 @@ class Stage:
     events: list[dict[str, Any]]
     steps: list[list[RolloutGroup]] = field(default_factory=list)
     buffer: RolloutBuffer | None = None
+    dispatcher: RolloutDispatcher | None = None
     # Whether a step's groups are taken as they come, and how many were before the last of their step.
     parts: bool = False
     taken_early: int = 0
 
     def start(self, deadline_s: float, *settings: str) -> RolloutBuffer:
-        """A feed of its own for each case, once the last one's is done."""
+        """Begin a run of its own for each case, once the last one is done."""
         size = (
             "grpo.num_steps=8",
             f"grpo.num_prompts_per_step={PROMPTS}",
@@ -62,20 +65,15 @@ class Stage:
         self.pool.sync(0)
         self.steps, self.events[:] = [], []
         self.parts, self.taken_early = False, 0
-        self.buffer = RolloutBuffer(
-            config,
-            source,
-            lambda deliver: RolloutDispatcher(self.pool, deliver, deadline_s),
-            score,
-            self._emit,
-        )
+        self.dispatcher = RolloutDispatcher(self.pool, config.run, self._emit)
+        self.buffer = RolloutBuffer(config, source, self.dispatcher, score, self._emit)
         return self.buffer
 
     def step(self, drained: bool = False) -> None:
         """As the loop does it; training is left out."""
         assert self.buffer
         buffer, version = self.buffer, len(self.steps)
-        buffer.fill(version)
+        buffer.admit(version)
         groups: list[RolloutGroup] = []
         while self.parts and (part := buffer.take_part(version, 1, lambda _: nullcontext())):
             groups += part
@@ -85,22 +83,21 @@ class Stage:
         if drained:
             buffer.drain(lambda _: nullcontext())
         self.pool.sync(version + 1)
-        buffer.release()
-        buffer.dispatcher.go_on()
+        buffer.advance(version + 1)
 
     def ages(self) -> list[int]:
         """Of every trained group."""
         return [
-            version - min(int(one.versions.min()) for one in group.completions)
+            version - min(int(one.sampled_versions.min()) for one in group.rollouts)
             for version, groups in enumerate(self.steps)
             for group in groups
-            if group.completions
+            if group.rollouts
         ]
 
     def end(self) -> None:
-        """No answer of this feed may reach the next one."""
-        assert self.buffer
-        while not self.buffer.dispatcher.drain():
+        """Wait until the engine is idle: no answer of this run may reach the next one."""
+        assert self.buffer and self.dispatcher
+        while not self.dispatcher.drain():
             time.sleep(0.05)
         self.buffer.close()
         time.sleep(1.5)
@@ -112,8 +109,14 @@ class Stage:
         self.events.append({"kind": kind, **fields})
 
 
-def score(prompts: list[Task], groups: list[list[Rollout]]) -> list[list[Score]]:
-    return [[Score(float(len(one.tokens) % 2), {}, None, True) for one in group] for group in groups]
+def score(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    return [
+        replace(
+            group,
+            rollouts=[replace(one, score=Score(float(one.num_sampled % 2), {}, None, True)) for one in group.rollouts],
+        )
+        for group in groups
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -142,29 +145,21 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def ids(steps: list[list[RolloutGroup]]) -> list[str]:
-    return [group.prompt.id for groups in steps for group in groups]
+    return [group.task.id for groups in steps for group in groups]
 
 
 @pytest.mark.slow
-def test_rollouts_that_ended_make_room_before_their_group_is_done(stage: Stage) -> None:
-    engine, size = stage.pool.engines[0], 12
+def test_rollouts_that_ended_are_handed_out_before_their_group_is_done(stage: Stage) -> None:
+    engine, requests = stage.pool.engines[0], turns(0, 12, [5, 9, 12], 1500, 3)
     stage.pool.sync(0)
-    engine.start(Engine.submit, [TurnRequest("long", [5, 9, 12], size, 1500, 1.0, 3)]).wait(DEADLINE)
-    told: list[FinishedGroups] = []
-    while not (told and told[-1].ids):
+    engine.start(Engine.submit, requests).wait(DEADLINE)
+    told: list[FinishedTurns] = []
+    while sum(len(each.ids) for each in told) < 12:
         told += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
-    # The engine decodes 16 at a time. A place is offered when as many rollouts ended as this group has.
-    assert [delivery.ids for delivery in told] == [[]] * (len(told) - 1) + [["long"]]
-    engine.start(Engine.submit, [TurnRequest(f"s{i}", [5, 9, 12], 4, 1500, 1.0, 7 * i) for i in range(4)]).wait(
-        DEADLINE
-    )
-    told, left = [], {f"s{i}" for i in range(4)}
-    while left:
-        told += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
-        left -= set(told[-1].ids)
-    part = [delivery for delivery in told if not delivery.ids and delivery.ended]
-    assert part and all(0 < count < 4 for delivery in part for count in delivery.ended.values())
-    assert told[-1].counters.tokens > told[-1].counters.steps > 0
+    assert len(told) > 1 and all(each.ids for each in told)
+    assert {one for each in told for one in each.ids} == {request.id for request in requests}
+    assert all(len(each.columns.lengths) == len(each.ids) for each in told)
+    assert told[-1].stats.tokens > told[-1].stats.steps > 0
 
 
 @pytest.mark.slow
@@ -173,8 +168,8 @@ def test_drained_no_rollout_mixes_versions(stage: Stage) -> None:
     for _ in range(5):
         stage.step(drained=True)
     stage.end()
-    rollouts = [one for groups in stage.steps for group in groups for one in group.completions]
-    assert all(len(np.unique(one.versions)) == 1 for one in rollouts)
+    rollouts = [one for groups in stage.steps for group in groups for one in group.rollouts]
+    assert all(len(np.unique(one.sampled_versions)) == 1 for one in rollouts)
     assert max(stage.ages()) == 1
     assert len(set(ids(stage.steps))) == 5 * PROMPTS
 
@@ -192,9 +187,10 @@ def test_in_flight_every_policy_keeps_the_bound_and_every_prompt(stage: Stage, p
     assert stage.taken_early
     assert 0 < max(stage.ages()) <= 2
     assert sorted(ids(stage.steps)) == sorted(f"e0-r{i}" for i in range(8 * PROMPTS))
-    assert any(len(np.unique(one.versions)) > 1 for groups in stage.steps for g in groups for one in g.completions)
+    rollouts = [one for groups in stage.steps for group in groups for one in group.rollouts]
+    assert any(len(np.unique(one.sampled_versions)) > 1 for one in rollouts)
     # Nothing long was left behind: what was trained is what was drawn.
-    trained = [len(one.tokens) for groups in stage.steps for group in groups for one in group.completions]
+    trained = [one.num_sampled for one in rollouts]
     assert stage.buffer and sorted(stage.buffer.sampled_lengths()) == sorted(trained)
     if policy == "in_order":
         assert ids(stage.steps) == [f"e0-r{i}" for i in range(8 * PROMPTS)]
@@ -223,7 +219,7 @@ def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_
     assert stage.told("engine_lost")
     warnings = [event["what"] for event in stage.told("warning")]
     assert any("s without a new group: step 2 waits for" in what and "engine-0 samples" in what for what in warnings)
-    dropped = [group.prompt.id for groups in stage.steps for group in groups if not group.completions]
+    dropped = [group.task.id for groups in stage.steps for group in groups if not group.rollouts]
     assert dropped
     assert [f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped] == [
         what for what in warnings if "dropped" in what
@@ -239,25 +235,39 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
     try:
         for part in pool.built():
             part.wait(DEADLINE)
-        delivered: list[tuple[str, list[Rollout]]] = []
-        dispatcher = RolloutDispatcher(pool, delivered.extend, DEADLINE)
+        config = load("grpo", None, [f"run.deadline_s={DEADLINE}"]).config
+        dispatcher, mine = RolloutDispatcher(pool, config.run, lambda *_, **__: None), Mine()
         hung = pool.engines[0].pid()
         os.kill(hung, signal.SIGSTOP)
-        dispatcher.submit([TurnRequest(f"g{i}", [5, 9, 12], 2, 8, 1.0, i) for i in range(20)])
+        requests = [request for group in range(20) for request in turns(group, 2, [5, 9, 12], 8, group)]
+        dispatcher.submit(requests, mine)
         # It was given as many as it decodes at a time.
-        wait_until(lambda: len(delivered) == 18)
-        asked = {f"g{i}" for i in range(20)}
-        stopped = dispatcher.abort(list(asked))
-        assert {request.id for request in stopped} == asked - {name for name, _ in delivered}
-        dispatcher.submit([replace(request, id=f"{request.id} again") for request in stopped])
-        wait_until(lambda: len(delivered) == 20)
+        wait_until(lambda: len(mine.answers) == 36)
+        stopped = dispatcher.abort([request.id for request in requests])
+        assert set(stopped) == {request.id for request in requests} - {request.id for request, _ in mine.answers}
+        again = [request for request in requests if request.id in stopped]
+        dispatcher.submit([replace(one, id=replace(one.id, turn=1)) for one in again], mine)
+        wait_until(lambda: len(mine.answers) == 40)
         assert not dispatcher.drain()
         os.kill(hung, signal.SIGCONT)
         wait_until(dispatcher.drain)
-        assert {name.removesuffix(" again") for name, _ in delivered} == asked
+        assert {request.id.rollout for request, _ in mine.answers} == {request.id.rollout for request in requests}
         dispatcher.close()
     finally:
         pool.kill()
+
+
+@dataclass(eq=False)
+class Mine:
+    """Submitter that keeps its answers."""
+
+    answers: list[Answer] = field(default_factory=list)
+
+    def completed(self, answers: list[Answer]) -> None:
+        self.answers += answers
+
+    def restarted(self, requests: list[TurnRequest]) -> None:
+        raise AssertionError("no engine was lost")
 
 
 def wait_until(done: Callable[[], bool], patience_s: float = 60.0) -> None:

@@ -4,37 +4,37 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.active_requests import ActiveRequests, TokenVersions
+from rlctl.generation.active_requests import ActiveRequests, EngineStats
 from rlctl.generation.engine import Engine, RefitState
-from rlctl.generation.requests import TurnRequest
 from rlctl.generation.vllm_worker import answered
 from rlctl.refit.protocol import Header, RefitError
+from tests.turns import turn, turns
 
 
 def engine() -> Any:
     """Without vLLM, and without its thread."""
     one: Any = Engine.__new__(Engine)
-    one._running, one._boundaries, one._poisoned, one._version = ActiveRequests(), TokenVersions(), "", 4
+    one._requests, one._poisoned, one._version, one._stats = ActiveRequests(), "", 4, EngineStats()
     one._state = RefitState.SERVING
     return one
 
 
 def test_what_runs_ends_with_the_refit_that_failed() -> None:
     one = engine()
-    group = one._running.add(TurnRequest("a", [1], 2, 8, 1.0, 0))
-    for rollout in group.rollouts():
-        one._boundaries.begin(rollout, 4)
+    for request in turns(0, 2, [1], 8):
+        one._requests.add(request, 4)
 
     def torn() -> float:
         raise RefitError("lm_head.weight arrived changed")
 
     with pytest.raises(RefitError, match="arrived changed"):
         one._change(Header(5, "digest", "all"), torn)
-    assert not one._running
-    assert isinstance(group.done.exception(timeout=0), RefitError)
+    assert not one._requests
+    with pytest.raises(RefitError, match="arrived changed"):
+        one.collect(0.0)
     assert one._version == 4 and one._state is RefitState.POISONED
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
-        one._add([TurnRequest("b", [1], 1, 8, 1.0, 0)])
+        one._add([turn(1)])
 
 
 class Workers:

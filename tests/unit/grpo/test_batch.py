@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from rlctl.config.grpo_schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.tasks import Task
-from rlctl.generation.requests import Rollout
+from rlctl.generation.requests import Completion
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.scoring import RolloutGroup
+from rlctl.rollout.types import Rollout, RolloutGroup
+from tests.turns import turn
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
 
@@ -23,12 +24,15 @@ def config(skip: bool) -> GrpoSection:
 
 
 def group(name: str, values: list[float | None]) -> RolloutGroup:
-    prompt = Task(name, [7, 8], "?", "!")
-    completions = [
-        Rollout(name, np.full(3, i, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
-        for i in range(len(values))
-    ]
-    return RolloutGroup(prompt, completions, [Score(value, {}, None, False) for value in values])
+    task = Task(name, [7, 8], "?", "!")
+    rollouts = []
+    for i, value in enumerate(values):
+        answer = Completion(np.full(3, i, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
+        request = turn(0, i, task.tokens)
+        whole = Rollout.of_turn(request, answer)
+        identity = replace(whole.id, task=name)
+        rollouts.append(replace(whole, id=identity, score=Score(value, {}, None, False)))
+    return RolloutGroup(task, rollouts)
 
 
 values = st.lists(st.one_of(st.none(), st.sampled_from([0.0, 1.0])), min_size=1, max_size=5)
@@ -40,8 +44,8 @@ def test_each_prompt_ends_once_and_shares_are_whole_groups(rows: list, skip: boo
     batch = make_batch(groups, config(skip))
     ended = [*batch.outcomes.trained, *(p for ids in batch.outcomes.filtered.values() for p in ids)]
     ended += [p for ids in batch.outcomes.dropped.values() for p in ids]
-    assert sorted(ended) == sorted(g.prompt.id for g in groups)
-    trained = [g for g in groups if g.prompt.id in batch.outcomes.trained]
+    assert sorted(ended) == sorted(g.task.id for g in groups)
+    trained = [g for g in groups if g.task.id in batch.outcomes.trained]
     assert len(batch.sequences) == sum(score.value is not None for g in trained for score in g.scores)
     shares = batch.shares(count)
     assert sum(map(len, shares)) == len(batch.sequences)
@@ -126,12 +130,12 @@ def test_parts_joined_are_the_batch_of_all_groups() -> None:
 
 def spoiled(whole: RolloutGroup, places: dict[int, tuple[int, float]]) -> RolloutGroup:
     """The group with a log-prob of some rollouts, rollout -> (token, value), replaced."""
-    completions = list(whole.completions)
+    rollouts = list(whole.rollouts)
     for place, (token, value) in places.items():
-        log_probs = completions[place].log_probs.copy()
-        log_probs[token] = value
-        completions[place] = replace(completions[place], log_probs=log_probs)
-    return RolloutGroup(whole.prompt, completions, whole.scores)
+        log_probs = rollouts[place].log_probs.copy()
+        log_probs[np.flatnonzero(rollouts[place].sampled)[token]] = value
+        rollouts[place] = replace(rollouts[place], log_probs=log_probs)
+    return RolloutGroup(whole.task, rollouts)
 
 
 def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_baseline() -> None:

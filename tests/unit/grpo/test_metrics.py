@@ -1,12 +1,14 @@
 """The numbers of a step, computed by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from rlctl.config.grpo_schema import AdvantageSection, GrpoSection, LossSection
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
-from rlctl.generation.requests import Finish, Rollout
+from rlctl.generation.requests import Completion, Finish
 from rlctl.grpo.batch import make_batch
 from rlctl.grpo.metrics import (
     EngineInterval,
@@ -18,7 +20,8 @@ from rlctl.grpo.metrics import (
     validation_metrics,
 )
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.scoring import RolloutGroup
+from rlctl.rollout.types import Rollout, RolloutGroup
+from tests.turns import turn
 
 LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
 CONFIG = GrpoSection(1, 4, 4, 1, True, AdvantageSection("group_mean", False), LOSS)
@@ -27,12 +30,14 @@ TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/ref
 
 def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> RolloutGroup:
     """A prompt of so many tokens, and of each rollout its length, reward and finish."""
-    completions = [
-        Rollout("p", np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32), finish)
-        for length, _, finish in rollouts
-    ]
-    scores = [Score(value, {"exact": value}, None, value == 1.0) for _, value, _ in rollouts]
-    return RolloutGroup(Task("p", [1] * prompt, "?", "!"), completions, scores)
+    task = Task("p", [1] * prompt, "?", "!")
+    found = []
+    for index, (length, value, finish) in enumerate(rollouts):
+        zeros = np.zeros(length, np.int32)
+        answer = Completion(zeros, np.zeros(length, np.float32), zeros, finish)
+        rollout = Rollout.of_turn(turn(0, index, task.tokens), answer)
+        found.append(replace(rollout, score=Score(value, {"exact": value}, None, value == 1.0)))
+    return RolloutGroup(task, found)
 
 
 def measured(groups: list[RolloutGroup]) -> dict[str, float]:
@@ -78,7 +83,8 @@ def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
         Score(1.5, {"exact": 1.0, "brevity": 0.5}, None, True),
         Score(None, {"exact": 0.0, "brevity": None}, "no", False),
     ]
-    numbers = rollout_metrics([RolloutGroup(one.prompt, one.completions, scores)], make_batch([one], CONFIG))
+    rollouts = [replace(rollout, score=score) for rollout, score in zip(one.rollouts, scores)]
+    numbers = rollout_metrics([RolloutGroup(one.task, rollouts)], make_batch([one], CONFIG))
     own = {name: value for name, value in numbers.items() if name.count("/") == 2}
     assert own == {
         "reward/exact/mean": 0.5,
@@ -89,8 +95,7 @@ def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
 
 
 def held_out(*groups: list[float | None]) -> dict[str, float]:
-    scores = [[Score(value, {}, None, value == 1.0) for value in values] for values in groups]
-    return validation_metrics(scores, [3] * sum(map(len, groups)))
+    return validation_metrics([group(1, [(3, value, "stop") for value in values]) for values in groups])
 
 
 def test_held_out_accuracy_is_of_what_was_scored_and_failures_are_apart() -> None:
@@ -120,7 +125,7 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
     ]
     # Uniform without the rollout whose log-probs are not finite.
     groups.append(group(1, [(1, 1.0, "stop"), (1, 1.0, "stop"), (1, 0.0, "stop")]))
-    groups[-1].completions[2].log_probs[0] = np.nan
+    groups[-1].rollouts[2].log_probs[-1] = np.nan
     batch = make_batch(groups, CONFIG)
     assert len(batch.outcomes.filtered["all rewards equal"]) == 2
     assert rollout_metrics(groups, batch)["groups/uniform"] == 2 / 4

@@ -3,32 +3,38 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from rlctl.generation.requests import Rollout
+from rlctl.generation.requests import Completion
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
+from rlctl.rollout.types import Rollout
+from rlctl.run.checkpoints import EarlierVersion
+from tests.turns import turn
 
 
-def completion(length: int, version: int) -> Rollout:
-    numbers = np.arange(length)
+def rollout(group: int, index: int, length: int, version: int, score: Score | None) -> Rollout:
+    numbers = np.arange(length, dtype=np.int32)
     log_probs = (-numbers / 3).astype(np.float32)
-    return Rollout("x", numbers.astype(np.int32), log_probs, np.full(length, version, np.int32), "length")
+    completion = Completion(numbers, log_probs, np.full(length, version, np.int32), "length")
+    whole = Rollout.of_turn(turn(group, index, [9] * group), completion)
+    return Rollout(**{**vars(whole), "score": score})
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    right, failed = Score(1.0, {"exact": 1.0}, None, True), Score(None, {"exact": None}, "exact: raised", False)
     groups = {
-        7: ([completion(3, 1), completion(5, 2)], [Score(1.0, {"exact": 1.0}, None, True)] * 2),
-        9: ([completion(1, 4)], [Score(None, {"exact": None}, "exact: raised", False)]),
-        11: ([], []),
+        7: [rollout(7, 0, 3, 1, right), rollout(7, 1, 5, 2, right)],
+        9: [rollout(9, 0, 1, 4, failed)],
+        11: [],
     }
     save_groups(tmp_path, groups)
     loaded = load_groups(tmp_path)
     assert list(loaded) == [7, 9, 11]
-    for group_id, (completions, scores) in groups.items():
-        assert loaded[group_id][1] == scores
-        for one, other in zip(completions, loaded[group_id][0], strict=True):
-            assert one.finish == other.finish
-            for name in ("tokens", "log_probs", "versions"):
+    for number, rollouts in groups.items():
+        for one, other in zip(rollouts, loaded[number], strict=True):
+            assert (one.id, one.finish, one.score) == (other.id, other.finish, other.score)
+            for name in ("tokens", "sampled", "log_probs", "versions"):
                 mine, theirs = getattr(one, name), getattr(other, name)
                 assert mine.dtype == theirs.dtype
                 assert np.array_equal(mine, theirs)
@@ -38,3 +44,11 @@ def test_no_groups_and_no_files(tmp_path: Path) -> None:
     assert load_groups(tmp_path) == {}
     save_groups(tmp_path, {})
     assert load_groups(tmp_path) == {}
+
+
+def test_groups_of_an_earlier_version_are_refused_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints" / "step_3"
+    folder.mkdir(parents=True)
+    np.savez(folder / "groups.npz", group_ids=np.zeros(1))
+    with pytest.raises(EarlierVersion, match="earlier version of rlctl"):
+        load_groups(folder)

@@ -7,27 +7,48 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlctl.rollout.staleness import Policy, StalenessScheduler
+from rlctl.data.tasks import Task
+from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
+from rlctl.rollout.staleness import Policy, StalenessRule
 
+SAMPLING, SAMPLED = GroupState.SAMPLING, GroupState.SAMPLED
 POLICIES: tuple[Policy, ...] = ("windowed_fifo", "in_order", "ready_first")
 
 
-class Numbered(StalenessScheduler):
+def task(number: int) -> Task:
+    return Task(f"t{number}", [1], "", None)
+
+
+class Numbered(GroupTable):
     """Admits by number: 0, 1, 2 and so on."""
 
     next = 0
 
+    def __init__(self, prompts: int, max_age: int, policy: Policy, window: float) -> None:
+        super().__init__(StalenessRule(prompts, max_age, policy, window))
+
     def fill(self, version: int) -> list[int]:
-        group_ids = list(range(self.next, self.next + self.room()))
-        self.next += len(group_ids)
-        self.admit(group_ids, version)
-        return group_ids
+        numbers = list(range(self.next, self.next + self.room))
+        self.next += len(numbers)
+        self.admit({number: task(number) for number in numbers}, version)
+        return numbers
+
+    def ready(self, number: int) -> None:
+        self[number].move(GroupState.READY)
+
+    def with_state(self, *states: GroupState) -> list[int]:
+        return [group.number for group in self.in_state(*states)]
+
+    def resume(self, state: dict[str, Any], version: int) -> list[int]:
+        """Take up a state; return the numbers of the groups that are sampled again."""
+        ready = {each["number"]: list[Any]() for each in state["groups"]}
+        return [group.number for group in self.load_state_dict(state, version, task, ready)]
 
 
-def finish(staleness: StalenessScheduler, *group_ids: int) -> None:
-    for group_id in group_ids:
-        staleness.sampled(group_id)
-        staleness.ready(group_id)
+def finish(staleness: Numbered, *numbers: int) -> None:
+    for number in numbers:
+        staleness.sampled(number)
+        staleness.ready(number)
 
 
 def step(staleness: Numbered, version: int, taken: list[int]) -> None:
@@ -50,8 +71,8 @@ class Schedule:
         self.admit()
 
     def admit(self) -> None:
-        for group_id in self.staleness.fill(self.version):
-            self.started_at[group_id] = self.version
+        for number in self.staleness.fill(self.version):
+            self.started_at[number] = self.version
 
     def run(self, steps: int) -> None:
         while self.version < steps:
@@ -68,7 +89,7 @@ class Schedule:
                 part = self.staleness.select_part(self.version)
                 self.staleness.take(part, self.version)
                 self.ahead += part
-            running, sampled = self.staleness.with_status("running"), self.staleness.with_status("sampled")
+            running, sampled = self.staleness.with_state(SAMPLING), self.staleness.with_state(SAMPLED)
             assert running or sampled, "every group is complete and yet none can be trained: deadlock"
             self.something_happens(running, sampled)
         self.staleness.take(chosen, self.version)
@@ -77,11 +98,11 @@ class Schedule:
     def something_happens(self, running: list[int], sampled: list[int]) -> None:
         luck = self.random.random()
         if running and luck < 0.1:
-            self.restart(self.random.choice(running), failed=True)
+            self.restart(self.random.choice(running))
         elif luck < 0.2 and (overdue := self.staleness.overdue(self.version)):
-            for group_id in overdue:
-                self.staleness.redraw(group_id, self.version)
-                self.started_at[group_id] = self.version
+            for number in overdue:
+                self.staleness.resample(number, self.version)
+                self.started_at[number] = self.version
         elif sampled and (luck < 0.6 or not running):
             self.staleness.ready(self.random.choice(sampled))
         else:
@@ -89,14 +110,14 @@ class Schedule:
             pool = running if luck < 0.8 else running[len(running) // 2 :]
             self.staleness.sampled(self.random.choice(pool))
 
-    def restart(self, group_id: int, failed: bool) -> None:
-        self.staleness.restart(group_id, self.version, failed=failed)
-        self.started_at[group_id] = self.version
+    def restart(self, number: int) -> None:
+        self.staleness.restart(number, self.version)
+        self.started_at[number] = self.version
 
     def train(self) -> None:
         prompts, max_age, *_ = self.shape
         assert len(self.chosen) == prompts
-        assert all(self.version - self.started_at[group_id] <= max_age for group_id in self.chosen)
+        assert all(self.version - self.started_at[number] <= max_age for number in self.chosen)
         assert self.staleness.release() == self.chosen
         self.trained += self.chosen
         self.version += 1
@@ -104,19 +125,19 @@ class Schedule:
             self.saved = self._save()
         self.admit()
         active = sum(self.staleness.occupancy().values())
-        assert active == self.staleness.capacity == (max_age + 1) * prompts
+        assert active == self.staleness.rule.capacity == (max_age + 1) * prompts
 
     def resume(self) -> None:
         """kill -9: back to the newest checkpoint; what was sampling then is sampled anew."""
         self.version, state, self.started_at, self.trained = self.saved
         self.saved = (self.version, state, dict(self.started_at), list(self.trained))
-        number = len(self.trained) + len(state["slots"])
+        number = len(self.trained) + len(state["groups"])
         self.staleness = Numbered(*self.shape)
         self.staleness.next = number
-        again, beyond = self.staleness.load_state_dict(state, self.version)
-        assert not beyond
-        for group_id in again:
-            self.started_at[group_id] = self.version
+        again = self.staleness.resume(state, self.version)
+        assert not self.staleness.in_state(GroupState.DEFERRED)
+        for number in again:
+            self.started_at[number] = self.version
         self.admit()
 
     def _save(self) -> tuple[int, dict[str, Any], dict[int, int], list[int]]:
@@ -138,8 +159,7 @@ def test_no_group_is_trained_too_old_or_twice_or_never(
     schedule = Schedule(seed, prompts, max_age, policy, parts)
     schedule.run(steps)
     assert len(schedule.trained) == len(set(schedule.trained)) == steps * prompts
-    active = set(schedule.staleness.with_status("running") + schedule.staleness.with_status("sampled"))
-    active |= set(schedule.staleness.with_status("ready"))
+    active = set(schedule.staleness.with_state(SAMPLING, SAMPLED, GroupState.READY))
     assert set(schedule.trained) | active == set(range(len(schedule.trained) + len(active)))
     assert not active & set(schedule.trained)
 
@@ -217,7 +237,7 @@ def test_an_overdue_group_is_drawn_anew_once() -> None:
     step(staleness, 0, [1, 2])
     finish(staleness, 3, 4, 5)
     assert staleness.overdue(1) == [0]
-    staleness.redraw(0, 1)
+    staleness.resample(0, 1)
     assert staleness.select(1) == [3, 4]
     step(staleness, 1, [3, 4])
     finish(staleness, 6, 7)
@@ -246,16 +266,43 @@ def test_a_resume_keeps_what_was_ready_and_samples_the_rest_anew() -> None:
     staleness.sampled(1)
     state = staleness.state_dict()
     again = Numbered(2, 1, "windowed_fifo", 0.3)
-    assert again.load_state_dict(state, 1) == ([0, 1, 3], [])
+    assert again.resume(state, 1) == [0, 1, 3]
     assert again.occupancy() == {0: 1, 1: 3}
-    assert again.with_status("ready") == [2]
-    assert again.room() == 0
+    assert again.with_state(GroupState.READY) == [2]
+    assert again.room == 0
 
 
-def test_failures_are_counted() -> None:
+def test_a_group_that_has_rollouts_keeps_its_age_when_the_others_begin_again() -> None:
+    staleness = Numbered(1, 2, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    some: Any = object()
+    staleness[0].rollouts[3] = some
+    staleness.restart(0, 1)
+    staleness.restart(1, 1)
+    assert staleness.occupancy() == {0: 2, 1: 1}
+    # Resampled it loses both its rollouts and its age.
+    assert staleness.resample(0, 1).rollouts == {}
+    assert staleness.occupancy() == {0: 1, 1: 2}
+
+
+def test_a_dropped_group_takes_its_place_in_a_step_with_no_rollouts() -> None:
+    staleness = Numbered(2, 0, "windowed_fifo", 0.3)
+    staleness.fill(0)
+    finish(staleness, 1)
+    staleness.drop(0)
+    assert staleness.select(0) == [0, 1]
+    assert staleness[0].rollouts == {}
+
+
+@pytest.mark.parametrize("late", [GroupState.SAMPLING, GroupState.SAMPLED, GroupState.DEFERRED])
+def test_a_group_goes_through_its_states_in_order(late: GroupState) -> None:
     staleness = Numbered(1, 0, "windowed_fifo", 0.3)
     staleness.fill(0)
-    assert [staleness.restart(0, 0, failed=True) for _ in range(3)] == [1, 2, 3]
+    finish(staleness, 0)
+    with pytest.raises(RuntimeError, match=f"group 0 is ready, which {late.value} cannot follow"):
+        staleness[0].move(late)
+    with pytest.raises(RuntimeError, match="which taken cannot follow"):
+        GroupRecord(1, task(1), 0, 0).move(GroupState.TAKEN)
 
 
 def test_a_resume_under_a_smaller_bound_keeps_it_and_loses_nobody() -> None:
@@ -263,6 +310,16 @@ def test_a_resume_under_a_smaller_bound_keeps_it_and_loses_nobody() -> None:
     staleness.fill(0)
     finish(staleness, *range(8))
     again = Numbered(2, 1, "windowed_fifo", 0.3)
-    anew, beyond = again.load_state_dict(staleness.state_dict(), 1)
-    assert (again.with_status("ready"), anew, beyond) == ([0, 1], [2, 3], [4, 5, 6, 7])
+    assert again.resume(staleness.state_dict(), 1) == [2, 3]
+    assert again.with_state(GroupState.READY) == [0, 1]
+    assert again.with_state(GroupState.DEFERRED) == [4, 5, 6, 7]
     assert again.select(1) == [0, 1]
+    # Saved once more they wait on, and are admitted first.
+    third = Numbered(2, 1, "windowed_fifo", 0.3)
+    third.resume(again.state_dict(), 1)
+    assert third.with_state(GroupState.DEFERRED) == [4, 5, 6, 7]
+    third.take([0, 1], 1)
+    third.release()
+    assert third.room == 2
+    third.admit({number: task(number) for number in (4, 5)}, 2)
+    assert third.with_state(SAMPLING) == [2, 3, 4, 5]

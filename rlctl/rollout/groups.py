@@ -1,0 +1,266 @@
+"""States of the groups of a training run, from the draw of their task to the end of their step (contracts 1 and 2).
+
+    load -> DEFERRED -- admit --+
+                                v                                        trained or filtered
+            draw -- admit --> SAMPLING -- last rollout --> SAMPLED -- scored --> READY -- take --> TAKEN -- release -->
+                              ^  |  |                         |                    ^
+          engine lost, resume |  |  +---------- dropped ------+--------------------+
+          or resample (due) --+--+
+
+DEFERRED: drawn, but a resume found no room, as after a change of N or S. SAMPLING: its rollouts are in an engine or
+wait for one. SAMPLED: every rollout is there. READY: every rollout is scored; a dropped group has none. TAKEN: in the
+step under way. A group leaves by `release` alone, so none is lost, and with its number, so none is trained twice.
+Validation and the parity check have no groups here.
+
+Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence at most 4 groups.
+
+    admit 0 1 2 3 at version 0                        all SAMPLING, to be trained at version 1 or before
+    1, 2 sampled and scored    select(0) -> [1, 2]    0 is late: it may still train at version 1
+    take 1 2, release; admit 4 5 at version 1
+    3 4 5 sampled and scored   select(1) -> None      0 and 3 are due at version 1 and fill the step: wait for 0
+                               overdue(1) -> [0]      ... or resample it at version 1, then select(1) -> [3, 4]
+
+No clock, no processes, no lock: the buffer holds one, and says what happened.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from rlctl.data.tasks import Task
+from rlctl.rollout.staleness import StalenessRule
+from rlctl.rollout.types import Rollout
+
+
+class GroupState(Enum):
+    """State of a group, see the head of this file."""
+
+    DEFERRED = "deferred"
+    SAMPLING = "sampling"
+    SAMPLED = "sampled"
+    READY = "ready"
+    TAKEN = "taken"
+
+
+_NEXT = {
+    GroupState.DEFERRED: {GroupState.SAMPLING},
+    GroupState.SAMPLING: {GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY},
+    GroupState.SAMPLED: {GroupState.READY},
+    GroupState.READY: {GroupState.TAKEN},
+    GroupState.TAKEN: set[GroupState](),
+}
+_SAVED = ("number", "version", "place", "finished", "attempt", "failures")
+
+
+@dataclass
+class GroupRecord:
+    """One group of the run."""
+
+    # Number of its task's draw.
+    number: int
+    task: Task
+    # Weight version at which its oldest rollout began; no token is older.
+    version: int
+    # Place in the order of training; a group that is resampled goes to the end.
+    place: int
+    state: GroupState = GroupState.SAMPLING
+    # Place in the order in which groups were sampled.
+    finished: int = 0
+    # How often it was resampled on purpose.
+    attempt: int = 0
+    # How often an engine was lost that was sampling it.
+    failures: int = 0
+    # When it was admitted or last restarted, seconds of the buffer's clock.
+    began: float = 0.0
+    # Rollouts that are there, by index.
+    rollouts: dict[int, Rollout] = field(default_factory=dict)
+
+    def move(self, state: GroupState) -> None:
+        """Change the state. Raises RuntimeError for a transition that the drawing lacks."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"group {self.number} is {self.state.value}, which {state.value} cannot follow")
+        self.state = state
+
+
+class GroupTable:
+    """Groups of a run by number, in the order of their places. Raises KeyError for a number that it lacks."""
+
+    def __init__(self, rule: StalenessRule) -> None:
+        self.rule = rule
+        self._groups: dict[int, GroupRecord] = {}
+        self._placed = self._sampled = 0
+
+    def __getitem__(self, number: int) -> GroupRecord:
+        return self._groups[number]
+
+    def get(self, number: int) -> GroupRecord | None:
+        """Return a group; None if the number is not active."""
+        return self._groups.get(number)
+
+    @property
+    def active(self) -> int:
+        """Number of groups between admission and release."""
+        return len(self._groups) - len(self.in_state(GroupState.DEFERRED))
+
+    @property
+    def room(self) -> int:
+        """Number of groups that may be admitted."""
+        return self.rule.capacity - self.active
+
+    def in_state(self, *states: GroupState) -> list[GroupRecord]:
+        """Return the groups in any of these states, oldest first."""
+        return sorted((g for g in self._groups.values() if g.state in states), key=lambda group: group.number)
+
+    def occupancy(self) -> dict[int, int]:
+        """Return the number of active groups by the version at which they were admitted."""
+        groups = [group for group in self._groups.values() if group.state is not GroupState.DEFERRED]
+        return dict(sorted(Counter(group.version for group in groups).items()))
+
+    def admit(self, tasks: Mapping[int, Task], version: int) -> list[GroupRecord]:
+        """Begin new or deferred groups, by number, while the generator serves `version`. Raises ValueError if they do
+        not fit."""
+        if len(tasks) > self.room:
+            limit = self.rule.capacity
+            raise ValueError(f"{len(tasks)} groups do not fit beside {self.active} of at most {limit}")
+        for number, task in tasks.items():
+            if deferred := self._groups.pop(number, None):
+                deferred.move(GroupState.SAMPLING)
+            self._groups[number] = GroupRecord(number, task, version, self._next_place())
+        return [self._groups[number] for number in tasks]
+
+    def sampled(self, number: int) -> None:
+        """Note that every rollout of a group is there."""
+        group = self._groups[number]
+        group.move(GroupState.SAMPLED)
+        group.finished = self._sampled
+        self._sampled += 1
+
+    def drop(self, number: int) -> None:
+        """Make a group that is being sampled READY with no rollouts: its step counts it as dropped."""
+        group = self._groups[number]
+        group.move(GroupState.READY)
+        group.rollouts = {}
+        group.finished = self._sampled
+        self._sampled += 1
+
+    def restart(self, number: int, version: int) -> None:
+        """Note that the rollouts that are missing begin again at `version`. Those that are there stay, and so does the
+        group's age."""
+        group = self._groups[number]
+        group.move(GroupState.SAMPLING)
+        if not group.rollouts:
+            group.version = max(group.version, version)
+
+    def resample(self, number: int, version: int) -> GroupRecord:
+        """Begin all rollouts of a group again at `version`, once: `overdue` names it no more."""
+        group = self._groups[number]
+        group.move(GroupState.SAMPLING)
+        del self._groups[number]
+        group.rollouts = {}
+        group.attempt, group.version, group.place = group.attempt + 1, version, self._next_place()
+        self._groups[number] = group
+        return group
+
+    def select(self, version: int, *, scored: bool = True) -> list[int] | None:
+        """Return the numbers of the groups for the places left in the step at `version`, oldest first; None while some
+        have to be waited for. scored: only groups that are READY; else SAMPLED ones too."""
+        done = {GroupState.READY} if scored else {GroupState.READY, GroupState.SAMPLED}
+        if sum(group.state in done for group in self._groups.values()) < self._places:
+            return None
+        chosen = self.rule.choose(self._left(), lambda group: group.state in done, version, self._places)
+        return sorted(group.number for group in chosen) if len(chosen) == self._places else None
+
+    def select_part(self, version: int) -> list[int]:
+        """Return the numbers of those READY groups that may train at `version` whatever becomes of the others, oldest
+        first: fewer than the step has places left, if some have to be waited for."""
+        chosen = self.rule.choose(self._left(), lambda group: group.state is GroupState.READY, version, self._places)
+        return sorted(group.number for group in chosen)
+
+    def take(self, numbers: list[int], version: int) -> list[GroupRecord]:
+        """Put groups into the step that trains at `version`. Raises RuntimeError rather than break the bound."""
+        groups = [self._groups[number] for number in numbers]
+        if stale := [group.number for group in groups if version > self.rule.deadline(group)]:
+            raise RuntimeError(f"groups {stale} are older than {self.rule.max_age} steps at version {version}")
+        for group in groups:
+            group.move(GroupState.TAKEN)
+        return groups
+
+    def release(self) -> list[int]:
+        """Remove the groups of the step that ended; return their numbers."""
+        gone = [group.number for group in self.in_state(GroupState.TAKEN)]
+        for number in gone:
+            del self._groups[number]
+        return gone
+
+    def overdue(self, version: int) -> list[int]:
+        """Return the numbers of groups that the step at `version` waits for although it could do without them.
+
+        Resampled they need not train now. Empty while complete groups are too few anyway, and for groups that were
+        resampled before.
+        """
+        left = self._left()
+        due = [g for g in left if self.rule.deadline(g) == version and g.state is GroupState.SAMPLING]
+        complete = sum(group.state is not GroupState.SAMPLING for group in left)
+        if self.rule.max_age == 0 or complete < self._places or any(group.attempt for group in due):
+            return []
+        return [group.number for group in due]
+
+    def waits_for(self) -> Literal["rollouts", "scores", "oldest"]:
+        """Return what keeps the next step from starting: too few groups are sampled, or scored, or older ones come
+        first."""
+        counts = Counter(group.state for group in self._groups.values())
+        if counts[GroupState.READY] + counts[GroupState.SAMPLED] < self._places:
+            return "rollouts"
+        return "scores" if counts[GroupState.READY] < self._places else "oldest"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return every group for a checkpoint between two steps, but for tasks and rollouts."""
+        groups = [
+            {name: getattr(group, name) for name in _SAVED} | {"state": group.state.value}
+            for group in self._groups.values()
+        ]
+        return {"placed": self._placed, "groups": groups}
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        version: int,
+        task: Callable[[int], Task],
+        rollouts: Mapping[int, list[Rollout]],
+    ) -> list[GroupRecord]:
+        """Take up what `state_dict` gave. task: gives a draw's task; rollouts: of groups that were READY.
+
+        READY groups stay so where their deadlines can be kept. Returns the others, which are sampled again at
+        `version`, but for those that find no room, which are DEFERRED.
+        """
+        self._placed, self._sampled = state["placed"], len(state["groups"])
+        again = []
+        for fields in state["groups"]:
+            fields, was = {name: fields[name] for name in _SAVED}, GroupState(fields["state"])
+            group = GroupRecord(task=task(fields["number"]), **fields)
+            if was is GroupState.DEFERRED or not self.room:
+                group.state = GroupState.DEFERRED
+            self._groups[group.number] = group
+            if group.state is GroupState.DEFERRED:
+                continue
+            if was is GroupState.READY and self.rule.is_feasible(self._left(), version):
+                group.state, group.rollouts = was, dict(enumerate(rollouts[group.number]))
+            else:
+                self.restart(group.number, version)
+                again.append(group)
+        return again
+
+    @property
+    def _places(self) -> int:
+        """Places of the step under way that no group was taken for yet."""
+        return self.rule.groups_per_step - len(self.in_state(GroupState.TAKEN))
+
+    def _left(self) -> list[GroupRecord]:
+        out = (GroupState.TAKEN, GroupState.DEFERRED)
+        return [group for group in self._groups.values() if group.state not in out]
+
+    def _next_place(self) -> int:
+        self._placed += 1
+        return self._placed - 1

@@ -1,0 +1,128 @@
+"""Requests in an engine: which version sampled which token, exactly; who is handed out, aborted, or failed."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.generation.active_requests import ActiveRequests, ActiveTurn
+from tests.turns import turn, turns
+
+
+@dataclass
+class LogProbs:
+    logprobs: list[float]
+
+
+@dataclass
+class Output:
+    """vLLM's output of a request."""
+
+    token_ids: list[int]
+    finish_reason: str = "stop"
+    logprobs: LogProbs = field(default_factory=lambda: LogProbs([]))
+
+    def __post_init__(self) -> None:
+        self.logprobs = LogProbs([-0.5] * len(self.token_ids))
+
+
+def begun(*groups: int, version: int = 0) -> tuple[ActiveRequests, list[str]]:
+    requests = ActiveRequests()
+    return requests, [requests.add(turn(group), version) for group in groups]
+
+
+def ended(requests: ActiveRequests, name: str, length: int) -> list[int]:
+    """Versions of the tokens of a request that ends now."""
+    requests.finish(name, Output([7] * length))
+    (one,) = requests.collect(0.0)
+    return one.completion().versions.tolist()
+
+
+def test_a_rollout_that_sees_two_changes_carries_three_versions() -> None:
+    requests, (first, second) = begun(0, 1, version=4)
+    requests.change([(first, 3), (second, 1)], version=5)
+    requests.change([(first, 4)], version=6)
+    assert ended(requests, first, 6) == [4, 4, 4, 5, 6, 6]
+    assert ended(requests, second, 2) == [4, 5]
+
+
+def test_a_change_at_the_last_token_and_before_the_first_leaves_one_version() -> None:
+    requests, (name,) = begun(0)
+    requests.change([(name, 0)], version=1)
+    requests.change([(name, 3)], version=2)
+    assert ended(requests, name, 3) == [1, 1, 1]
+
+
+def test_a_token_in_flight_at_a_change_that_is_thrown_away_counts_for_nobody() -> None:
+    requests, (name,) = begun(0)
+    requests.change([(name, 5)], version=1)
+    assert ended(requests, name, 4) == [0, 0, 0, 0]
+
+
+def test_a_request_that_had_not_begun_begins_again_with_the_new_version() -> None:
+    requests, (name,) = begun(0)
+    assert requests.restart(name, 1) == turn(0)
+    requests.change([], version=1)
+    assert ended(requests, name, 2) == [1, 1]
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.integers(0, 10))
+def test_versions_never_fall_and_every_token_has_the_one_that_was_live(steps: list[int], rest: int) -> None:
+    one, expected = ActiveTurn(turn(0), [(0, 0)]), list[int]()
+    for version, tokens in enumerate(steps, 1):
+        expected += [version - 1] * tokens
+        one.stretches.append((len(expected), version))
+    expected += [len(steps)] * rest
+    versions = one.versions(len(expected))
+    assert versions.dtype == np.int32
+    assert versions.tolist() == expected
+
+
+def test_an_aborted_request_is_forgotten_whether_it_ended_or_not_and_leaves_the_others() -> None:
+    requests, names = begun(0, 1, 2)
+    requests.finish(names[0], Output([7]))
+    assert requests.abort([turn(0).id, turn(1).id, turn(9).id]) == names[:2]
+    assert requests.collect(0.0) == []
+    requests.change([(names[2], 1)], version=1)
+    assert ended(requests, names[2], 2) == [0, 1]
+
+
+def test_a_request_is_sampled_once_at_a_time() -> None:
+    requests, _ = begun(0)
+    with pytest.raises(ValueError, match=r"request train-0\.0#0@0 is being sampled already"):
+        requests.add(turn(0), 0)
+
+
+def test_answers_are_handed_out_once_without_waiting_for_their_group() -> None:
+    requests = ActiveRequests()
+    names = [requests.add(request, 0) for request in turns(0, 3, [1], 8)]
+    requests.finish(names[1], Output([5, 6], "length"))
+    (one,) = requests.collect(1.0)
+    assert (one.request.id.rollout.index, one.completion().finish) == (1, "length")
+    assert requests.collect(0.0) == []
+    assert requests
+
+
+def test_a_failure_ends_what_runs_and_whoever_collects_learns_of_it() -> None:
+    requests, (name, _) = begun(0, 1)
+    requests.finish(name, Output([7]))
+    requests.fail(RuntimeError("vLLM failed in a step"))
+    assert not requests
+    with pytest.raises(RuntimeError, match="failed in a step"):
+        requests.collect(0.0)
+
+
+def test_whoever_collects_is_woken_by_an_answer_and_waits_no_longer_where_nothing_else_runs() -> None:
+    requests, (name,) = begun(0)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(requests.collect(30.0)))
+    thread.start()
+    began = time.monotonic()
+    requests.finish(name, Output([7]))
+    thread.join(10.0)
+    assert len(found) == 1 and time.monotonic() - began < 5.0

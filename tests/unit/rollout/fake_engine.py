@@ -1,0 +1,237 @@
+"""Deterministic stand-ins, in this process and on one thread: a clock, an engine behind `Worker`, a refit.
+
+The engine is the product's own `Engine` over a model that "samples" the version of the weights that it holds: a token
+says who sampled it, and a mixture of versions says that too.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from rlctl.generation.active_requests import ActiveRequests, EngineStats, FinishedTurns
+from rlctl.generation.engine import Engine, RefitState
+from rlctl.refit.protocol import Header, RefitReport, Untouched
+from rlctl.refit.refit import EngineEnd, EnginesLost
+from rlctl.rollout.patience import Clock
+from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
+
+MIXTURE = 10**6
+
+
+class VirtualClock(Clock):
+    """Time that passes when it is told to; the steps of threads are run by whoever waits."""
+
+    def __init__(self, happen: Callable[[], None]) -> None:
+        self.time, self._happen, self._depth = 0.0, happen, 0
+        self.steps: list[Callable[[], bool]] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        # A thread that waits lets the others on: only the loop's wait makes anything happen.
+        if not self._depth:
+            self.anything_happens()
+
+    def anything_happens(self) -> None:
+        with self.on_a_thread():
+            self._happen()
+
+    @contextmanager
+    def on_a_thread(self) -> Iterator[None]:
+        """Have the block run as the steps of threads do: nothing happens while it waits."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def spawn(self, name: str, step: Callable[[], bool]) -> Any:
+        self.steps.append(step)
+        return SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False)
+
+
+@dataclass
+class Running:
+    """A request in the model; named as vLLM names what the engine reads."""
+
+    external_req_id: str
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    num_output_placeholders: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens)
+
+    num_computed_tokens = num_output_tokens
+
+
+class FakeModel:
+    """vLLM, as far as the engine touches it; weights in two tensors, which a refit replaces one after the other."""
+
+    def __init__(self) -> None:
+        self.weights = [-1, -1]
+        self.running: dict[str, Running] = {}
+        scheduler = SimpleNamespace(requests=self.running, running=self.running)
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
+        self.output_processor = SimpleNamespace(request_states=self.running)
+        self.broken = False
+
+    def add_request(self, name: str, prompt: dict[str, Any], length: int) -> None:
+        self.running[name] = Running(name, length)
+
+    def abort_request(self, names: list[str]) -> None:
+        for name in names:
+            self.running.pop(name, None)
+
+    def step(self) -> list[Any]:
+        if self.broken:
+            raise RuntimeError("the model is broken")
+        token = self.weights[0] if self.weights[0] == self.weights[1] else MIXTURE
+        ended = []
+        for name, request in list(self.running.items()):
+            request.tokens.append(token)
+            if len(request.tokens) == request.length:
+                del self.running[name]
+                log_probs = SimpleNamespace(logprobs=[-1.0] * request.length)
+                answer = SimpleNamespace(token_ids=request.tokens, logprobs=log_probs, finish_reason="stop")
+                ended.append(SimpleNamespace(request_id=name, finished=True, outputs=[answer]))
+        return ended
+
+
+class SteppedEngine(Engine):
+    """The engine without its thread: it steps when it is told to. `sampling_params` gives the length of an answer."""
+
+    def __init__(self) -> None:
+        self._spec: Any = SimpleNamespace(recompute_kv_cache=False)
+        self._requests, self._stats = ActiveRequests(), EngineStats()
+        self._version, self._poisoned, self._llm = -1, "", FakeModel()
+        self._state = RefitState.SERVING
+        self._steps = deque(maxlen=1)
+
+    def _on_thread(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def collect(self, patience_s: float) -> FinishedTurns:
+        return super().collect(0.0)
+
+    def step(self) -> None:
+        """Sample a token of each request, as the engine's thread would."""
+        if self._requests:
+            self._step()
+
+    def serve(self, actual: int, header: Header, torn: bool) -> None:
+        """Replace the weights by those that the trainer actually has."""
+
+        def load() -> float:
+            self._llm.weights[0] = actual
+            if torn:
+                raise RuntimeError("the second tensor was lost")
+            self._llm.weights[1] = actual
+            return 0.0
+
+        self._change(header, load)
+
+    def is_whole(self) -> bool:
+        """Return whether the engine serves one version, the one that it says, or refuses to sample."""
+        return bool(self._poisoned) or set(self._llm.weights) == {self._version}
+
+
+class FakeWorker:
+    """`Worker`: calls its engine at once; may be killed, hang, or miss one deadline."""
+
+    lost_its_node = False
+    # Every worker of a schedule.
+    made: ClassVar[list[Any]]
+
+    def __init__(self, spec: Any) -> None:
+        self.name, self.engine = spec.name, SteppedEngine()
+        self.dead = self.hangs = self.late = False
+        FakeWorker.made.append(self)
+
+    def start(self, method: Callable[..., Any], *arguments: Any) -> "FakePending":
+        return FakePending(self, method.__name__, arguments)
+
+    def built(self) -> "FakePending":
+        return FakePending(self, "is_whole", ())
+
+    def kill(self) -> None:
+        self.dead = True
+
+    @property
+    def steps(self) -> bool:
+        """Whether its engine makes steps."""
+        return not self.dead and not self.hangs
+
+
+@dataclass
+class FakePending:
+    """A call under way; made when it is waited for."""
+
+    worker: FakeWorker
+    method: str
+    arguments: tuple[Any, ...]
+
+    def wait(self, deadline_s: float, knob: str = "run.deadline_s") -> list[Any]:
+        if self.worker.dead:
+            raise WorkerDied(self.method, [self.worker.name], "killed")
+        if self.worker.late:
+            self.worker.late = False
+            raise WorkerTimeout(self.method, [self.worker.name], deadline_s, knob)
+        try:
+            return [getattr(self.worker.engine, self.method)(*self.arguments)]
+        except Exception as error:
+            failure = Failure(self.worker.name, type(error).__name__, str(error), "")
+            raise WorkerError(self.method, [failure]) from error
+
+
+@dataclass
+class FakeRefit:
+    """Ships what the trainer has, whatever version it is asked for. fault: draws what becomes of an engine's refit.
+
+    between: called when one engine has new weights and the next has not.
+    """
+
+    fault: Callable[[], str]
+    between: Callable[[], None]
+    # Version of the trainer's weights.
+    trainer: int = 0
+    options: Any = field(default_factory=lambda: SimpleNamespace(kind="shm"))
+
+    def open(self, ends: list[EngineEnd]) -> list[Any]:
+        return []
+
+    def rest_trainers(self) -> None:
+        pass
+
+    def run(self, ends: list[EngineEnd], version: int, checks: Any = None) -> RefitReport:
+        self._ship(ends, range(len(ends)), version)
+        return RefitReport(0.0)
+
+    def resend(self, ends: list[EngineEnd], fresh: list[EngineEnd], behind: list[EngineEnd], version: int) -> None:
+        self._ship(ends, [ends.index(end) for end in (*fresh, *behind)], version)
+
+    def _ship(self, ends: list[EngineEnd], places: Any, version: int) -> None:
+        lost: dict[int, Exception] = {}
+        for place in places:
+            worker: Any = ends[place].worker
+            fault = self.fault()
+            self.between()
+            try:
+                if fault == "untouched":
+                    raise WorkerError("refit", [Failure(worker.name, Untouched.__name__, "the wire broke", "")])
+                if worker.dead or worker.hangs:
+                    raise WorkerDied("refit", [worker.name], "killed")
+                worker.engine.serve(self.trainer, Header(version, "", "all"), fault == "torn")
+            except (WorkerDied, WorkerError) as error:
+                lost[place] = error
+            except RuntimeError as error:
+                lost[place] = WorkerError("refit", [Failure(worker.name, "RuntimeError", str(error), "")])
+        if lost:
+            raise EnginesLost(lost)

@@ -1,0 +1,204 @@
+"""The dispatcher on engines that step when they are told to: who samples what, who gets the answers, who waits."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlctl.data.tasks import Task
+from rlctl.generation import active_requests, engine, pool
+from rlctl.generation.pool import EngineSlot, GeneratorPool
+from rlctl.generation.requests import RequestId, TurnRequest
+from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
+from rlctl.rollout.types import Sampling
+from tests.turns import turn, turns
+from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, VirtualClock
+
+DEADLINE = 10.0
+RUN: Any = SimpleNamespace(deadline_s=DEADLINE, explain_after_s=2.0)
+TASKS = [Task(f"v{i}", [5, 9], "", None) for i in range(3)]
+SAMPLING = Sampling("validation", 0, 3, 2, 8, 1.0)
+
+
+class Mine:
+    """Submitter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.again: list[RequestId] = []
+
+    def completed(self, answers: list[Answer]) -> None:
+        self.answers += answers
+
+    def restarted(self, requests: list[TurnRequest]) -> None:
+        self.again += [request.id for request in requests]
+
+
+class Stage:
+    """A pool of fake engines at version 0, and a dispatcher; answers have the length of their `max_new_tokens`."""
+
+    def __init__(self, engines: int, at_a_time: int) -> None:
+        FakeWorker.made = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.happen: Callable[[], None] = self.all_go_on
+        self.clock = VirtualClock(lambda: self.happen())
+        spec: Any = SimpleNamespace(tensor_parallel_size=1, max_num_seqs=at_a_time, sleeps=True, dtype="float32")
+        slots = [EngineSlot({})] * engines
+        self.pool = GeneratorPool(spec, slots, "", DEADLINE, 3, lambda kind, **what: self.events.append((kind, what)))
+        self.refit: Any = FakeRefit(lambda: "", lambda: None)
+        self.pool.connect(self.refit)
+        self.pool.sync(0)
+        emit = self.pool._emit
+        self.dispatcher = RolloutDispatcher(self.pool, RUN, emit, self.clock)
+
+    def threads(self) -> None:
+        with self.clock.on_a_thread():
+            for step in self.clock.steps:
+                step()
+
+    def all_go_on(self) -> None:
+        self.clock.time += 1.0
+        for worker in self.pool.engines:
+            if worker.steps:  # type: ignore[attr-defined]
+                worker.engine.step()  # type: ignore[attr-defined]
+        self.threads()
+
+    def at(self, index: int) -> list[tuple[int, int]]:
+        """(group, index) of what an engine samples, in its order."""
+        worker: Any = self.pool.engines[index]
+        ids = [each.request.id.rollout for each in worker.engine._requests._turns.values()]
+        return [(each.group, each.index) for each in ids]
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "Worker", FakeWorker)
+    monkeypatch.setattr(engine, "sampling_params", lambda spec, request: request.max_new_tokens)
+    monkeypatch.setattr(active_requests, "_GATHER_S", 0.0)
+
+
+groups = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 64)), min_size=1, max_size=30)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(groups, st.integers(1, 4))
+def test_groups_stay_whole_in_order_and_loads_are_even(shape: list[tuple[int, int]], engines: int) -> None:
+    stage = Stage(engines, at_a_time=1000)
+    requests = [one for i, (size, longest) in enumerate(shape) for one in turns(i, size, [1], longest)]
+    stage.dispatcher.submit(requests, Mine())
+    for _ in range(4):
+        stage.threads()
+    shares = [stage.at(index) for index in range(engines)]
+    assert sorted(one for share in shares for one in share) == sorted(
+        (i, n) for i, (size, _) in enumerate(shape) for n in range(size)
+    )
+    assert all(share == sorted(share) for share in shares)
+    assert len({group for share in shares for group in {g for g, _ in share}}) == len(shape)
+    loads = [sum(shape[group][1] for group, _ in share) for share in shares]
+    # List scheduling (Graham 1966): at most the mean and the costliest group.
+    costliest = max(size * longest for size, longest in shape)
+    assert max(loads) - min(loads) <= costliest
+
+
+def test_an_engine_gets_what_it_decodes_at_a_time_and_room_as_each_rollout_ends() -> None:
+    stage, mine = Stage(1, at_a_time=3), Mine()
+    short = [turn(0, 0, longest=1), turn(0, 1, longest=5)]
+    stage.dispatcher.submit([*short, *turns(1, 2, [1], 5), *turns(2, 2, [1], 5)], mine)
+    stage.threads()
+    # Two are fewer than three, so a second group begins; four are not.
+    assert stage.at(0) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    stage.all_go_on()
+    assert [request.id for request, _ in mine.answers] == [turn(0, 0).id]
+    stage.threads()
+    assert (2, 0) not in stage.at(0)
+    for _ in range(4):
+        stage.all_go_on()
+    stage.threads()
+    assert len(mine.answers) == 4 and stage.at(0) == [(2, 0), (2, 1)]
+
+
+def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> None:
+    stage, mine = Stage(1, at_a_time=2), Mine()
+    stage.dispatcher.submit([one for group in range(6) for one in turns(group, 2, [1], 4)], mine)
+    found = stage.dispatcher.sample(SAMPLING, TASKS, 0)
+    assert [group.task for group in found] == TASKS
+    assert [[one.id.index for one in group.rollouts] for group in found] == [[0, 1]] * 3
+    assert all(one.id.purpose == "validation" and one.num_sampled == 8 for g in found for one in g.rollouts)
+    # What ran before went on; what waited still waits.
+    assert {request.id.rollout.group for request, _ in mine.answers} == {0}
+    assert (
+        "8 rollouts not begun" in stage.dispatcher.describe() or "10 rollouts not begun" in stage.dispatcher.describe()
+    )
+
+
+def test_a_validation_outlives_its_engine() -> None:
+    stage, lost = Stage(2, at_a_time=4), list[bool]()
+
+    def kill_one() -> None:
+        if not lost and stage.at(0):
+            lost.append(True)
+            stage.pool.engines[0].kill()
+        stage.all_go_on()
+
+    stage.happen = kill_one
+    found = stage.dispatcher.sample(SAMPLING, TASKS, 0)
+    assert lost and [len(group.rollouts) for group in found] == [2, 2, 2]
+    assert [kind for kind, _ in stage.events if kind != "warning"] == ["engine_lost", "engine_restarted"]
+
+
+def test_a_validation_that_gets_nothing_is_explained_and_ends_at_its_deadline() -> None:
+    stage = Stage(1, at_a_time=4)
+
+    def nothing_comes() -> None:
+        # Engines that are rebuilt, and do nothing either.
+        for worker in stage.pool.engines:
+            worker.hangs = True  # type: ignore[attr-defined]
+        stage.clock.time += 1.0
+        stage.threads()
+
+    stage.happen = nothing_comes
+    with pytest.raises(RuntimeError, match=r"waited 10 s for engine-0 .* generation\.max_restarts=3 are used up"):
+        stage.dispatcher.sample(SAMPLING, TASKS, 0)
+    warnings = [what["what"] for kind, what in stage.events if kind == "warning"]
+    assert any(
+        "s without a new group: validation waits for 6 rollouts; engine-0 samples 4" in what for what in warnings
+    )
+
+
+def test_sampling_on_a_sleeping_pool_is_an_error() -> None:
+    stage = Stage(1, at_a_time=4)
+    stage.pool.asleep = True
+    with pytest.raises(RuntimeError, match="the generator sleeps: sync it with the trainer before it samples"):
+        stage.dispatcher.submit([turn(0)], Mine())
+    with pytest.raises(RuntimeError, match="the generator sleeps"):
+        stage.dispatcher.sample(SAMPLING, TASKS, 0)
+
+
+def test_what_is_aborted_is_delivered_no_more_wherever_it_was() -> None:
+    stage, mine = Stage(1, at_a_time=2), Mine()
+    requests = [one for group in range(3) for one in turns(group, 2, [1], 3)]
+    stage.dispatcher.submit(requests, mine)
+    stage.threads()
+    assert set(stage.dispatcher.abort([request.id for request in requests[:4]])) == {r.id for r in requests[:4]}
+    for _ in range(6):
+        stage.all_go_on()
+    assert {request.id for request, _ in mine.answers} == {request.id for request in requests[4:]}
+    # What is done cannot be aborted.
+    assert stage.dispatcher.abort([request.id for request in requests]) == []
+
+
+def test_drained_nothing_begins_and_resumed_it_does() -> None:
+    stage, mine = Stage(1, at_a_time=1), Mine()
+    stage.dispatcher.submit([turn(0, longest=2), turn(1, longest=2)], mine)
+    stage.threads()
+    assert not stage.dispatcher.drain()
+    for _ in range(4):
+        stage.all_go_on()
+    assert stage.dispatcher.drain() and len(mine.answers) == 1
+    stage.dispatcher.resume()
+    for _ in range(4):
+        stage.all_go_on()
+    assert len(mine.answers) == 2
