@@ -56,9 +56,9 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
             "accuracy",
             "validation/accuracy",
             bounds.max_accuracy_drop,
-            -1,
             "held-out accuracy is {value:.1%}, {lost:.1%} below its start of {start:.1%}, at most {bound:.1%} "
             "(health.max_accuracy_drop)",
+            worse=-1,
         ),
     ]
     return Health(checks, stop=bounds.stop)

@@ -3,11 +3,12 @@
 A check warns once, and again only after a step in which its metric was measured within the bound.
 """
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 Metrics = Mapping[str, float]
 # (metric's value, its bound, what is wrong), or None within the bound.
@@ -32,44 +33,41 @@ class HealthWarning:
     fatal: bool
 
 
-class HealthCheck(Protocol):
+@dataclass
+class HealthCheck(ABC):
     """One bound on a metric."""
 
     # For warnings and the summary.
     name: str
+    metric: str
+    bound: float
+    # The warning's words, with {value}, {bound} and what else the check knows.
+    what: str
     # Leaving the bound stops the run, also without `health.stop`.
-    fatal: bool
+    fatal: bool = field(default=False, kw_only=True)
 
-    def measured(self, metrics: Metrics) -> bool:
-        """Return True if the metrics say anything about this bound."""
-
+    @abstractmethod
     def find(self, metrics: Metrics) -> Finding:
         """Return the finding of one step; called in the order of steps, if the metric was measured."""
 
+    @abstractmethod
     def state_dict(self) -> Any:
         """Return the state that a resumed run continues with."""
 
+    @abstractmethod
     def load_state_dict(self, state: Any) -> None:
         """Restore the state that `state_dict` returned."""
 
 
 @dataclass
-class Ceiling:
+class Ceiling(HealthCheck):
     """A metric that stays at or below `bound`; it may exceed it in fewer than `patience` measured steps in a row.
 
-    what: the warning's words, with {value}, {bound} and {steps}. A NaN is above every bound.
+    `what` also knows {steps}. A NaN is above every bound.
     """
 
-    name: str
-    metric: str
-    bound: float
-    what: str
-    fatal: bool = False
     patience: int = 1
     above: int = 0
-
-    def measured(self, metrics: Metrics) -> bool:
-        return self.metric in metrics
 
     def find(self, metrics: Metrics) -> Finding:
         value = metrics[self.metric]
@@ -87,22 +85,14 @@ class Ceiling:
 
 
 @dataclass
-class Jump:
+class Jump(HealthCheck):
     """A metric that stays within `bound` times its median over the last `window` values, once half of them are there.
 
-    A value of 0 is not counted: nothing was learnt in such a step.
+    A value of 0 is not counted: nothing was learnt in such a step. `what` also knows {ratio} and {window}.
     """
 
-    name: str
-    metric: str
-    bound: float
-    window: int
-    what: str
-    fatal: bool = False
+    window: int = field(kw_only=True)
     values: deque[float] = field(default_factory=deque)
-
-    def measured(self, metrics: Metrics) -> bool:
-        return self.metric in metrics
 
     def find(self, metrics: Metrics) -> Finding:
         value, usual = metrics[self.metric], self.values
@@ -125,19 +115,12 @@ class Jump:
 
 
 @dataclass
-class Decline:
-    """A metric that gets worse than its first value by at most `bound`. worse: 1 if small is good, else -1."""
+class Decline(HealthCheck):
+    """A metric that gets worse than its first value by at most `bound`. `what` also knows {start} and {lost}."""
 
-    name: str
-    metric: str
-    bound: float
-    worse: int
-    what: str
-    fatal: bool = False
+    # 1 if small is good, else -1.
+    worse: int = field(kw_only=True)
     start: float | None = None
-
-    def measured(self, metrics: Metrics) -> bool:
-        return self.metric in metrics
 
     def find(self, metrics: Metrics) -> Finding:
         value = metrics[self.metric]
@@ -166,7 +149,7 @@ class Health:
         """Return a warning for each bound that was left in this step."""
         found = []
         for check in self._checks:
-            if not check.measured(metrics):
+            if check.metric not in metrics:
                 continue
             wrong = check.find(metrics)
             if wrong is None:
@@ -196,7 +179,7 @@ def gradient_jump(ratio: float, window: int) -> Jump:
         "grad_norm",
         "train/grad_norm",
         ratio,
-        window,
         "the gradient norm is {value:.4g}, {ratio:.3g} times the median of the last {window} steps, at most {bound:g} "
         "times (health.max_grad_norm_ratio)",
+        window=window,
     )

@@ -94,9 +94,9 @@ def _health(config: SftConfig) -> Health:
         "loss",
         "validation/loss",
         bounds.max_loss_rise,
-        1,
         "held-out loss is {value:.4g}, {lost:.3g} above its start of {start:.4g}, at most {bound:g} "
         "(health.max_loss_rise)",
+        worse=1,
     )
     return Health([gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window), rise], stop=bounds.stop)
 

@@ -27,7 +27,10 @@ class StepClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block's seconds as `time/NAME`. Raises RuntimeError inside another span."""
+        """Count the block's seconds as `time/NAME`; the phase idle_X is a wait for X.
+
+        Raises RuntimeError inside another phase.
+        """
         if self._open is not None:
             raise RuntimeError(f"phase {name} begins inside {self._open}: the spans of a step are exclusive")
         self._open = name
@@ -38,36 +41,26 @@ class StepClock:
             self._spans[f"time/{name}"] += self._now() - begin
             self._open = None
 
-    @contextmanager
-    def idle(self, name: str) -> Iterator[None]:
-        """Count the block's seconds as `time/idle_NAME`: the driver waits for NAME."""
-        with self.phase(f"idle_{name}"):
-            yield
-
     def finish(self) -> dict[str, float]:
-        """Return seconds by name: `time/PHASE`, `time/idle_NAME`, `time/other`, and their sum `time/step`."""
+        """Return seconds by name: `time/PHASE`, `time/other`, and their sum `time/step`."""
         wall = self._now() - self._start
         other = max(0.0, wall - math.fsum(self._spans.values()))
         return {**self._spans, "time/other": other, "time/step": wall}
 
 
-class StepRecorder:
-    """A `StepClock` whose phases are also events."""
+class StepRecorder(StepClock):
+    """A clock whose phases are also events."""
 
     def __init__(self, events: EventLog, step: int) -> None:
+        super().__init__()
         self._events, self._step = events, step
-        self._clock = StepClock()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Emit the phase, and count the block's seconds as `time/NAME`."""
         self._events.emit("phase", step=self._step, name=name)
-        with self._clock.phase(name):
+        with super().phase(name):
             yield
-
-    def finish(self) -> dict[str, float]:
-        """Return seconds by name, see `StepClock.finish`."""
-        return self._clock.finish()
 
 
 def productive_seconds(times: dict[str, float]) -> float:

@@ -23,7 +23,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class EventLog:
+class EventLog(JsonlWriter):
     """The event log of a run. `emit` never raises and may be called from any thread.
 
     - run_started: name, algorithm, model, num_steps, start_step (steps already done), attempt,
@@ -34,16 +34,11 @@ class EventLog:
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        self._writer = JsonlWriter(path)
+        super().__init__(path)
         self._now = now
 
     def emit(self, kind: str, **fields: Any) -> None:
-        self._writer.write({"time": self._now(), "kind": kind, **fields})
-
-    @property
-    def lost(self) -> int:
-        """Number of events that could not be written."""
-        return self._writer.lost
+        self.write({"time": self._now(), "kind": kind, **fields})
 
 
 class MetricsLog:

@@ -37,7 +37,7 @@ def test_a_step_without_the_metric_says_nothing_either_way() -> None:
 
 
 def test_a_gradient_norm_far_above_its_neighbours_is_told() -> None:
-    health = Health([Jump("grad_norm", "g", 20, 4, "{value:g} is {ratio:.0f} times")], stop=False)
+    health = Health([Jump("grad_norm", "g", 20, "{value:g} is {ratio:.0f} times", window=4)], stop=False)
     steps = [1.0, 1.2, 0.8, 19.0, 400.0]
     found = [health.look(step, {"g": value}) for step, value in enumerate(steps, 1)]
     assert [len(each) for each in found] == [0, 0, 0, 0, 1]
@@ -46,27 +46,31 @@ def test_a_gradient_norm_far_above_its_neighbours_is_told() -> None:
 
 
 def test_steps_that_teach_nothing_are_no_neighbours() -> None:
-    check = Jump("grad_norm", "g", 20, 4, "")
+    check = Jump("grad_norm", "g", 20, "", window=4)
     assert warned(check, "g", [0.5, 0.0, 0.0, 0.0, 0.6, 0.0, 0.0, 0.5, 30.0]) == [9]
 
 
 def test_a_new_level_is_usual_after_half_a_window() -> None:
-    check = Jump("grad_norm", "g", 20, 4, "")
+    check = Jump("grad_norm", "g", 20, "", window=4)
     assert warned(check, "g", [1, 1, 1, 1, 100, 100, 100, 100, 100, 1, 2500]) == [5, 11]
 
 
 def test_held_out_accuracy_may_not_fall_far_below_its_start() -> None:
-    check = Decline("accuracy", "a", 0.1, -1, "{value:.0%}, {lost:.0%} below {start:.0%}")
+    check = Decline("accuracy", "a", 0.1, "{value:.0%}, {lost:.0%} below {start:.0%}", worse=-1)
     assert warned(check, "a", [0.5, 0.9, 0.4, 0.32, 0.31, 0.45, 0.2]) == [4, 7]
 
 
 def test_held_out_loss_may_not_rise_far_above_its_start() -> None:
-    assert warned(Decline("loss", "l", 0.1, 1, ""), "l", [2.0, 1.0, 2.05, 2.2]) == [4]
+    assert warned(Decline("loss", "l", 0.1, "", worse=1), "l", [2.0, 1.0, 2.05, 2.2]) == [4]
 
 
 def test_a_resume_goes_on_with_what_was_measured_and_said() -> None:
     def checks() -> list[HealthCheck]:
-        return [Jump("grad_norm", "g", 20, 4, ""), Decline("accuracy", "a", 0.1, -1, ""), Ceiling("m", "m", 1, "")]
+        return [
+            Jump("grad_norm", "g", 20, "", window=4),
+            Decline("accuracy", "a", 0.1, "", worse=-1),
+            Ceiling("m", "m", 1, ""),
+        ]
 
     before = Health(checks(), stop=False)
     for step in range(4):

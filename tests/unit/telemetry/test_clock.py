@@ -26,7 +26,7 @@ def test_phases_idle_and_other_sum_to_the_step(hand: HandClock) -> None:
         hand.now += 0.25
         with clock.phase(name):
             hand.now += seconds
-    with clock.idle("trainer"):
+    with clock.phase("idle_trainer"):
         hand.now += 1.0
     times = clock.finish()
     assert times == {
