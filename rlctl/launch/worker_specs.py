@@ -1,7 +1,7 @@
 """Specs of a run's processes, made from its config and placement."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,6 @@ from rlctl.workers.waits import Waits
 # Tokens beyond the longest request. With none, Qwen3-8B under CUDA graphs ended in an illegal memory access (vLLM
 # 0.25.1, H200, one run); with room the same requests went through.
 _ROOM = 16
-
-
-@dataclass(frozen=True)
-class MakeTrainer:
-    """Factory that builds a trainer rank inside its process."""
-
-    spec: TrainerSpec
-
-    def __call__(self) -> TrainerWorker:
-        return TrainerWorker(self.spec)
 
 
 def trainer_specs(
@@ -73,9 +63,8 @@ def trainer_specs(
         )
         env = trainer_environment(allocation.devices(slot), threads) | allocation.environment(slot)
         log = f"{session.logs}/trainer-{rank}.log"
-        specs.append(
-            WorkerSpec(f"trainer-{rank}", MakeTrainer(spec), env, log, node=allocation.node(slot), waits=session.waits)
-        )
+        make, node = partial(TrainerWorker, spec), allocation.node(slot)
+        specs.append(WorkerSpec(f"trainer-{rank}", make, env, log, node=node, waits=session.waits))
     return specs
 
 
