@@ -72,10 +72,6 @@ class RolloutBuffer:
             groups = self._groups.admit(tasks, version)
         self._submit(groups)
 
-    def wait(self, version: int, span: Span) -> None:
-        """Wait until the groups of the step at `version` are sampled. span: times a wait, by what it is for."""
-        self._wait(version, lambda: self._groups.select(version, scored=False), span)
-
     def take(self, version: int, span: Span) -> list[RolloutGroup]:
         """Wait for the groups of the step at `version` that were not taken yet to be scored, and take them."""
         return self._take(self._wait(version, lambda: self._groups.select(version), span), version)

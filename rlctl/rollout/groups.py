@@ -163,14 +163,14 @@ class GroupTable:
         self._groups[number] = group
         return group
 
-    def select(self, version: int, *, scored: bool = True) -> list[int] | None:
-        """Return the numbers of the groups for the places left in the step at `version`, oldest first; None while some
-        have to be waited for. scored: only groups that are READY; else SAMPLED ones too."""
-        done = {GroupState.READY} if scored else {GroupState.READY, GroupState.SAMPLED}
-        if sum(group.state in done for group in self._groups.values()) < self._places:
+    def select(self, version: int) -> list[int] | None:
+        """Return the numbers of the READY groups for the places left in the step at `version`, oldest first; None while
+        some have to be waited for."""
+        # Less work than the choice, which would be made for every group that ends.
+        if len(self.in_state(GroupState.READY)) < self._places:
             return None
-        chosen = self.rule.choose(self._left(), lambda group: group.state in done, version, self._places)
-        return sorted(group.number for group in chosen) if len(chosen) == self._places else None
+        chosen = self.select_part(version)
+        return chosen if len(chosen) == self._places else None
 
     def select_part(self, version: int) -> list[int]:
         """Return the numbers of those READY groups that may train at `version` whatever becomes of the others, oldest

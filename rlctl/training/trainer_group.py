@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup
 
 R = TypeVar("R")
+Timed = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class PreparedBatch:
 class Update:
     """One optimizer update under way, see `TrainerGroup.update`."""
 
-    def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool) -> None:
-        self._trainer, self._loss, self._in_parts = trainer, loss, in_parts
+    def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool, timed: Timed) -> None:
+        self._trainer, self._loss, self._in_parts, self._timed = trainer, loss, in_parts, timed
         self._totals = Totals(0, 0)
         self._held: PreparedBatch | None = None
         # Parts with samples, and how many of them the ranks have.
@@ -47,13 +48,14 @@ class Update:
 
     def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
         """Add the gradients of some samples, any number of times."""
-        batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples)
-        if not batch.totals.sequences:
-            return
-        self._send_held()
-        self._totals, self._held, self.parts = self._totals + batch.totals, batch, self.parts + 1
-        if self._in_parts:
+        with self._timed():
+            batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples)
+            if not batch.totals.sequences:
+                return
             self._send_held()
+            self._totals, self._held, self.parts = self._totals + batch.totals, batch, self.parts + 1
+            if self._in_parts:
+                self._send_held()
 
     def _send_held(self) -> None:
         if self._held:
@@ -101,21 +103,23 @@ class TrainerGroup:
         return PreparedBatch(self._shares(self._plan(sequences), sequences), totals, list(map(len, sequences)))
 
     @contextmanager
-    def update(self, loss: Loss, *, in_parts: bool = False) -> Iterator[Update]:
+    def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
         """Make one optimizer update of what the block accumulates; leaving the block makes the step and fills
         `Update.metrics`, an exception in the block discards what was accumulated.
 
         in_parts: ranks get each part at once, to work on it while others are being sampled. Otherwise the last part
         is held back and travels with the step: an update of one part is one call. Raises FloatingPointError, with
-        nothing updated, for a loss or a gradient norm that is not finite.
+        nothing updated, for a loss or a gradient norm that is not finite. timed: makes a context for each span in
+        which the update itself works, and not the block around it.
         """
-        update = Update(self, loss, in_parts)
+        update = Update(self, loss, in_parts, timed)
         try:
             yield update
         except Exception as error:
             update._discard(error)
             raise
-        update._finish()
+        with timed():
+            update._finish()
 
     def evaluate(self, sequences: Rows[TrainingSample], loss: Loss) -> dict[str, float]:
         """Return the loss's metrics without an update."""

@@ -78,7 +78,6 @@ class Stage:
         while self.parts and (part := buffer.take_part(version, 1, lambda _: nullcontext())):
             groups += part
         self.taken_early += len(groups)
-        buffer.wait(version, lambda _: nullcontext())
         self.steps.append(groups + buffer.take(version, lambda _: nullcontext()))
         if drained:
             buffer.drain(lambda _: nullcontext())

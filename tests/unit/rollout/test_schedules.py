@@ -145,7 +145,6 @@ class Schedule:
             groups: list[RolloutGroup] = []
             while self.parts and (part := self.buffer.take_part(self.version, 6, span)):
                 groups += part
-            self.buffer.wait(self.version, span)
             groups += self.buffer.take(self.version, span)
             self.look_at_trained(groups)
             # The optimizer's step: the trainer has new weights, and the engines go on meanwhile.

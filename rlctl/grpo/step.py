@@ -1,0 +1,138 @@
+"""One GRPO step under way: its phases are timed here, and all that is recorded of it is collected here."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.batch import LeftOut, TrainingBatch, make_batch
+from rlctl.grpo.components import GrpoComponents
+from rlctl.grpo.metrics import (
+    EngineInterval,
+    age_metrics,
+    generator_metrics,
+    length_metrics,
+    refit_metrics,
+    rollout_metrics,
+    speed_metrics,
+    turn_metrics,
+    update_metrics,
+)
+from rlctl.preflight.resolved import Resolved
+from rlctl.refit.protocol import RefitReport
+from rlctl.rollout.buffer import RolloutBuffer
+from rlctl.rollout.types import RolloutGroup
+from rlctl.telemetry.clock import StepRecorder
+from rlctl.telemetry.throughput import length_of_a_token, mfu
+from rlctl.training.trainer_group import Update
+
+
+class GrpoStep:
+    """The step that trains the weights of `version`."""
+
+    def __init__(self, config: GrpoConfig, parts: GrpoComponents, version: int) -> None:
+        self._config, self._parts, self.version = config, parts, version
+        self._async = config.async_.enabled
+        self._recorder = StepRecorder(parts.recorder.events, version + 1)
+        self.phase = self._recorder.phase
+        self.training = partial(self.phase, "train")
+        # Of now, not of the last step's end: what a validation samples belongs to no step.
+        self._stats = parts.dispatcher.stats()
+        self._groups: list[list[RolloutGroup]] = []
+        self._batches: list[TrainingBatch] = []
+        self.updates: list[Update] = []
+        # Metrics that come from outside of the updates.
+        self.measured: dict[str, float] = {}
+
+    def waiting(self, why: str) -> AbstractContextManager[None]:
+        """Time a wait: generation and reward are phases of a synchronous step, and idle times of the trainer else."""
+        if self._async:
+            return self.phase(f"idle_{why}")
+        return self.phase("reward" if why == "scores" else "generation")
+
+    def batch(self, groups: list[RolloutGroup]) -> TrainingBatch:
+        """Return the groups' samples with their advantages."""
+        with self.phase("advantage"):
+            return make_batch(groups, self._config.grpo, self.version if self._async else None)
+
+    def collect(self, groups: list[RolloutGroup], batch: TrainingBatch) -> None:
+        """Keep groups of the step, and the batch that is trained of them, for the record.
+
+        Raises FloatingPointError if more rollouts of the step are left out than the config allows.
+        """
+        self._groups.append(groups)
+        self._batches.append(batch)
+        config, share = self._config.grpo, self._config.health.max_non_finite_rollouts
+        rollouts = config.num_prompts_per_step * config.num_generations_per_prompt
+        if len(self.left_out) > share * rollouts:
+            raise FloatingPointError(
+                f"{len(self.left_out)} of {rollouts} rollouts have a log-prob that is not finite, at most {share:.0%} "
+                f"(health.max_non_finite_rollouts): first {self.left_out[0]}"
+            )
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        """Rollouts of the step that reach no update."""
+        return [each for batch in self._batches for each in batch.left_out]
+
+    def record(self, buffer: RolloutBuffer, refit: RefitReport) -> None:
+        """Write the step's metrics and its rollouts. refit: of the sync that ended it."""
+        parts, number = self._parts, self.version + 1
+        groups = [group for part in self._groups for group in part]
+        batch = TrainingBatch.joined(self._batches, list(map(len, self._groups)))
+        updates = [update.metrics for update in self.updates]
+        if not updates or not all(updates):
+            what = f"step {number}: no optimizer step, for it has no token to train on"
+            parts.recorder.events.emit("warning", what=what)
+        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
+        # Taken in any case: they would pile up.
+        lengths = buffer.sampled_lengths()
+        if self._async:
+            metrics |= age_metrics(groups, self.version, buffer.occupancy(), Resolved(self._config).max_age)
+            metrics |= length_metrics(lengths) | {"buffer/target": float(buffer.target)}
+        if Resolved(self._config).streams_training:
+            metrics["train/parts"] = float(max(update.parts for update in self.updates))
+        left_out = {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
+        outcomes = asdict(batch.outcomes) | left_out
+        parts.recorder.rollouts(number, outcomes, lambda: _shown(groups, parts.score.decode))
+        monitor, times = parts.monitor.read(), self._recorder.finish()
+        metrics |= self._speed(metrics, times, batch)
+        parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})
+
+    def _speed(self, metrics: dict[str, float], times: dict[str, float], batch: TrainingBatch) -> dict[str, float]:
+        devices = self._parts.devices
+        speed = speed_metrics(metrics, times, devices.trainer, devices.all)
+        if self._async:
+            speed |= generator_metrics(EngineInterval(self._stats, self._parts.dispatcher.stats(), devices.generator))
+        else:
+            speed |= turn_metrics(metrics, times, devices.generator)
+        flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
+        share = mfu(speed["throughput/training"], flops, devices.name)
+        return speed if share is None else {**speed, "throughput/mfu": share}
+
+
+def _shown(groups: list[RolloutGroup], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
+    """Return the first rollout of each group as rollouts.jsonl shows it."""
+    firsts = [(group.task, group.rollouts[0]) for group in groups if group.rollouts]
+    texts = decode([rollout.sampled_tokens.tolist() for _, rollout in firsts])
+    return [
+        {
+            "prompt_id": task.id,
+            "prompt": task.text,
+            "answer": task.answer,
+            "completion": text,
+            "reward": rollout.reward,
+            "rewards": score.parts,
+            "right": score.right if rollout.reward is not None else None,
+            "failed": score.failed,
+            "finish": rollout.finish,
+            # Weight version -> tokens that it sampled.
+            "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
+        }
+        for (task, rollout), text in zip(firsts, texts)
+        if (score := rollout.score)
+    ]
