@@ -82,4 +82,6 @@ def list_end_tokens(folder: Path, tokens: Iterable[int]) -> None:
     ends = [each for each in (listed if isinstance(listed, list) else [listed]) if each is not None]
     if missing := [token for token in dict.fromkeys(tokens) if token not in ends]:
         values["eos_token_id"] = [*ends, *missing]
+        # Some releases of transformers read config.json instead of a file that says so.
+        values.pop("_from_model_config", None)
         file.write_text(json.dumps(values, indent=2) + "\n")

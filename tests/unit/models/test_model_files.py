@@ -66,7 +66,7 @@ def test_a_shape_that_makes_no_model_is_an_error_that_says_why(tmp_path: Path) -
     ("config", "generation", "listed"),
     [
         ({"eos_token_id": 5}, {"eos_token_id": 5, "top_p": 0.9}, {"eos_token_id": [5, 7], "top_p": 0.9}),
-        ({}, {"eos_token_id": [6, 5]}, {"eos_token_id": [6, 5, 7]}),
+        ({}, {"eos_token_id": [6, 5], "_from_model_config": True}, {"eos_token_id": [6, 5, 7]}),
         ({}, {"eos_token_id": [5, 7]}, {"eos_token_id": [5, 7]}),
         ({"bos_token_id": 1, "eos_token_id": 2}, None, {"bos_token_id": 1, "eos_token_id": [2, 5, 7]}),
         ({"eos_token_id": None}, None, {"eos_token_id": [5, 7]}),
