@@ -223,8 +223,10 @@ class Engine(ReceivesWeights):
         self._requests.fail(error)
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        """What a method of `RefitWorker` gives on every worker. Raises the first failure, once all have answered: vLLM
-        itself stops reading at the first, and takes what is left for the answers of the next call."""
+        """Return the answers of all workers to a method of `RefitWorker`. Raises the first failure once all answered.
+
+        vLLM itself stops reading at the first failure, and takes what is left for the answers of the next call.
+        """
         answers: list[Any] = self._llm.collective_rpc(method, args=arguments)
         for answer in answers:
             if isinstance(answer, Exception):

@@ -1,4 +1,4 @@
-"""What a GRPO run's health is judged by. Pure; the bounds are the config's."""
+"""The checks of a GRPO run's health. Pure; the bounds are the config's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

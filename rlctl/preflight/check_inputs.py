@@ -173,7 +173,7 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
     if not module.endswith(".py"):
         names = module.split(".")
         folders = [Path.cwd(), *map(Path, sys.path)] if all(name.isidentifier() for name in names) else []
-        forms = (Path(*names).with_suffix(".py"), Path(*names) / "__init__.py")
+        forms = (f"{'/'.join(names)}.py", f"{'/'.join(names)}/__init__.py")
         files = (folder / form for folder in folders for form in forms)
         file = next((each for each in files if os.path.isfile(each)), None)
     if file is None:

@@ -1,4 +1,4 @@
-"""What the two ends of a refit tell each other and report, and how one fails: plain data."""
+"""Messages and reports of the two ends of a refit, and how one fails: plain data."""
 
 from dataclasses import dataclass
 from typing import Literal

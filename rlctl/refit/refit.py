@@ -47,7 +47,7 @@ _CACHED_BYTES = 8 << 20
 
 
 class ReceivesWeights(Protocol):
-    """What a hosted engine offers the driver's `Refit`, whoever samples."""
+    """The methods that a hosted engine offers the driver's `Refit`, whoever samples."""
 
     def refit_open(self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool) -> Any:
         """Join the refit transport, and return how new weights are taken in.

@@ -13,7 +13,7 @@ from rlctl.refit.transport import open_sender
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank can send."""
+    """The tensors that a rank can send."""
 
     # (Hugging Face name, shape, dtype) of every whole tensor.
     layout: list[tuple[str, tuple[int, ...], str]]

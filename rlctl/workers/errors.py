@@ -1,4 +1,4 @@
-"""What can go wrong with a worker, as errors that name it: it raised, it died, or it did not answer."""
+"""Failures of a worker, as errors that name it: it raised, it died, or it did not answer."""
 
 from dataclasses import dataclass
 

@@ -95,7 +95,7 @@ class Worker:
 
     @property
     def known_as(self) -> tuple[str, int | None]:
-        """Its name, and its process id if that is known and belongs to this machine."""
+        """The worker's name, and its process id if that is known and belongs to this machine."""
         return self.name, None if self.spec.node else self._pid
 
     def kill(self) -> None:
