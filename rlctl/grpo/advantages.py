@@ -14,7 +14,7 @@ _EPSILON = 1e-6
 
 
 def advantages(rewards: ArrayLike, groups: ArrayLike, config: AdvantageSection) -> NDArray[np.float32]:
-    """Advantage float32 [n] of each rollout; rewards: float [n]; groups: int [n], any ids, in any order.
+    """Return the advantage, float32 [n], of each rollout; rewards: float [n]; groups: int [n], any ids, in any order.
 
     With n_g rollouts of mean m_g in a group (n_g may differ, failed rollouts being left out before):
 
@@ -43,7 +43,7 @@ def advantages(rewards: ArrayLike, groups: ArrayLike, config: AdvantageSection) 
 def _sorted_by_group(
     rewards: ArrayLike, groups: ArrayLike
 ) -> tuple[NDArray[np.float64], NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-    """Rewards sorted by (group, reward), the order that sorts them, and each group's first place and size."""
+    """Return rewards sorted by (group, reward), the order that sorts them, and each group's first place and size."""
     values, ids = np.asarray(rewards, np.float64), np.asarray(groups)
     if values.ndim != 1 or values.shape != ids.shape:
         raise ValueError(f"rewards {values.shape} and groups {ids.shape} must be of one length, one number each")
@@ -56,6 +56,6 @@ def _sorted_by_group(
 
 
 def _equal_ends(values: NDArray[np.float64], starts: NDArray[np.intp], sizes: NDArray[np.intp]) -> NDArray[np.bool_]:
-    """bool [groups]: smallest reward equals largest. No threshold: a mean's rounding must not hide a uniform group."""
+    """Return bool [groups]: smallest reward equals largest. A mean's rounding must hide no uniform group."""
     uniform: NDArray[np.bool_] = values[starts] == values[starts + sizes - 1]
     return uniform

@@ -30,7 +30,7 @@ class TaskOutcomes:
     dropped: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, more: "TaskOutcomes") -> None:
-        """Those of another batch too."""
+        """Add the outcomes of another batch."""
         self.trained += more.trained
         for mine, theirs in ((self.filtered, more.filtered), (self.dropped, more.dropped)):
             for reason, ids in theirs.items():
@@ -74,7 +74,7 @@ class TrainingBatch:
 
     @classmethod
     def joined(cls, parts: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
-        """Several batches as one. groups: how many each was made of."""
+        """Return several batches as one. groups: number of groups of each."""
         outcomes = TaskOutcomes()
         for part in parts:
             outcomes.add(part.outcomes)
@@ -87,18 +87,20 @@ class TrainingBatch:
         return cls(sequences, owners, outcomes, places, left_out, rewards)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
-        """One field of every sequence."""
+        """Return one field of every sequence."""
         return [sequence.fields[name] for sequence in self.sequences]
 
     def shares(self, count: int) -> list[list[TrainingSample]]:
-        """The sequences of `count` updates: whole groups, as even in number as can be, in drawing order."""
+        """Return the sequences of `count` updates: whole groups, as even in number as possible, in drawing order."""
         groups = np.unique(self.owners)
         parts = [part for part in np.array_split(groups, count) if len(part)]
         return [[self.sequences[row] for row in np.flatnonzero(np.isin(self.owners, part))] for part in parts]
 
 
 def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | None = None) -> TrainingBatch:
-    """Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline; a group
+    """Return the samples of groups, and the outcome of each task.
+
+    Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline. A group
     left with none is dropped, a uniform one may be filtered.
 
     version: of the weights that are trained; then sequences tell how many steps old each token is.
@@ -180,7 +182,7 @@ def add_log_probs(
 
 
 def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
-    """The batch of these rows, with the advantages and outcomes that `make_batch` gives groups of them alone."""
+    """Return the batch of these rows, with the advantages and outcomes that `make_batch` gives groups of them alone."""
     values, owners = batch.rewards[kept], batch.owners[kept]
     uniform = [each for each in np.unique(owners) if config.skip_uniform_groups and not np.ptp(values[owners == each])]
     equal = np.isin(owners, uniform)
@@ -196,7 +198,7 @@ def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) ->
 
 
 def _without(outcomes: TaskOutcomes, left: set[str], filtered: set[str]) -> TaskOutcomes:
-    """The outcomes where of the trained prompts those that are not `left` are filtered or dropped."""
+    """Return the outcomes where trained prompts that are not `left` are filtered or dropped."""
     now = TaskOutcomes([name for name in outcomes.trained if name in left])
     now.add(TaskOutcomes(filtered=outcomes.filtered, dropped=outcomes.dropped))
     for name in outcomes.trained:
@@ -208,7 +210,7 @@ def _without(outcomes: TaskOutcomes, left: set[str], filtered: set[str]) -> Task
 
 
 def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray[np.float32]]) -> list[TrainingSample]:
-    """The sequences with one more field."""
+    """Return the sequences with one more field."""
     return [TrainingSample(s.tokens, s.mask, {**s.fields, name: column}) for s, column in zip(sequences, columns)]
 
 

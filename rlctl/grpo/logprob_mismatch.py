@@ -14,18 +14,20 @@ Floats = Sequence[NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """token_mult_prob_error: mean of exp|g - o|, 1 when equal; above 1.05 something is wrong (name and bound:
-    NeMo-RL). kl: KL(generator || trainer) in nats a token. max_abs_diff: largest |g - o|. tokens: compared.
-    """
+    """Gap between generator and trainer over some tokens."""
 
+    # Mean of exp|g - o|, 1 when equal; above 1.05 something is wrong (name and bound: NeMo-RL).
     token_mult_prob_error: float
+    # KL(generator || trainer) in nats a token.
     kl: float
+    # Largest |g - o|.
     max_abs_diff: float
+    # Tokens that were compared.
     tokens: int
 
 
 def mismatch(rollout: Floats, trainer: Floats, mask: Sequence[NDArray[np.bool_]]) -> Mismatch:
-    """Compares log-probs g (rollout) and o (trainer), float32 [T_i] a sequence, where mask [T_i] is true.
+    """Compare log-probs g (rollout) and o (trainer), float32 [T_i] a sequence, where mask [T_i] is true.
 
     The KL is Schulman's k3, mean of exp(x) - 1 - x with x = o - g, unbiased for tokens drawn from the generator
     ("Approximating KL divergence", joschu.net/blog/kl-approx.html). ValueError: lengths that differ, or no token.

@@ -1,4 +1,4 @@
-"""The numbers of one GRPO step, by the names of telemetry/metrics.py. Pure."""
+"""Metrics of one GRPO step, by the names of telemetry/metrics.py. Pure."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
@@ -18,7 +18,7 @@ TRAINER_PHASES = ("train", "log_probs", "refit")
 
 
 def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[str, float]:
-    """Rewards, lengths and token counts of a step's rollouts."""
+    """Return rewards, lengths and token counts of a step's rollouts."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [score for group in groups for score in group.scores]
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
@@ -36,9 +36,9 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
 
 
 def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
-    """Mean, deviation and accuracy of the rollouts that were scored; of each reward its mean and its failures.
+    """Return mean, deviation and accuracy of the scored rollouts, and mean and failures of each reward.
 
-    A failure is no 0: what has no value at all has no mean.
+    A failure is no 0. A reward that failed everywhere has no mean.
     """
     scored = [score for score in scores if score.value is not None]
     metrics = {"reward/failed": float(len(scores) - len(scored))}
@@ -77,7 +77,7 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
 def speed_metrics(
     tokens: Mapping[str, float], times: Mapping[str, float], trainers: int, devices: int
 ) -> dict[str, float]:
-    """Throughput end to end and of training, tokens/s/device, and the trainer's idle share of the step."""
+    """Return the throughput end to end and of training, tokens/s/device, and the trainer's idle share of the step."""
     prompt, generated, trained = (int(tokens[f"tokens/{name}"]) for name in ("prompt", "generated", "trained"))
     return {
         "throughput/effective": throughput.effective(prompt, generated, times, devices),
@@ -87,7 +87,7 @@ def speed_metrics(
 
 
 def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], generators: int) -> dict[str, float]:
-    """Throughput of generation, tokens/s/device, and its idle share, where it takes turns with training."""
+    """Return the throughput of generation, tokens/s/device, and its idle share, where it takes turns with training."""
     return {
         "throughput/generation": throughput.generation_only(int(tokens["tokens/generated"]), times, generators),
         "idle/generator": throughput.idle_share(times, GENERATOR_PHASES),
@@ -96,7 +96,7 @@ def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], genera
 
 @dataclass(frozen=True)
 class EngineInterval:
-    """What the generator did from one step's end to the next. before, after: the counters of each engine."""
+    """Totals of each engine at two moments."""
 
     before: list[EngineStats]
     after: list[EngineStats]
@@ -104,9 +104,9 @@ class EngineInterval:
 
 
 def generator_metrics(interval: EngineInterval) -> dict[str, float]:
-    """How fast the generator was while it sampled, and the shares of the time in which it stood still, and why.
+    """Return the generator's speed while it sampled, and the shares of the time in which it was idle or paused.
 
-    Engines that were replaced meanwhile, and count anew, are left out; nothing where no engine said anything new.
+    Engines that were replaced meanwhile are left out, since their totals began again. Empty if no engine reported.
     """
     pairs = [(b, a) for b, a in zip(interval.before, interval.after) if a.busy >= b.busy and a.at > b.at > 0]
     busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
@@ -125,7 +125,7 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
 
 
 def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
-    """Ages in steps: of the trained groups, and of those on their way (`buffer/age_k`, at the end of the step)."""
+    """Return ages in steps: of the trained groups, and of the active ones (`buffer/age_k`, at the end of the step)."""
     versions = [[rollout.sampled_versions for rollout in group.rollouts] for group in groups if group.rollouts]
     ages = [version - min(int(one.min()) for one in group) for group in versions]
     tokens = [version - one for group in versions for one in group]
@@ -142,7 +142,7 @@ def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int
 
 
 def length_metrics(sampled: list[int]) -> dict[str, float]:
-    """Of all rollouts sampled during the step, to be held against those trained: nothing long is left behind."""
+    """Return lengths of all rollouts that were sampled during the step; those trained should not be shorter."""
     if not sampled:
         return {}
     return {"length/sampled_mean": float(np.mean(sampled)), "length/sampled_p90": float(np.percentile(sampled, 90))}

@@ -1,4 +1,4 @@
-"""How many groups an asynchronous run keeps on their way: as many as keep the trainer busy, and no more.
+"""Number of groups that an asynchronous run keeps on their way: enough to keep the trainer busy, and no more.
 
 The bound on age is a bound, not a target. Where the generator is the faster side, groups that wait for the trainer only
 grow older and win nothing; where it is the slower one, every group that the bound allows is under way. Measured on the
@@ -16,7 +16,7 @@ STEPS = 4
 
 
 class AdaptivePrefetch:
-    """target: groups between admission and the end of their step, from 2 N to the capacity (max_age + 1) N.
+    """Target number of groups between admission and the end of their step, from 2 N to the capacity (max_age + 1) N.
 
     With N groups a step, N train while N are sampled: with less than 2 N one side stands still. adaptive: False keeps
     the target at the capacity.
@@ -34,9 +34,11 @@ class AdaptivePrefetch:
             self.target = max(self._least, min(self._capacity, target))
 
     def step_over(self, waited: float, complete: int) -> None:
-        """A step ended. waited: share of it that the trainer waited for samples; complete: groups ready for the next.
+        """Adapt the target at the end of a step.
 
-        Half a step's worth more after a wait; half of what was left over in each of the last steps less.
+        waited: share of the step that the trainer waited for samples. complete: groups that are there for the next
+        step. The target grows by half a step's worth after a wait, and shrinks by half of what was left over in each of
+        the last steps.
         """
         if not self._adaptive:
             return

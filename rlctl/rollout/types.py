@@ -100,11 +100,6 @@ class RolloutGroup:
         """Scores of the rollouts that were scored."""
         return [rollout.score for rollout in self.rollouts if rollout.score]
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all trajectories."""
-        return sum(len(rollout.tokens) for rollout in self.rollouts)
-
 
 @dataclass(frozen=True)
 class GroupScorer:
