@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-# Containers often set it: then every process of a run compiles torch, vLLM and transformers anew, 40 s of CPU a run.
+# Containers often set it: then every process of a run compiles torch, vLLM and transformers again, 40 s of CPU a run.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test check setup clean
@@ -33,7 +33,7 @@ $(READY): pyproject.toml rlctl/preflight/stub_wheels.py
 	@echo "setting up $(VENV) (1-4 minutes, once)"
 	@$(BIN)/pip install -qq --disable-pip-version-check --no-compile --find-links .stubs -r .stubs/requirements.txt -e '.[cpu,dev]' || \
 	  { echo "set-up failed. If torch 2.13.0+cpu was not found: add PyTorch's CPU index to pip's configuration"; \
-	    echo "(the address stands in PyTorch's own install guide), for example PIP_EXTRA_INDEX_URL=ADDRESS make setup"; exit 1; }
+	    echo "(its address is in PyTorch's own install guide), for example PIP_EXTRA_INDEX_URL=ADDRESS make setup"; exit 1; }
 	@touch $(READY)
 
 clean:
