@@ -195,8 +195,10 @@ class RolloutDispatcher:
 
     def resume(self) -> None:
         """Begin requests again, after a sync; those of engines that it replaced begin again."""
-        self._held = False
         self._adopt()
+        with self._changed:
+            self._held = False
+            self._hand_out()
 
     def repair(self) -> bool:
         """Replace engines that are lost or do nothing; their requests begin again. Returns whether there were any.
@@ -334,9 +336,10 @@ class RolloutDispatcher:
         """Take note of engines that were replaced, by `repair` or by a sync: requests of the old ones begin again."""
         again: list[_Submitted] = []
         with self._changed:
-            for index, queue in enumerate(self._queues):
-                if self._is_current(index):
-                    continue
+            replaced = [(index, queue) for index, queue in enumerate(self._queues) if not self._is_current(index)]
+            if not replaced:
+                return
+            for index, queue in replaced:
                 again += queue.sampling()
                 queue.requests = {}
                 if worker := self._pool.slots[index]:
