@@ -170,9 +170,11 @@ def _scalar(node: ConfigNode, hint: Any) -> str | int | float | bool | None:
 
 def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     """Return the bounds that a number is outside of, and the number; nothing if it is within."""
-    most = limits.get("most", _MOST)
-    if math.isfinite(value) and not -_MOST <= value <= most:
-        return f"{f'at most {most}' if value > most else f'at least {-_MOST}'}, not {_shown(node)}"
+    # A number with a fraction may be any that is finite, unless its key says otherwise.
+    least, most = (-_MOST, _MOST) if isinstance(value, int) else (-math.inf, math.inf)
+    most = limits.get("most", most)
+    if math.isfinite(value) and not least <= value <= most:
+        return f"{f'at most {most}' if value > most else f'at least {least}'}, not {_shown(node)}"
     # Written so that nan, which compares false with everything, is out of every range.
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip

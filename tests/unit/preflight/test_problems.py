@@ -385,3 +385,8 @@ def test_a_check_needs_neither_torch_nor_ray(home: Path) -> None:
 def test_the_sft_recipe_is_fine(home: Path) -> None:
     assert (home / "sft.recipe.yaml").read_text() == SFT
     assert load("sft", "sft.recipe.yaml", []).config.kind == "sft"
+
+
+def test_a_number_with_a_fraction_may_be_any_that_is_finite(home: Path) -> None:
+    config = load("sft", "sft.recipe.yaml", ["trainer.optimizer.lr=1e30"]).config
+    assert config.trainer.optimizer.lr == 1e30
