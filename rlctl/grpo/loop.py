@@ -60,6 +60,7 @@ class GrpoLoop(Loop):
             self._buffer.advance(version + 1)
         self.done = version + 1
         self._check_parity(step)
+        step.measured |= self._skipped_updates(self.done, step.skipped_updates)
         step.record(self._buffer, refit)
         if step.left_out:
             self._details["non_finite"] = f"first {step.left_out[0]}"

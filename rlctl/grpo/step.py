@@ -79,15 +79,17 @@ class GrpoStep:
         """Rollouts of the step that reach no update."""
         return [each for batch in self._batches for each in batch.left_out]
 
+    @property
+    def skipped_updates(self) -> int:
+        """Number of updates without a token to train on, for which no optimizer step was made."""
+        return sum(not update.metrics for update in self.updates) if self.updates else 1
+
     def record(self, buffer: RolloutBuffer, refit: RefitReport) -> None:
         """Write the step's metrics and its rollouts. refit: of the sync that ended it."""
         parts, number = self._parts, self.version + 1
         groups = [group for part in self._groups for group in part]
         batch = TrainingBatch.joined(self._batches, list(map(len, self._groups)))
         updates = [update.metrics for update in self.updates]
-        if not updates or not all(updates):
-            what = f"step {number}: no optimizer step, for it has no token to train on"
-            parts.recorder.events.emit("warning", what=what)
         metrics = rollout_metrics(groups, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
         # Taken in any case: they would pile up.
         lengths = buffer.sampled_lengths()

@@ -30,6 +30,7 @@ class Loop(ABC):
         self._details: dict[str, str] = {}
         # Steps done, which is the weight version.
         self.done = 0
+        self._warned_of_skipped = False
 
     def run(self, start: int) -> None:
         """Run from the step after `start` on. Validates and saves as the config says, and saves when it is stopped.
@@ -58,6 +59,14 @@ class Loop(ABC):
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore the state that `save_with` wrote."""
         self._health.load_state_dict(checkpoint.state.get("health", {}))
+
+    def _skipped_updates(self, step: int, count: int) -> dict[str, float]:
+        """Return the metric of a step's updates that had no token to train on, and warn of the run's first."""
+        if count and not self._warned_of_skipped:
+            self._warned_of_skipped = True
+            what = f"step {step}: no optimizer step, for it has no token to train on; further ones are counted only"
+            self._recorder.events.emit("warning", what=f"{what} (train/skipped_updates)")
+        return {"train/skipped_updates": float(count)}
 
     def _judge(self, start: int) -> None:
         """Warn of each bound that the step just done has left. Raises HealthStop, with a checkpoint of the step."""

@@ -51,10 +51,6 @@ class SftLoop(Loop):
             self._next = self._prepare(cursor.position + size)
         with record.phase("train"), self._parts.trainer.update(NllLoss()) as update:
             update.accumulate(batch)
-        if not update.metrics:
-            self._parts.recorder.events.emit(
-                "warning", what=f"step {number}: no optimizer step, for its samples have no token to train on"
-            )
         # Not before the update, which may be refused: a checkpoint knows what was trained.
         cursor.draw(size)
         self.done = number
@@ -68,7 +64,8 @@ class SftLoop(Loop):
         flops = self._parts.flops(throughput.length_of_a_token(batch.lengths))
         if (share := throughput.mfu(speed["throughput/training"], flops, self._parts.device)) is not None:
             speed["throughput/mfu"] = share
-        self._parts.recorder.step(number, {"version": number, **update.metrics, **speed, **times})
+        metrics = update.metrics | self._skipped_updates(number, int(not update.metrics)) | speed
+        self._parts.recorder.step(number, {"version": number, **metrics, **times})
 
     def close(self) -> None:
         """Prepare no more batches."""

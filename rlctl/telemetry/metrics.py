@@ -22,6 +22,7 @@ MEANING = {
     "loss/nll": "negative log-likelihood, nats a token",
     "train/grad_norm": "gradient norm before clipping",
     "train/lr": "learning rate",
+    "train/skipped_updates": "updates without a token to train on, for which no optimizer step was made",
     "train/parts": "parts that the step was trained in, as its groups came",
     "ratio/mean": "mean of policy / old policy",
     "ratio/max": "greatest policy / old policy of a token",
