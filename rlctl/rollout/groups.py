@@ -3,8 +3,8 @@
     load -> DEFERRED -- admit --+
                                 v                                        trained or filtered
             draw -- admit --> SAMPLING -- last rollout --> SAMPLED -- scored --> READY -- take --> TAKEN -- release -->
-                              ^  |  |                         |                    ^
-          engine lost, resume |  |  +---------- dropped ------+--------------------+
+                              ^  |  |                                              ^
+          engine lost, resume |  |  +----- dropped: failed too often, no rollout --+
           or resample (due) --+--+
 
 DEFERRED: drawn, but a resume found no room, as after a change of N or S. SAMPLING: its rollouts are in an engine or
