@@ -203,10 +203,10 @@ def plain(node: ConfigNode) -> Any:
 
 def leaves(node: ConfigNode, key: str = "") -> Iterator[tuple[str, ConfigNode]]:
     """Yield (dotted key, node) of every scalar, and of every empty mapping or list, in order."""
-    children = _children(node)
-    if not children and key:
+    within = children(node)
+    if not within and key:
         yield key, node
-    for name, child in children.items():
+    for name, child in within.items():
         yield from leaves(child, f"{key}.{name}" if key else name)
 
 
@@ -214,11 +214,12 @@ def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
     """Return the node at the path `names`, None if there is none; an entry of a list is named by its number."""
     found: ConfigNode | None = node
     for name in names:
-        found = _children(found).get(name) if found else None
+        found = children(found).get(name) if found else None
     return found
 
 
-def _children(node: ConfigNode) -> dict[str, ConfigNode]:
+def children(node: ConfigNode) -> dict[str, ConfigNode]:
+    """Return the values within a node by name, an entry of a list by its number; none of a scalar."""
     if isinstance(node.value, list):
         return {str(index): child for index, child in enumerate(node.value)}
     return node.value if isinstance(node.value, dict) else {}

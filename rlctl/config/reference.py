@@ -44,7 +44,7 @@ rlctl train grpo my.yaml trainer.optimizer.lr=1e-5      # a key of the command l
 - A file is looked up next to the file that names it, then in the current directory, then among the recipes. Mappings
   merge key by key; a list or a value replaces the one before.
 - `${a.b}` is the value of another key. `${oc.env:NAME}` and `${oc.env:NAME,default}` are variables of the environment;
-  what they give is written to no disk.
+  what they give is written to no disk. OmegaConf fills them in; its other resolvers are not allowed.
 - Scalars follow YAML 1.2: `1e-6` is a number, `on` and `off` are text. An unknown key is an error.
 - `must be set` in the column of defaults marks a key without a default.
 """

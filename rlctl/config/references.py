@@ -1,134 +1,143 @@
-"""References in values: `${a.b}` is the value of another key, `${oc.env:NAME}` a variable of the environment.
+"""References in values, which OmegaConf fills in: `${a.b}` is another key, `${oc.env:NAME}` an environment variable.
 
-`${oc.env:NAME,default}` has a default, and a backslash before `${` makes it text. Sections that refer to sections that
-refer to sections grow by powers, so that what is filled in is counted, and bounded.
+Sections that refer to sections that refer to sections grow by powers, so that sizes are added up before anything is
+filled in. The same walk finds what reads the environment: that is a secret, and no disk may hold it.
 """
 
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.provenance import MISSING, MOST_BYTES, ConfigNode, leaves, node_at, plain
+from rlctl.config.provenance import MISSING, MOST_BYTES, ConfigNode, children, leaves, node_at, plain
 
 _MOST_REFERENCES = 100
+# Letters of one reference: OmegaConf parses some 20,000 a second.
+_MOST_LETTERS = 1_000
 # What a value costs besides its letters.
 _VALUE = 32
-_OPENING = re.compile(r"(\\*)\$\{")
+_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
+_INNERMOST = re.compile(r"\$\{([^{}]*)\}")
+_FILLED = "\ue000"
 
 
 class _ReferenceError(Exception):
-    """A reference that cannot be filled in. too_large: the rest of the config is not looked at."""
-
-    def __init__(self, what: str, too_large: bool = False) -> None:
-        super().__init__(what)
-        self.too_large = too_large
+    """A reference that OmegaConf is not asked to fill in."""
 
 
 def fill_references(root: ConfigNode) -> ConfigNode:
     """Return the tree with its references filled in. Raises ConfigError with every one that leads nowhere."""
     marked = [(key, node) for key, node in leaves(root) if isinstance(node.value, str) and "${" in node.value]
+    if not marked:
+        return root
     if sum(str(node.value).count("${") for _, node in marked) > _MOST_REFERENCES:
         key, node = marked[-1]
         what = f"more than {_MOST_REFERENCES} references (${{...}}) in one config"
         raise ConfigError([Problem(str(node.origin), key, what)])
-    filler, problems = _Filler(root), []
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    errors = (_ReferenceError, OmegaConfBaseException, RecursionError)
+    walk, total, problems = _Walk(root), 0, []
     for key, node in marked:
         try:
-            filler.fill(node)
-        except RecursionError:
-            problems.append(Problem(str(node.origin), key, "references nested too deep"))
-        except _ReferenceError as error:
-            problems.append(Problem(str(node.origin), key, f"{node.value}{error}"))
-            if error.too_large:
-                break
+            total += walk.measure(key, node)[0]
+            OmegaConf.create([node.value])
+        except errors as error:
+            problems.append(_problem(key, node, error))
+        if total > MOST_BYTES:
+            what = f"{node.value} makes the config larger than {MOST_BYTES >> 10} KiB: none is so large"
+            problems.append(Problem(str(node.origin), key, what))
+            break
     if problems:
         raise ConfigError(problems)
-    return _Filler(root).fill(root) if marked else root
+    tree, filled = OmegaConf.create(plain(root)), {}
+    for key, node in marked:
+        try:
+            value = OmegaConf.create([node.value], parent=tree)[0]
+        except errors as error:
+            problems.append(_problem(key, node, error))
+            continue
+        if OmegaConf.is_config(value):
+            # The section itself: a copy would not know which of its values are secrets.
+            filled[id(node)] = walk.find(_parse(str(node.value))[0][0])
+        else:
+            secret = str(node.value) if walk.measure(key, node)[1] else None
+            filled[id(node)] = ConfigNode(value, node.origin, secret=secret)
+    if problems:
+        raise ConfigError(problems)
+    return _rebuild(root, filled)
 
 
-class _Filler:
-    """Fills references in, up to a bound on all that they add."""
+def _problem(key: str, node: ConfigNode, error: Exception) -> Problem:
+    what = str(error).strip().splitlines()[0]
+    if "recursion depth" in what:
+        what = "references nested too deep"
+    return Problem(str(node.origin), key, f"{node.value}: {what}")
+
+
+def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
+    if isinstance(node.value, dict):
+        return replace(node, value={key: _rebuild(child, filled) for key, child in node.value.items()})
+    if isinstance(node.value, list):
+        return replace(node, value=[_rebuild(child, filled) for child in node.value])
+    return replace(_rebuild(filled[id(node)], filled), origin=node.origin) if id(node) in filled else node
+
+
+def _parse(text: str) -> tuple[list[str], bool]:
+    """Return the keys that a text refers to, and True if it reads the environment. Raises _ReferenceError."""
+    keys, secret = [], False
+    rest = _ESCAPED.sub(" ", text)
+    while found := _INNERMOST.search(rest):
+        name, is_resolver, _ = found[1].partition(":")
+        if len(found[1]) > _MOST_LETTERS:
+            raise _ReferenceError(f"a reference of more than {_MOST_LETTERS:,} letters")
+        if is_resolver and name.strip() != "oc.env":
+            raise _ReferenceError("only keys, ${a.b}, and variables, ${oc.env:NAME}, can be referred to")
+        if _FILLED in found[1].partition(",")[0]:
+            raise _ReferenceError("a reference must name its key, not look it up by another reference")
+        if name.lstrip().startswith("."):
+            raise _ReferenceError("a reference names the whole key, from the top of the config")
+        if is_resolver:
+            secret = True
+        else:
+            # OmegaConf takes `[a][0]`, `a[0]` and `a.0` alike.
+            keys.append(re.sub(r"\[(\w+)\]", r".\1", name).strip().removeprefix("."))
+        rest = rest.replace(found[0], _FILLED, 1)
+    if "${" in rest:
+        raise _ReferenceError("a reference without its closing bracket")
+    return keys, secret
+
+
+class _Walk:
+    """A walk along the references of one config."""
 
     def __init__(self, root: ConfigNode) -> None:
         self._root = root
-        self._letters = 0
-        # Keys that are being looked up, each for the one before it.
-        self._open: list[str] = []
+        self._known: dict[int, tuple[int, bool]] = {}
 
-    def fill(self, node: ConfigNode) -> ConfigNode:
-        """Return a node with all references in it filled in. Raises _ReferenceError."""
-        if isinstance(node.value, dict):
-            return replace(node, value={key: self.fill(child) for key, child in node.value.items()})
-        if isinstance(node.value, list):
-            return replace(node, value=[self.fill(child) for child in node.value])
-        if self._open:
-            self._letters += len(str(node.value)) + _VALUE
-            if self._letters > MOST_BYTES:
-                raise _ReferenceError(f" makes the config larger than {MOST_BYTES >> 10} KiB: none is so large", True)
-        if not isinstance(node.value, str) or "${" not in node.value:
-            return node
-        parts = [self._look_up(part) if is_reference else part for part, is_reference in _split(node.value)]
-        secret = node.value if any(isinstance(part, ConfigNode) and part.secret for part in parts) else None
-        if len(parts) == 1 and isinstance(parts[0], ConfigNode):
-            return replace(parts[0], origin=node.origin, text=None, secret=secret)
-        text = "".join(part if isinstance(part, str) else str(plain(part)) for part in parts)
-        return ConfigNode(text, node.origin, secret=secret)
-
-    def _look_up(self, reference: str) -> ConfigNode:
-        head, has_default, default = reference.partition(",")
-        name, is_resolver, variable = (word.strip() for word in head.partition(":"))
-        if is_resolver and name != "oc.env":
-            raise _ReferenceError(": only keys, ${a.b}, and variables, ${oc.env:NAME}, can be referred to")
-        if "${" in head:
-            raise _ReferenceError(": a reference must name its key, not look it up by another reference")
-        if is_resolver:
-            return self._variable(variable, default.strip() if has_default else None)
-        # `a[0]` and `a.0` are the same entry.
-        key = re.sub(r"\[(\w+)\]", r".\1", reference).strip()
-        if key.startswith("."):
-            raise _ReferenceError(": a reference names the whole key, from the top of the config")
+    def find(self, key: str) -> ConfigNode:
+        """Return the node that `${key}` names. Raises _ReferenceError."""
         found = node_at(self._root, key.split("."))
         if found is None or found.value == MISSING:
-            raise _ReferenceError(f": {key} is not set" if found else f": there is no key {key!r}")
-        if key in self._open:
-            raise _ReferenceError(f": {key} refers to itself")
-        self._open.append(key)
-        filled = self.fill(found)
-        self._open.pop()
-        return filled
+            raise _ReferenceError(f"{key} is not set" if found else f"there is no key {key!r}")
+        return found
 
-    def _variable(self, name: str, default: str | None) -> ConfigNode:
-        """Return a variable of the environment as a secret; a default is one too, since it is read in its place."""
-        if name in os.environ:
-            return ConfigNode(os.environ[name], self._root.origin, secret=name)
-        if default is None:
-            raise _ReferenceError(f": the environment has no variable {name!r}")
-        value = self.fill(ConfigNode(default.strip("'\""), self._root.origin)).value
-        return ConfigNode(None if default == "null" else str(value), self._root.origin, secret=name)
+    def measure(self, key: str, node: ConfigNode, above: tuple[int, ...] = ()) -> tuple[int, bool]:
+        """Return the letters of a value once it is filled in, and True if it reads the environment.
 
-
-def _split(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the parts of a text that are not empty, with True for what is between `${` and its `}`."""
-    end = 0
-    for found in _OPENING.finditer(text):
-        if found.start() < end:
-            continue
-        escapes = found[1]
-        before = text[end : found.start()] + escapes[: len(escapes) // 2]
-        end = found.end()
-        if len(escapes) % 2:
-            yield before + "${", False
-            continue
-        if before:
-            yield before, False
-        depth, begin = 1, end
-        while depth:
-            closing = re.compile(r"\$\{|\}").search(text, end)
-            if closing is None:
-                raise _ReferenceError(": a reference without its closing bracket")
-            depth, end = depth + (1 if closing[0] == "${" else -1), closing.end()
-        yield text[begin : end - 1], True
-    if text[end:]:
-        yield text[end:], False
+        above: ids of the nodes that lead here. Raises _ReferenceError.
+        """
+        if id(node) in above:
+            raise _ReferenceError(f"{key} refers to itself")
+        if id(node) not in self._known:
+            parts, secret, size = [(f"{key}.{name}", child) for name, child in children(node).items()], False, 0
+            if not isinstance(node.value, dict | list):
+                size = len(str(node.value)) + _VALUE
+            if isinstance(node.value, str) and "${" in node.value:
+                names, secret = _parse(node.value)
+                parts = [(name, self.find(name)) for name in names]
+            for name, part in parts:
+                more, reads = self.measure(name, part, (*above, id(node)))
+                size, secret = size + more, secret or reads
+            self._known[id(node)] = size, secret
+        return self._known[id(node)]

@@ -32,7 +32,7 @@ def test_help_loads_hardly_more_than_the_library_that_shows_it() -> None:
 
 
 def test_no_command_imports_what_is_slow_before_it_needs_it() -> None:
-    slow = "('torch', 'ray', 'vllm', 'psutil')"
+    slow = "('torch', 'ray', 'vllm', 'omegaconf', 'psutil')"
     code = f"import sys, rlctl.cli.main; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -113,7 +113,8 @@ def test_a_variable_of_the_environment_is_text_and_may_have_a_default(
     assert plain(root) == {"a": "8", "b": "x-8", "c": "y z", "d": None, "e": "1", "f": 1, "g": "x-8"}
     assert {key for key, node in leaves(root) if node.secret} == {"a", "b", "c", "d", "e", "g"}
     assert lines(write(home / "x.yaml", "a: ${oc.env:NIX}\n")) == [
-        "x.yaml:1: a: ${oc.env:NIX}: the environment has no variable 'NIX'"
+        "x.yaml:1: a: ${oc.env:NIX}: KeyError raised while resolving interpolation: "
+        "\"Environment variable 'NIX' not found\""
     ]
 
 
@@ -126,10 +127,11 @@ def test_a_section_that_is_referred_to_keeps_what_reads_the_environment_a_secret
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKEN", "s3cret")
-    root = compose(write(home / "x.yaml", "a: {b: '${oc.env:TOKEN}', c: 1}\nd: ${a}\n"), [])
+    root = compose(write(home / "x.yaml", "a: {b: '${oc.env:TOKEN}', c: 1}\nd: ${a}\ne: x-${d}\n"), [])
     assert {key: node.secret for key, node in leaves(root) if node.secret} == {
         "a.b": "${oc.env:TOKEN}",
         "d.b": "${oc.env:TOKEN}",
+        "e": "x-${d}",
     }
 
 
