@@ -35,6 +35,7 @@ def wait_for(seen: Any, what: str, within_s: float = 240) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long  # two minutes; a cluster's own life is in test_cluster.py, its jobs in tests/unit/cluster/jobs
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
