@@ -2,6 +2,9 @@
 
 All ranks call every method together: there are collectives inside. Losses come in as picklable callables (see
 `interface.Loss`), so that the algorithms stay out of here.
+
+A rank's process imports this module before its environment is set, and the driver imports it too. So whatever imports
+torch's compiler (2.5 s) is imported where it is used.
 """
 
 import importlib
@@ -10,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -23,17 +26,18 @@ from torch.distributed.constants import default_pg_timeout
 
 from rlctl.config.schema import TrainerSection
 from rlctl.models.hf_folder import Layout
-from rlctl.models.meta_model import layout_of, skeleton
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.backend import backend_of
 from rlctl.refit.source import Shard
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.offload import OffloadManager, Reference
 from rlctl.training.profile import ProfileSpec
-from rlctl.training.sharded_checkpoint import TensorShard, load_progress, save_shards
 from rlctl.training.update import MetricAccumulator, learning_rate
 from rlctl.utils.cores import usable_cores
 from rlctl.utils.ports import open_store
+
+if TYPE_CHECKING:
+    from rlctl.training.sharded_checkpoint import TensorShard
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class TrainerRank(ABC):
 
     def __init__(self, spec: TrainerSpec) -> None:
         """Join the process group. Raises ValueError for a model that the backend does not train."""
+        from rlctl.models.meta_model import layout_of, skeleton
+
         self._spec, self._config = spec, spec.config
         self._device = torch.device(spec.device)
         self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[spec.config.dtype]
@@ -219,11 +225,15 @@ class TrainerRank(ABC):
         All ranks must see the same folder: they write side by side. State is written from where it is: engines may
         hold the device's memory. Raises OSError with the first rank's reason, a full disk say.
         """
+        from rlctl.training.sharded_checkpoint import save_shards
+
         self._reach_state()
         save_shards(folder, self._saved(), self._updates)
 
     def load(self, folder: Path) -> None:
         """Read what `save` of any backend wrote. Raises FileNotFoundError if `folder` holds no state, OSError."""
+        from rlctl.training.sharded_checkpoint import load_progress
+
         self._reach_state()
         self._updates = load_progress(folder)
         self._load(folder)
@@ -319,7 +329,7 @@ class TrainerRank(ABC):
         """Do the work of `shards`."""
 
     @abstractmethod
-    def _saved(self) -> dict[str, TensorShard]:
+    def _saved(self) -> "dict[str, TensorShard]":
         """Return weights and optimizer state by their names in a checkpoint, as this rank writes them.
 
         Names: model.NAME, exp_avg.NAME, exp_avg_sq.NAME and step.NAME, for the model's own parameter names.
