@@ -1,4 +1,4 @@
-"""How a schema is written and read: a dataclass a section; a field has its meaning and limits, and no default.
+"""Rules of a schema: a dataclass a section; a field has its meaning and limits, and no default.
 
 Defaults are in `configs/` alone. `spec(...)` puts the meaning and the allowed range beside the field; `convert.py`
 enforces both, `rlctl config show --doc` prints the meaning, and `configs/README.md` lists them all.

@@ -26,7 +26,7 @@ _SPARE_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class LoadMode:
-    """How an engine worker takes weights in."""
+    """Choice of the way in which an engine worker loads weights."""
 
     mode: Literal["staged", "direct"]
     # Reason of the choice, for a reader.

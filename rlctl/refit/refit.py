@@ -73,7 +73,7 @@ class EngineEnd:
 
 @dataclass(frozen=True)
 class RefitOptions:
-    """How a run refits."""
+    """Settings of every refit of a run."""
 
     kind: Kind
     # dtype in which every tensor travels.

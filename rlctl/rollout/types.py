@@ -19,7 +19,7 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the groups of one purpose are sampled."""
+    """Settings with which the groups of one purpose are sampled."""
 
     purpose: Purpose
     run_seed: int

@@ -15,7 +15,7 @@ _ROWS = 25
 
 @dataclass(frozen=True)
 class ProfileSpec:
-    """Which updates are profiled, counted from 1 at the start of the process, and the folder for the results."""
+    """Updates to profile, counted from 1 at the start of the process, and the folder for the results."""
 
     folder: str
     first: int

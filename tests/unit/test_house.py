@@ -34,7 +34,7 @@ ORDER = (
     ("config",),
     ("utils",),
 )
-BEGINNINGS = ("Of", "What", "That", "Whether", "See", "Its", "Until")
+BEGINNINGS = ("Of", "What", "That", "Whether", "See", "Its", "Until", "How", "Which", "Why")
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
 ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "dashboard")}
 

@@ -58,7 +58,7 @@ class Job:
 
     @property
     def ending(self) -> str:
-        """Why it is over, in a line."""
+        """Reason for its end, in a line."""
         meaning = _ENDINGS.get(self.state.split()[0], "")
         reason = f", {self.reason}" if self.reason not in ("", "None") else ""
         return f"job {self.id} ended ({self.state}{reason})" + (f": {meaning}" if meaning else "")
