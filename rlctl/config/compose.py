@@ -4,11 +4,12 @@ Order, the later winning: the files of `defaults:` from left to right (each with
 file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
 """
 
-from functools import cache
+from contextlib import suppress
 from pathlib import Path
 
 from rlctl.config.builtin import CONFIGS, find, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.named import NAMED_SECTIONS, complete, merge_named
 from rlctl.config.provenance import (
     MOST_DEPTH,
     MOST_VALUES,
@@ -16,7 +17,7 @@ from rlctl.config.provenance import (
     Origin,
     leaves,
     merge,
-    node_at,
+    put,
     read_file,
     read_value,
     show_path,
@@ -32,7 +33,7 @@ def compose(recipe: Path, overrides: list[str]) -> ConfigNode:
 
     Raises ConfigError: a parent not found, unreadable YAML, a malformed override or reference, too many values.
     """
-    root = _complete(_inherit(recipe, (), {}))
+    root = complete(_inherit(recipe, (), {}))
     root = _apply(root, overrides)
     if sum(1 for _ in leaves(root)) > MOST_VALUES:
         raise ConfigError([Problem(show_path(recipe), "", f"more than {MOST_VALUES:,} values: no config is so large")])
@@ -59,8 +60,8 @@ def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode])
             raise ConfigError([Problem(where, "defaults", f"{name} inherits from itself")])
         if len(below) >= _MOST_PARENTS:
             raise ConfigError([Problem(where, "defaults", f"more than {_MOST_PARENTS} files, each of the next")])
-        merged = merge(merged, _inherit(parent, (*below, path), known))
-    known[path] = merge(merged, own)
+        merged = merge_named(merged, _inherit(parent, (*below, path), known))
+    known[path] = merge_named(merged, own)
     return known[path]
 
 
@@ -77,6 +78,7 @@ def _parents(node: ConfigNode | None) -> list[ConfigNode]:
 
 def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     problems = []
+    root = _named_anew(root, overrides)
     for number, text in enumerate(overrides, start=1):
         origin = Origin(override=number, text=text)
         key, equals, value = text.partition("=")
@@ -88,7 +90,9 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
             problems.append(Problem(str(origin), "", f"no key is nested deeper than {MOST_DEPTH} levels"))
         else:
             try:
-                root = _complete(_put(root, key.split("."), read_value(value, origin), origin))
+                node = read_value(value, origin)
+                names = [*key.split("."), *["name"] * (key in NAMED_SECTIONS and isinstance(node.value, str))]
+                root = complete(_put(root, names, node, origin))
             except ConfigError as error:
                 problems += error.problems
     if problems:
@@ -96,10 +100,22 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     return root
 
 
+def _named_anew(root: ConfigNode, overrides: list[str]) -> ConfigNode:
+    """Return the tree with the losses and advantages that the overrides name, before any other key of theirs is put:
+    the order of overrides does not matter to them."""
+    for number, text in enumerate(overrides, start=1):
+        key, _, value = text.partition("=")
+        origin = Origin(override=number, text=text)
+        if key.removesuffix(".name") in NAMED_SECTIONS:
+            with suppress(ConfigError):  # Reported when it is put.
+                root = merge_named(root, put(ConfigNode({}, origin), key.split("."), read_value(value, origin)))
+    return root
+
+
 def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) -> ConfigNode:
     """Return a copy of `node` with `value` at the path `names`; sections merge: `section={a: 1}` keeps the rest."""
     if not names:
-        return merge(node, value) if isinstance(node.value, dict) else value
+        return merge(node, value)
     name, rest = names[0], names[1:]
     if isinstance(node.value, list):
         index = int(name) if name.isdecimal() and len(name) < 9 else -1
@@ -112,29 +128,3 @@ def _put(node: ConfigNode, names: list[str], value: ConfigNode, origin: Origin) 
     children = node.value if isinstance(node.value, dict) else {}
     child = children.get(name, ConfigNode(None, origin))
     return ConfigNode({**children, name: _put(child, rest, value, origin)}, node.origin)
-
-
-def _complete(root: ConfigNode) -> ConfigNode:
-    """Return the tree with every entry of `rewards` and `telemetry.trackers` over its defaults in configs/.
-
-    An entry that is a bare name is `{name: ...}`.
-    """
-    for kind, path in (("reward", ["rewards"]), ("tracker", ["telemetry", "trackers"])):
-        found = node_at(root, path)
-        if found is None or not isinstance(found.value, list):
-            continue
-        completed = []
-        for entry in found.value:
-            each = ConfigNode({"name": entry}, entry.origin) if isinstance(entry.value, str) else entry
-            name = each.value.get("name") if isinstance(each.value, dict) else None
-            completed.append(merge(_defaults(kind, str(name.value) if name else ""), each))
-        root = _put(root, path, ConfigNode(completed, found.origin), found.origin)
-    return root
-
-
-@cache
-def _defaults(kind: str, name: str) -> ConfigNode:
-    """Return the defaults of a list's entry; a tracker's depend on its name."""
-    root = read_file(CONFIGS / f"{kind}.yaml")
-    assert isinstance(root.value, dict)
-    return root.value.get(name, root.value["any"]) if kind == "tracker" else root

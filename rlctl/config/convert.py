@@ -61,20 +61,25 @@ class Converter(Generic[T]):
         self._known = KnownKeys(own, every, peers=kind in KINDS.values())
         self._hints = 0
 
-    def convert(self, root: ConfigNode) -> T:
-        """Return the whole config; `problems` then holds every mistake in it."""
-        config: T = self._section(self.kind, root, "")
+    def convert(self, root: ConfigNode, key: str = "") -> T:
+        """Return the whole config, or the section `key`; `problems` then holds every mistake in it."""
+        config: T = self._section(self.kind, root, key)
         return config
 
-    def _section(self, kind: type[Any], node: ConfigNode, key: str) -> Any:
+    def _section(self, kind: type[Any], node: ConfigNode, key: str, others: Iterable[type[Any]] = ()) -> Any:
+        """Return the section as a `kind`. others: what it could be under another name."""
         if not isinstance(node.value, dict):
             return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
         keys = keys_of(kind)
         takes_any = keys.pop(FURTHER, None) is not None
-        others = {name: child for name, child in node.value.items() if name not in keys}
-        for name, child in others.items() if not takes_any else ():
-            self._unknown(child, join(key, name), list(keys))
-        values: dict[str, Any] = {FURTHER: plain(ConfigNode(others, node.origin))} if takes_any else {}
+        further = {name: child for name, child in node.value.items() if name not in keys}
+        for name, child in further.items() if not takes_any else ():
+            if owners := [words[0] for each in others if name in keys_of(each) and (words := _name_of(each))]:
+                whose = f"a key of {', '.join(owners)}; {plain(node)['name']} has {', '.join(keys)}"
+                self._wrong(child, join(key, name), f"unknown key here: {whose}")
+            else:
+                self._unknown(child, join(key, name), list(keys))
+        values: dict[str, Any] = {FURTHER: plain(ConfigNode(further, node.origin))} if takes_any else {}
         for name, field in keys.items():
             values[field.name] = self._field(field, node.value.get(name), join(key, name))
         return kind(**values)
@@ -102,8 +107,8 @@ class Converter(Generic[T]):
         if sections := sections_of(hint):
             # The section whose `name` is the entry's; else the last, whose name may be any.
             name = node.value.get("name") if isinstance(node.value, dict) else None
-            alike = (each for each in sections[:-1] if name and name.value in literals(keys_of(each)["name"].type))
-            return self._section(next(alike, sections[-1]), node, key)
+            alike = (each for each in sections[:-1] if name and name.value in _name_of(each))
+            return self._section(next(alike, sections[-1]), node, key, sections)
         if node.value is None and NoneType in get_args(hint):
             return None
         if lists := [each for each in alternatives(hint) if get_origin(each) is list]:
@@ -146,6 +151,12 @@ class Converter(Generic[T]):
                     self._wrong(node, key, f"unknown section; rlctl has nothing for {others} more of its keys")
                 return
         self._wrong(node, key, f"unknown key{self._known.remark(key, here, is_section)}")
+
+
+def _name_of(section: type[Any]) -> list[str]:
+    """Return the words that the `name` of a section may be; none where it may be any."""
+    field = keys_of(section).get("name")
+    return literals(field.type) if field else []
 
 
 def describe_limits(limits: Any) -> str:

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from rlctl.config.algorithm_schema import AnyAdvantageSection, AnyLossSection
 from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
 
 
@@ -26,56 +27,6 @@ class RewardSection:
 
 
 @dataclass
-class AdvantageSection:
-    baseline: Literal["group_mean", "leave_one_out"] = spec(
-        "What a rollout's reward is compared with: the mean of its group, or the mean of the others in the group."
-    )
-    normalize_std: bool = spec("Divide advantages by the standard deviation of the group's rewards.")
-
-
-@dataclass
-class LossSection:
-    clip_low: float = spec("The ratio is clipped below at 1 - clip_low.", ge=0, lt=1)
-    clip_high: float = spec("The ratio is clipped above at 1 + clip_high.", ge=0)
-    dual_clip: float | None = spec(
-        "Where the advantage A is negative, the loss is at most -A times this value. null turns it off.", gt=1
-    )
-    kl_coef: float = spec("The weight of the KL divergence to the reference. At 0 no reference is loaded.", ge=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = spec("The estimator of the KL divergence.")
-    entropy_coef: float = spec("The weight of the entropy bonus.", ge=0)
-    reduction: Literal["token", "sequence"] = spec(
-        "The loss is the mean over all tokens of the update, or over the means of its sequences."
-    )
-    proximal: Literal["auto", "rollout", "recompute"] = spec(
-        "The old policy of the ratio. rollout uses the log-probs that the generator sampled with. recompute uses the "
-        "trainer's log-probs before the update (the decoupled objective). auto is rollout in a synchronous run and "
-        "recompute in an asynchronous one."
-    )
-    force_on_policy_ratio: bool | None = spec(
-        "Only with proximal recompute: take the policy that is being updated for the one before the update, which "
-        "saves a pass over all tokens. null does so where a step makes one update, so that the two are the same."
-    )
-    importance_cap: float | None = spec(
-        "Only with proximal recompute: weight each token by min(proximal / rollout, this value) (TIS). null weights "
-        "no token.",
-        gt=0,
-    )
-    importance_mask: list[float] | None = spec(
-        "Only with proximal recompute: leave out tokens whose proximal / rollout is outside [low, high] (IcePop). "
-        "null leaves out none.",
-        ge=0,
-    )
-    sequence_mask: list[float] | None = spec(
-        "Only with proximal recompute: leave out rollouts whose geometric mean of proximal / rollout is outside "
-        "[low, high]. null leaves out none.",
-        ge=0,
-    )
-    age_decay: float = spec(
-        "clip_low, clip_high and importance_cap - 1 are multiplied by this value once for each step of age.", gt=0, le=1
-    )
-
-
-@dataclass
 class GrpoSection:
     num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
     num_prompts_per_step: int = spec("The prompts of a step.", ge=1, most=MOST_SEQUENCES)
@@ -84,8 +35,8 @@ class GrpoSection:
     )
     updates_per_step: int = spec("The optimizer updates of a step, each on an equal share of its groups.", ge=1)
     skip_uniform_groups: bool = spec("Leave out groups whose rewards are all equal, since their advantages are 0.")
-    advantage: AdvantageSection = spec("The advantage of a rollout within its group.")
-    loss: LossSection = spec("The policy loss.")
+    advantage: AnyAdvantageSection = spec("The advantage of each rollout, by its `name`.")
+    loss: AnyLossSection = spec("The policy loss, by its `name`.")
 
 
 @dataclass

@@ -113,7 +113,7 @@ _VERL = (
     ("data.val_files", "data.validation.path", "one file"),
     ("data.train_max_samples", "data.train.limit", "null is all, where its -1 is"),
     ("data.filter_overlong_prompts", "data.max_prompt_length", "longer prompts are always left out"),
-    ("algorithm.adv_estimator", "grpo.advantage.baseline", "its grpo is group_mean, its rloo leave_one_out"),
+    ("algorithm.adv_estimator", "grpo.advantage.name", "its grpo is group_mean, its rloo leave_one_out"),
     ("algorithm.norm_adv_by_std_in_grpo", "grpo.advantage.normalize_std"),
     ("algorithm.use_kl_in_reward", "", "KL in the reward: grpo.loss.kl_coef puts it into the loss"),
     ("algorithm.gamma", "", "discount: every token of a rollout has its advantage"),
@@ -138,7 +138,7 @@ _NEMO = (
     ("grpo.max_num_steps", "grpo.num_steps"),
     ("grpo.max_num_epochs", "", _EPOCHS),
     ("grpo.normalize_rewards", "grpo.advantage.normalize_std"),
-    ("grpo.use_leave_one_out_baseline", "grpo.advantage.baseline", "leave_one_out or group_mean"),
+    ("grpo.use_leave_one_out_baseline", "grpo.advantage.name", "leave_one_out or group_mean"),
     ("grpo.overlong_filtering", "", "way to leave out answers that were cut at generation.max_new_tokens"),
     ("grpo.max_rollout_turns", "", "rollouts of several turns"),
     ("grpo.val_period", "validation.every"),
@@ -184,6 +184,7 @@ _FORMER = (
     ("telemetry.wandb_project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
     ("telemetry.tensorboard", "telemetry.trackers", "[{name: tensorboard}]"),
     ("async.lookahead", "async.prefetch"),
+    ("grpo.advantage.baseline", "grpo.advantage.name"),
 )
 _FORMER_VALUES = {("grpo.loss.proximal", "behaviour"): "rollout"}
 

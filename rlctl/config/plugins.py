@@ -1,9 +1,17 @@
-"""Rewards and trackers by name: what a config says of them, without importing them."""
+"""Rewards, trackers, losses and advantages by name: what a config says of them, without importing them."""
 
 from rlctl.config.grpo_schema import RewardSection
 
 # Name in the config -> maker of the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify")}
+# Name in the config -> class of the loss, and of the advantage.
+LOSSES = {"grpo": "rlctl.grpo.losses.grpo:GrpoLoss"}
+ADVANTAGES = {
+    "group_mean": "rlctl.grpo.advantages.group_mean:GroupMean",
+    "leave_one_out": "rlctl.grpo.advantages.leave_one_out:LeaveOneOut",
+}
+# What a class of the user's own inherits from.
+LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
 TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",

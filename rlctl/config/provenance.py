@@ -8,7 +8,7 @@ depth are bounded, after aliases are followed: a file of a few lines could other
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,8 @@ class ConfigNode:
     text: str | None = None
     # The text with the reference that gave the value, if it reads the environment.
     secret: str | None = None
+    # What is said of the value once, when the config is loaded.
+    note: str | None = None
 
 
 class Interpolation(str):
@@ -185,7 +187,7 @@ def _read_text(path: Path) -> str:
 def merge(base: ConfigNode, over: ConfigNode) -> ConfigNode:
     """Return `base` with `over`, which wins: mappings merge key by key, everything else is replaced whole."""
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
-        return over
+        return replace(over, note=over.note or base.note)
     merged = dict(base.value)
     for key, node in over.value.items():
         merged[key] = merge(merged[key], node) if key in merged else node
@@ -216,6 +218,15 @@ def node_at(node: ConfigNode, names: list[str]) -> ConfigNode | None:
     for name in names:
         found = children(found).get(name) if found else None
     return found
+
+
+def put(node: ConfigNode, names: list[str], value: ConfigNode) -> ConfigNode:
+    """Return a copy of `node` with `value` in place of what is at the path `names`, all within sections."""
+    if not names:
+        return value
+    within = node.value if isinstance(node.value, dict) else {}
+    child = within.get(names[0], ConfigNode(None, value.origin))
+    return replace(node, value={**within, names[0]: put(child, names[1:], value)})
 
 
 def children(node: ConfigNode) -> dict[str, ConfigNode]:

@@ -12,8 +12,9 @@ from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
 from rlctl.config.compose import compose
 from rlctl.config.convert import describe, describe_limits
-from rlctl.config.fields import alternatives, literals, schema_keys, sections_of
-from rlctl.config.provenance import MISSING, ConfigNode, node_at, read_file
+from rlctl.config.fields import FURTHER, alternatives, keys_of, literals, schema_keys, sections_of
+from rlctl.config.named import FILES_BY_PATH, defaults_of
+from rlctl.config.provenance import MISSING, ConfigNode, node_at
 from rlctl.config.schema import KINDS
 
 _INTRO = """\
@@ -75,7 +76,10 @@ def _sections(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], leve
         for key, field in schema_keys(schema):
             fields[key][kind] = field
     tables: dict[str, list[str]] = {"": []}
+    by_name = {key: names for key, found in fields.items() if (names := _by_name(next(iter(found.values()))))}
     for key, found in fields.items():
+        if any(key.startswith((f"{each}.", f"{each}.N.")) for each in by_name):
+            continue
         section = key.rpartition(".")[0]
         field = next(iter(found.values()))
         if sections_of(field.type) or sections_of(next(iter(get_args(field.type)), None)):
@@ -85,7 +89,35 @@ def _sections(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], leve
             tables.setdefault(section.removesuffix(".N"), []).append(
                 _row(key, found, roots, fields.get(section.removesuffix(".N"), kinds))
             )
+        if key in by_name:
+            tables[key].append(_named_tables(by_name[key], FILES_BY_PATH[key]))
     return [_table(lines) for lines in tables.values() if lines]
+
+
+def _by_name(field: "Field[Any]") -> list[type[Any]]:
+    """Return the sections that a section or a list's entry may be, by its name; none where there is one alone."""
+    is_list = get_origin(field.type) is list
+    sections = sections_of(get_args(field.type)[0] if is_list else field.type)
+    return sections if len(sections) > 1 else []
+
+
+def _named_tables(sections: list[type[Any]], kind: str) -> str:
+    """Return the tables of a section by its names: the keys of all first, then those of each."""
+    keys = [keys_of(each) for each in sections]
+    every = [name for name in keys[0] if all(name in each for each in keys) and name != "name"]
+    rows = "".join(_named_row(name, keys[0][name], kind, "") for name in every)
+    parts = [f"Every one has these keys.\n\n{_HEAD}{rows}"] if every else []
+    for each in keys:
+        name = ", ".join(literals(each["name"].type)) or "..."
+        own = [one for one in each if one not in (*every, "name", FURTHER)]
+        rows = "".join(_named_row(one, each[one], kind, name) for one in own)
+        parts.append(f"`name: {name}`. {each['name'].metadata['doc']}\n" + f"\n{_HEAD}{rows}" * bool(rows))
+    return "\n".join(parts)
+
+
+def _named_row(key: str, field: "Field[Any]", kind: str, name: str) -> str:
+    value, file = _shown_default(key, defaults_of(kind, name), [key])
+    return f"| `{key}` | {_type(field)} | {value} | {file} | {field.metadata['doc']} |\n"
 
 
 def _table(lines: list[str]) -> str:
@@ -111,12 +143,14 @@ def _row(key: str, found: dict[str, "Field[Any]"], roots: dict[str, ConfigNode],
 
 
 def _default(key: str, root: ConfigNode) -> tuple[str, str]:
-    """Return (default as YAML, file of it); the entries of a list have theirs in a file of their own."""
+    """Return (default as YAML, file of it); the entries of `rewards` have theirs in a file of their own."""
     names = key.split(".")
     if "N" in names:
-        kind = "reward" if names[0] == "rewards" else "tracker"
-        root = read_file(CONFIGS / f"{kind}.yaml")
-        names = names[-1:] if kind == "reward" else ["wandb", names[-1]]
+        return _shown_default(key, defaults_of("reward", ""), names[-1:])
+    return _shown_default(key, root, names)
+
+
+def _shown_default(key: str, root: ConfigNode, names: list[str]) -> tuple[str, str]:
     node = node_at(root, names)
     assert node is not None, f"{key} has no default"
     entries = [str(each.text) for each in node.value] if isinstance(node.value, list) else None

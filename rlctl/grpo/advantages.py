@@ -7,13 +7,13 @@ of rollouts changes no bit of any rollout's advantage.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rlctl.config.grpo_schema import AdvantageSection
+from rlctl.config.algorithm_schema import AnyAdvantageSection, UserAdvantageSection
 
 # Keeps the division finite for groups that differ by rounding alone; the value verl and NeMo-RL use.
 _EPSILON = 1e-6
 
 
-def advantages(rewards: ArrayLike, groups: ArrayLike, config: AdvantageSection) -> NDArray[np.float32]:
+def advantages(rewards: ArrayLike, groups: ArrayLike, config: AnyAdvantageSection) -> NDArray[np.float32]:
     """Return the advantage, float32 [n], of each rollout; rewards: float [n]; groups: int [n], any ids, in any order.
 
     With n_g rollouts of mean m_g in a group (n_g may differ, failed rollouts being left out before):
@@ -26,12 +26,13 @@ def advantages(rewards: ArrayLike, groups: ArrayLike, config: AdvantageSection) 
     A rollout alone in its group has nothing to be compared with, so it gets 0; rollouts of a group whose rewards
     are all equal get exactly 0. ValueError: a reward that is not finite, or shapes that do not match.
     """
+    assert not isinstance(config, UserAdvantageSection)
     values, order, starts, sizes = _sorted_by_group(rewards, groups)
     if not len(values):
         return np.zeros(0, np.float32)
     others = np.maximum(sizes - 1, 1)
     centred = values - np.repeat(np.add.reduceat(values, starts) / sizes, sizes)
-    scale = sizes / others if config.baseline == "leave_one_out" else np.ones(len(sizes))
+    scale = sizes / others if config.name == "leave_one_out" else np.ones(len(sizes))
     if config.normalize_std:
         scale = scale / (np.sqrt(np.add.reduceat(centred**2, starts) / others) + _EPSILON)
     scale[_equal_ends(values, starts, sizes)] = 0.0

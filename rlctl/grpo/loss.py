@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlctl.config.algorithm_schema import GrpoLossSection
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.resolved import Resolved
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
@@ -66,6 +67,7 @@ class GrpoLoss:
     def from_config(cls, config: GrpoConfig) -> "GrpoLoss":
         """The loss of a run."""
         loss, resolved = config.grpo.loss, Resolved(config)
+        assert isinstance(loss, GrpoLossSection)
         return cls(
             clip_low=loss.clip_low,
             clip_high=loss.clip_high,

@@ -9,12 +9,16 @@ than the trainer's, so every ratio is below 1 before the policy has changed.
 
 from contextlib import suppress
 
+from rlctl.config.algorithm_schema import AdvantageSection, LossSection, UserAdvantageSection, UserLossSection
 from rlctl.config.errors import BrokenValueError
+from rlctl.config.plugin_options import load_plugin, plugin_options
+from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, LOSS_BASE, LOSSES
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.check_inputs import check_reward
+from rlctl.preflight.check_inputs import check_reward, missing_plugin
 from rlctl.preflight.resolved import Resolved
+from rlctl.utils.plugins import load_object
 
 _PATH = "model.path"
 _PROXIMAL = "grpo.loss.proximal"
@@ -35,6 +39,27 @@ def check_rewards(config: GrpoConfig) -> Violations:
         yield Violation(f"rewards.{told[1]}.correct_at", what)
     if all(reward.weight == 0 for reward in config.rewards):
         yield Violation("rewards.0.weight", "the weights are all 0: nothing would be learnt")
+
+
+def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
+    """Find a loss or an advantage that does not exist, and wrong keys of a class of the user's own, which is imported.
+
+    away: the run is to be elsewhere, where the class is imported.
+    """
+    named: list[tuple[str, LossSection | AdvantageSection, dict[str, str], str]] = [
+        ("grpo.loss", config.grpo.loss, LOSSES, LOSS_BASE),
+        ("grpo.advantage", config.grpo.advantage, ADVANTAGES, ADVANTAGE_BASE),
+    ]
+    for key, section, known, base in named:
+        if what := missing_plugin(section.name, known, "Class"):
+            yield Violation(f"{key}.name", what)
+        elif isinstance(section, UserLossSection | UserAdvantageSection) and not away:
+            plugin, what = load_plugin(section.name, base)
+            if plugin is None:
+                yield Violation(f"{key}.name", what)
+                continue
+            problems = plugin_options(plugin, load_object(base), section.further, key)[1]
+            yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)
 
 
 def check_sampling(config: GrpoConfig) -> Violations:

@@ -12,7 +12,14 @@ from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.backend import Violation, Violations, unbroken
-from rlctl.preflight.check_grpo import check_async, check_corrections, check_engines, check_rewards, check_sampling
+from rlctl.preflight.check_grpo import (
+    check_algorithm,
+    check_async,
+    check_corrections,
+    check_engines,
+    check_rewards,
+    check_sampling,
+)
 from rlctl.preflight.check_inputs import check_data, check_run_folder, check_run_name, check_validation
 from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, check_micro_batch, check_model
 from rlctl.preflight.check_trackers import check_trackers
@@ -45,7 +52,12 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
         check_profile(config),
     ]
     if isinstance(config, GrpoConfig):
-        checks += [check_rewards(config), check_sampling(config), check_engines(config, sizes)]
+        checks += [
+            check_rewards(config),
+            check_algorithm(config, away),
+            check_sampling(config),
+            check_engines(config, sizes),
+        ]
         checks += [check_async(config), check_corrections(config)]
     else:
         checks += [check_graph(config, sizes)]

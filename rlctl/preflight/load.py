@@ -71,7 +71,8 @@ def load(
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
-    composed = Composed(config, file, origins, notes(config, origins), {})
+    said = [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
+    composed = Composed(config, file, origins, said + notes(config, origins), {})
     values = composed.values()
     # A path of the environment that was written from the recipe's folder would mean another one in the run's.
     unchanged = {

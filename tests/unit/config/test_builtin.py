@@ -1,16 +1,19 @@
 """What is shipped agrees with the schema: no key too many, no field without a home for its default."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlctl.config.algorithm_schema import AnyAdvantageSection, AnyLossSection
 from rlctl.config.builtin import CONFIGS, RECIPES, find
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
-from rlctl.config.fields import schema_keys
+from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
 from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.named import defaults_of
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS, WandbSection
+from rlctl.config.schema import KINDS, TrackerSection
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 
@@ -19,16 +22,26 @@ def generic(key: str) -> str:
     return ".".join("N" if part.isdecimal() else part for part in key.split("."))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_key_is_in_the_schema(path: object) -> None:
-    if path == CONFIGS / "reward.yaml":
-        known = {key for key, _ in schema_keys(RewardSection)}
-    elif path == CONFIGS / "tracker.yaml":
-        known = {f"{name}.{key}" for name in ("wandb", "any") for key, _ in schema_keys(WandbSection)}
-    else:
-        known = {key for kind in KINDS.values() for key, _ in schema_keys(kind)} | {"defaults"}
-    keys = {generic(key) for key, _ in leaves(read_file(path))}  # type: ignore[arg-type]
+# The files of what has its defaults by name, each with the type of its section.
+NAMED = {"reward": RewardSection, "tracker": TrackerSection, "loss": AnyLossSection, "advantage": AnyAdvantageSection}
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem not in NAMED], ids=lambda path: path.name)
+def test_every_key_is_in_the_schema(path: Path) -> None:
+    known = {key for kind in KINDS.values() for key, _ in schema_keys(kind)} | {"defaults"}
+    keys = {generic(key) for key, _ in leaves(read_file(path))}
     assert {key for key in keys if key not in known and key.rpartition(".")[0] not in known} == set()
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_what_is_named_has_the_defaults_of_its_keys_and_no_others(kind: str) -> None:
+    names = set()
+    for section in sections_of(NAMED[kind]):
+        keys = keys_of(section)
+        for name in literals(keys["name"].type) or [""]:
+            names.add(name)
+            assert set(plain(defaults_of(kind, name))) == {key for key in keys if key != FURTHER}, name
+    assert set(plain(read_file(CONFIGS / f"{kind}.yaml"))) - {"all"} <= names
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,10 +60,6 @@ def test_defaults_obey_the_limits_of_the_schema(kind: str) -> None:
     converter: Converter[Any] = Converter(KINDS[kind], "x.yaml")
     converter.convert(root)
     assert {problem.key for problem in converter.problems} == missing
-
-
-def test_the_defaults_of_a_reward_are_complete() -> None:
-    assert set(plain(read_file(CONFIGS / "reward.yaml"))) == {key for key, _ in schema_keys(RewardSection)}
 
 
 def test_shipped_files_are_found_by_name_from_anywhere() -> None:

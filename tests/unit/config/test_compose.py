@@ -5,7 +5,7 @@ import pytest
 from rlctl.config.builtin import find_recipe
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError
-from rlctl.config.provenance import ConfigNode, leaves, plain
+from rlctl.config.provenance import ConfigNode, leaves, node_at, plain
 
 
 def write(path: Path, text: str) -> Path:
@@ -28,6 +28,35 @@ def test_a_file_wins_over_its_parents_and_the_right_parent_over_the_left(home: P
     write(home / "b.yaml", "x: {q: 2, r: 2}\n")
     path = write(home / "c.yaml", "defaults: [a, b.yaml]\nx:\n  r: 3\n")
     assert plain(compose(path, [])) == {"x": {"p": 1, "q": 2, "r": 3}}
+
+
+def advantage(path: Path, *overrides: str) -> tuple[object, str | None]:
+    """Return the section of the advantage, and the note of its name."""
+    found = node_at(compose(path, list(overrides)), ["grpo", "advantage"])
+    assert found is not None
+    name = node_at(found, ["name"])
+    assert name is not None
+    return plain(found), name.note
+
+
+LEAVE_ONE_OUT = {"name": "leave_one_out", "normalize_std": False}
+
+
+def test_a_section_that_names_another_loss_or_advantage_begins_anew_and_says_what_it_left_out(home: Path) -> None:
+    parent = write(home / "a.yaml", "defaults: grpo.yaml\ngrpo:\n  advantage: {normalize_std: true}\n")
+    assert advantage(parent) == ({"name": "group_mean", "normalize_std": True}, None)
+    note = "left out, since they were for group_mean: grpo.advantage.normalize_std (a.yaml:3)"
+    child = write(home / "b.yaml", "defaults: a.yaml\ngrpo: {advantage: leave_one_out}\n")
+    for found in (advantage(child), advantage(parent, "grpo.advantage=leave_one_out")):
+        assert found == (LEAVE_ONE_OUT, note)
+    assert advantage(child, "grpo.advantage.name=leave_one_out") == (LEAVE_ONE_OUT, note)
+
+
+@pytest.mark.parametrize("name", ["grpo.advantage=leave_one_out", "grpo.advantage.name=leave_one_out"])
+def test_the_order_of_overrides_does_not_matter_to_a_section_that_begins_anew(home: Path, name: str) -> None:
+    own = "grpo.advantage.normalize_std=true"
+    wanted = ({**LEAVE_ONE_OUT, "normalize_std": True}, None)
+    assert advantage(home / "grpo.recipe.yaml", name, own) == advantage(home / "grpo.recipe.yaml", own, name) == wanted
 
 
 def test_a_list_replaces_the_list_it_overrides(home: Path) -> None:
@@ -61,7 +90,7 @@ def test_every_value_knows_the_line_or_the_override_that_wrote_it(home: Path) ->
     assert origin_of(root, "model.path") == "grpo.recipe.yaml:3"
     assert origin_of(root, "generation.max_new_tokens") == "grpo.recipe.yaml:11"
     assert origin_of(root, "rewards.0.name") == "grpo.recipe.yaml:9"
-    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:6"
+    assert origin_of(root, "rewards.0.timeout_s") == "configs/reward.yaml:7"
     assert origin_of(root, "run.dir") == "configs/base.yaml:4"
     assert origin_of(root, "run.seed") == "override 1: run.seed=3"
     assert origin_of(root, "trainer.optimizer.lr") == "override 2: trainer.optimizer.lr=1e-4"

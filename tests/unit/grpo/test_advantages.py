@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.config.grpo_schema import AdvantageSection
+from rlctl.config.algorithm_schema import AnyAdvantageSection, GroupMeanSection, LeaveOneOutSection
 from rlctl.grpo.advantages import advantages
 
-SECTIONS = [AdvantageSection(b, s) for b, s in product(("group_mean", "leave_one_out"), (False, True))]  # type: ignore[arg-type]
+KINDS = [("group_mean", GroupMeanSection), ("leave_one_out", LeaveOneOutSection)]
+SECTIONS = [kind(name, s) for (name, kind), s in product(KINDS, (False, True))]  # type: ignore[operator]
 PLAIN, STD, LOO, LOO_STD = SECTIONS
-sections = pytest.mark.parametrize("config", SECTIONS, ids=lambda c: f"{c.baseline}{'-std' * c.normalize_std}")
+sections = pytest.mark.parametrize("config", SECTIONS, ids=lambda c: f"{c.name}{'-std' * c.normalize_std}")
 rollouts = st.lists(st.tuples(st.floats(-100, 100, width=32), st.integers(-3, 3)), min_size=1, max_size=30)
 
 
-def reference(rewards: list[float], groups: list[int], config: AdvantageSection) -> list[float]:
+def reference(rewards: list[float], groups: list[int], config: AnyAdvantageSection) -> list[float]:
     result = []
     for i, (reward, group) in enumerate(zip(rewards, groups)):
         members = [r for r, g in zip(rewards, groups) if g == group]
@@ -26,7 +27,7 @@ def reference(rewards: list[float], groups: list[int], config: AdvantageSection)
         if len(set(members)) == 1:
             result.append(0.0)
             continue
-        baseline = statistics.fmean(others if config.baseline == "leave_one_out" else members)
+        baseline = statistics.fmean(others if config.name == "leave_one_out" else members)
         scale = statistics.stdev(members) + 1e-6 if config.normalize_std else 1.0
         result.append((reward - baseline) / scale)
     return result
@@ -34,7 +35,7 @@ def reference(rewards: list[float], groups: list[int], config: AdvantageSection)
 
 @sections
 @given(rollouts)
-def test_equals_the_definition(config: AdvantageSection, pairs: list[tuple[float, int]]) -> None:
+def test_equals_the_definition(config: AnyAdvantageSection, pairs: list[tuple[float, int]]) -> None:
     rewards, groups = map(list, zip(*pairs))
     result = advantages(rewards, groups, config)
     assert result.dtype == np.float32
@@ -55,7 +56,7 @@ def test_std_is_the_sample_standard_deviation_plus_a_millionth() -> None:
 
 @sections
 @given(st.lists(st.integers(0, 4).map(lambda k: k * 0.1), min_size=2, max_size=12), st.randoms())
-def test_the_order_of_rollouts_changes_no_bit(config: AdvantageSection, rewards: list[float], random: Any) -> None:
+def test_the_order_of_rollouts_changes_no_bit(config: AnyAdvantageSection, rewards: list[float], random: Any) -> None:
     groups = [i % 3 for i in range(len(rewards))]
     order = random.sample(range(len(rewards)), len(rewards))
     shuffled = advantages([rewards[i] for i in order], [groups[i] for i in order], config)
@@ -65,7 +66,7 @@ def test_the_order_of_rollouts_changes_no_bit(config: AdvantageSection, rewards:
 @sections
 @given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=6), st.lists(st.floats(-10, 10), min_size=2))
 def test_one_groups_rewards_do_not_touch_another_group(
-    config: AdvantageSection, first: list[float], second: list[float]
+    config: AnyAdvantageSection, first: list[float], second: list[float]
 ) -> None:
     together = advantages(first + second, [5] * len(first) + [2] * len(second), config)
     np.testing.assert_array_equal(together[: len(first)], advantages(first, [0] * len(first), config))
@@ -82,17 +83,17 @@ def test_the_same_prompt_drawn_twice_is_two_groups() -> None:
 @sections
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e8 + 0.1, -7.3])
 @pytest.mark.parametrize("size", [1, 3, 7, 10])
-def test_a_uniform_group_gets_exactly_zero(config: AdvantageSection, reward: float, size: int) -> None:
+def test_a_uniform_group_gets_exactly_zero(config: AnyAdvantageSection, reward: float, size: int) -> None:
     assert not advantages([reward] * size, [0] * size, config).any()
 
 
 @sections
-def test_a_group_equal_but_for_rounding_does_not_explode(config: AdvantageSection) -> None:
+def test_a_group_equal_but_for_rounding_does_not_explode(config: AnyAdvantageSection) -> None:
     assert np.abs(advantages([0.1 + 0.2, 0.3, 0.3], [0, 0, 0], config)).max() < 1e-9
 
 
 @sections
-def test_no_rollouts_have_no_advantages(config: AdvantageSection) -> None:
+def test_no_rollouts_have_no_advantages(config: AnyAdvantageSection) -> None:
     assert advantages([], [], config).shape == (0,)
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlctl.config.grpo_schema import AdvantageSection, GrpoSection, LossSection
+from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
+from rlctl.config.grpo_schema import GrpoSection
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.requests import Completion, Finish
@@ -23,8 +24,8 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 
-LOSS = LossSection(0.2, 0.2, None, 0.0, "k3", 0.0, "token", "rollout", None, None, None, None, 1.0)
-CONFIG = GrpoSection(1, 4, 4, 1, True, AdvantageSection("group_mean", False), LOSS)
+LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", 0.0, 0.2, 0.2, None, "token")
+CONFIG = GrpoSection(1, 4, 4, 1, True, GroupMeanSection("group_mean", False), LOSS)
 TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
 
 

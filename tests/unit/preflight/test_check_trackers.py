@@ -86,7 +86,7 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
             "project: not set, and has no default: Only for wandb: the project, for example {name: wandb, project: "
             "arithmetic}",
         ]),
-        ("{name: tensorboard, project: a}", ["project: unknown key; telemetry.trackers.0 has name"]),
+        ("{name: tensorboard, project: a}", ["project: unknown key here: a key of wandb; tensorboard has name"]),
         ("{name: wandbb, project: a}", [
             "name: must be tensorboard, wandb or module:Class, not wandbb; did you mean wandb?"
         ]),

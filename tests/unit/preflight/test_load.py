@@ -77,7 +77,7 @@ def test_a_hub_model_in_the_local_cache_is_checked_like_a_folder(home: Path, mon
 
 def test_origins_name_every_value_of_the_config(home: Path) -> None:
     composed = load("grpo", "grpo.recipe.yaml", [])
-    assert str(composed.origins["grpo.loss.clip_low"]).startswith("configs/grpo.yaml:")
+    assert str(composed.origins["grpo.loss.clip_low"]).startswith("configs/loss.yaml:")
     assert composed.recipe == home / "grpo.recipe.yaml"
 
 

@@ -1,0 +1,103 @@
+"""The sections of losses and advantages: one a name, which says what keys there are.
+
+`configs/loss.yaml` and `configs/advantage.yaml` have the defaults by name. A section that names a class of the user's
+own takes further keys: the fields of that class, see `plugin_options.py`.
+"""
+
+# ruff: noqa: RUF009  (spec() makes a field, not a default)
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlctl.config.fields import spec
+
+
+@dataclass
+class AdvantageSection:
+    """Keys that every advantage has."""
+
+    name: str = spec("The advantage.")
+
+
+@dataclass
+class GroupMeanSection(AdvantageSection):
+    name: Literal["group_mean"] = spec("A rollout's reward minus the mean of its group.")
+    normalize_std: bool = spec("Divide advantages by the standard deviation of the group's rewards.")
+
+
+@dataclass
+class LeaveOneOutSection(AdvantageSection):
+    name: Literal["leave_one_out"] = spec("A rollout's reward minus the mean of the others in its group (RLOO).")
+    normalize_std: bool = spec("Divide advantages by the standard deviation of the group's rewards.")
+
+
+@dataclass
+class UserAdvantageSection(AdvantageSection):
+    name: str = spec(
+        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
+    )
+    further: dict[str, Any] = spec("The fields of the class.")
+
+
+AnyAdvantageSection = GroupMeanSection | LeaveOneOutSection | UserAdvantageSection
+
+
+@dataclass
+class LossSection:
+    """Keys that every loss has."""
+
+    name: str = spec("The loss.")
+    proximal: Literal["auto", "rollout", "recompute"] = spec(
+        "The old policy of the ratio. rollout uses the log-probs that the generator sampled with. recompute uses the "
+        "trainer's log-probs before the update (the decoupled objective). auto is rollout in a synchronous run and "
+        "recompute in an asynchronous one."
+    )
+    force_on_policy_ratio: bool | None = spec(
+        "Only with proximal recompute: take the policy that is being updated for the one before the update, which "
+        "saves a pass over all tokens. null does so where a step makes one update, so that the two are the same."
+    )
+    importance_cap: float | None = spec(
+        "Only with proximal recompute: weight each token by min(proximal / rollout, this value) (TIS). null weights "
+        "no token.",
+        gt=0,
+    )
+    importance_mask: list[float] | None = spec(
+        "Only with proximal recompute: leave out tokens whose proximal / rollout is outside [low, high] (IcePop). "
+        "null leaves out none.",
+        ge=0,
+    )
+    sequence_mask: list[float] | None = spec(
+        "Only with proximal recompute: leave out rollouts whose geometric mean of proximal / rollout is outside "
+        "[low, high]. null leaves out none.",
+        ge=0,
+    )
+    age_decay: float = spec(
+        "clip_low, clip_high and importance_cap - 1 are multiplied by this value once for each step of age.", gt=0, le=1
+    )
+    kl_coef: float = spec("The weight of the KL divergence to the reference. At 0 no reference is loaded.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = spec("The estimator of the KL divergence.")
+    entropy_coef: float = spec("The weight of the entropy bonus.", ge=0)
+
+
+@dataclass
+class GrpoLossSection(LossSection):
+    name: Literal["grpo"] = spec("The clipped surrogate of PPO, token by token.")
+    clip_low: float = spec("The ratio is clipped below at 1 - clip_low.", ge=0, lt=1)
+    clip_high: float = spec("The ratio is clipped above at 1 + clip_high.", ge=0)
+    dual_clip: float | None = spec(
+        "Where the advantage A is negative, the loss is at most -A times this value. null turns it off.", gt=1
+    )
+    reduction: Literal["token", "sequence"] = spec(
+        "The loss is the mean over all tokens of the update, or over the means of its sequences."
+    )
+
+
+@dataclass
+class UserLossSection(LossSection):
+    name: str = spec(
+        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
+    )
+    further: dict[str, Any] = spec("The fields of the class.")
+
+
+AnyLossSection = GrpoLossSection | UserLossSection
