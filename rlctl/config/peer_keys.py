@@ -183,6 +183,7 @@ FORMERLY = "rlctl"
 _FORMER = (
     ("telemetry.wandb_project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
     ("telemetry.tensorboard", "telemetry.trackers", "[{name: tensorboard}]"),
+    ("telemetry.rollouts_per_step", "telemetry.groups_per_step", "whole groups, not the first rollout of each"),
     ("async.lookahead", "async.prefetch"),
     ("grpo.advantage.baseline", "grpo.advantage.name"),
 )
