@@ -18,6 +18,9 @@ TRACKERS = {
     "wandb": "rlctl.telemetry.trackers.wandb:WandB",
 }
 
+# Name of the penalty of grpo.overlong among the rewards, in metrics and rollouts.
+OVERLONG = "overlong"
+
 
 def needs_answers(rewards: list[RewardSection]) -> bool:
     """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""

@@ -1,13 +1,16 @@
 """One GRPO step under way: its phases are timed here, and all that is recorded of it is collected here."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.batch import LeftOut, TrainingBatch, make_batch
+from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
-from rlctl.grpo.group_record import step_records
 from rlctl.grpo.metrics import (
     EngineInterval,
     age_metrics,
@@ -15,6 +18,7 @@ from rlctl.grpo.metrics import (
     length_metrics,
     refit_metrics,
     rollout_metrics,
+    sampling_metrics,
     speed_metrics,
     turn_metrics,
     update_metrics,
@@ -77,6 +81,11 @@ class GrpoStep:
         return [each for batch in self._batches for each in batch.left_out]
 
     @property
+    def not_replaced(self) -> int:
+        """Number of groups that teach nothing and kept their place in the step."""
+        return sum(len(ids) for batch in self._batches for ids in batch.outcomes.filtered.values())
+
+    @property
     def skipped_updates(self) -> int:
         """Number of updates without a token to train on, for which no optimizer step was made."""
         return sum(not update.metrics for update in self.updates) if self.updates else 1
@@ -86,8 +95,10 @@ class GrpoStep:
         parts, number = self._parts, self.version + 1
         groups = [group for part in self._groups for group in part]
         batch = TrainingBatch.joined(self._batches, list(map(len, self._groups)))
-        updates = [update.metrics for update in self.updates]
-        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
+        waste, updates = buffer.waste(), [update.metrics for update in self.updates]
+        ended = groups + [group for group, _ in waste.filtered]
+        metrics = rollout_metrics(ended, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
+        metrics |= sampling_metrics(ended, batch, waste, self._config.grpo)
         # Taken in any case: they would pile up.
         lengths = buffer.sampled_lengths()
         if self._async:
@@ -96,8 +107,10 @@ class GrpoStep:
         if Resolved(self._config).streams_training:
             metrics["train/parts"] = float(max(update.parts for update in self.updates))
         left_out = {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
-        parts.recorder.outcomes(number, asdict(batch.outcomes) | left_out)
-        parts.recorder.groups(number, "train", lambda count: step_records(groups[:count], batch, parts.decode))
+        for group, reason in waste.filtered:
+            batch.outcomes.add(TaskOutcomes(filtered={reason: [group.task.id]}))
+        outcomes = asdict(batch.outcomes) | left_out
+        parts.recorder.rollouts(number, outcomes, lambda: _shown(ended, parts.score.decode))
         monitor, times = parts.monitor.read(), self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
         parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})
@@ -112,3 +125,26 @@ class GrpoStep:
         flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
         share = mfu(speed["throughput/training"], flops, devices.name)
         return speed if share is None else {**speed, "throughput/mfu": share}
+
+
+def _shown(groups: list[RolloutGroup], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
+    """Return the first rollout of each group as rollouts.jsonl shows it."""
+    firsts = [(group.task, group.rollouts[0]) for group in groups if group.rollouts]
+    texts = decode([rollout.sampled_tokens.tolist() for _, rollout in firsts])
+    return [
+        {
+            "prompt_id": task.id,
+            "prompt": task.text,
+            "answer": task.answer,
+            "completion": text,
+            "reward": rollout.reward,
+            "rewards": score.parts,
+            "right": score.right if rollout.reward is not None else None,
+            "failed": score.failed,
+            "finish": rollout.finish,
+            # Weight version -> tokens that it sampled.
+            "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
+        }
+        for (task, rollout), text in zip(firsts, texts)
+        if (score := rollout.score)
+    ]
