@@ -11,7 +11,8 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
+from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.dashboard.formats import count
 from rlctl.launch.local_ray import local_ray
 from rlctl.workers.graph import GraphUnavailable
@@ -212,14 +213,14 @@ class DispatchResults(Results):
         reasons = sorted({row.why for row in self.rows if row.why})
         return [table, *(Line(f"no compiled graph: {why}", "yellow") for why in reasons), Line(_LEGEND, "dim")]
 
-    def chart(self) -> Chart:
+    def chart(self) -> BarChart:
         bars = [
             Bar(f"{row.workers} x {row.payload / 1024:,.0f} KB", row.ratio, f"{row.ratio:.1f}x", True)
             for row in self.rows
             if row.ratio is not None
         ]
         label = "ordinary / compiled; dashed: no difference"
-        return Chart("Round trip of a call to a group of workers", label, bars, 1.0)
+        return BarChart("Round trip of a call to a group of workers", label, bars, 1.0)
 
 
 def _time(seconds: float) -> str:

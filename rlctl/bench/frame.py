@@ -1,17 +1,16 @@
 """Interfaces of `rlctl bench`: a `Bench` checks and measures; its `Results` become text, tables, a chart and JSON.
 
-Nothing here prints: `rlctl.cli.bench` does. matplotlib is imported only when a chart is drawn.
+Nothing here prints: `rlctl.cli.bench` does.
 """
 
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from rlctl.bench.charts import Chart
 from rlctl.config.errors import Problem, did_you_mean
-from rlctl.utils.files import write_whole
 
 # Receives one line about what begins, for the display of progress.
 Say = Callable[[str], None]
@@ -53,53 +52,12 @@ class ResultTable:
     gap: int = 2  # spaces between columns
 
 
-@dataclass(frozen=True)
-class Bar:
-    """One bar of a chart."""
-
-    name: str
-    value: float
-    text: str  # at the bar's end
-    ours: bool  # coloured as the subject of the comparison
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Horizontal bars from top to bottom."""
-
-    title: str
-    label: str  # of the axis
-    bars: list[Bar]
-    bound: float | None = None  # a dashed line across all bars
-
-    def write(self, path: Path) -> None:
-        """Write a PNG or SVG, by the name's ending, atomically. Needs matplotlib."""
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib.figure import Figure
-
-        bars = self.bars[::-1]
-        figure = Figure(figsize=(9, 1.2 + 0.42 * len(bars)), layout="constrained")
-        axes: Any = figure.add_subplot()
-        colours = ["#3b7dd8" if bar.ours else "#a9b4c4" for bar in bars]
-        drawn = axes.barh([bar.name for bar in bars], [bar.value for bar in bars], color=colours, height=0.66)
-        axes.bar_label(drawn, [bar.text for bar in bars], padding=4, fontsize=8)
-        if self.bound:
-            axes.axvline(self.bound, color="#c0392b", linewidth=1, linestyle="--")
-        axes.set_xlim(0, max([self.bound or 0.0, *(bar.value for bar in bars)]) * 1.25)
-        axes.set_xlabel(self.label)
-        axes.set_title(self.title, fontsize=10, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format=path.suffix[1:], dpi=150)
-        write_whole(path, drawing.getvalue())
-
-
 class Results(ABC):
     """Measurements of one bench: a dataclass with `rows`, in the order measured."""
 
     rows: Sequence[Any]
+    # True after Ctrl-C: the rows are what was measured until then.
+    interrupted: bool = False
 
     @abstractmethod
     def report(self, wide: bool) -> list[Line | ResultTable]:

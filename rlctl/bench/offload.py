@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say, words
+from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, words
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import TrainerSection
@@ -198,13 +199,13 @@ class OffloadResults(Results):
         cost = Line(f"a step takes {self.cost:+.3f} s longer; {moves}: {self.hidden:.0%} of them hidden")
         return [head, self.copies.table(), steps, cost, Line(_LEGEND, "dim")]
 
-    def chart(self) -> Chart:
+    def chart(self) -> BarChart:
         peaks = [f", peak {row.peak / 1e9:.1f} GB" if row.peak else "" for row in self.rows]
         bars = [
             Bar(row.kind, row.step, f"{row.step:.3f} s{peak}", row.kind != LEFT) for row, peak in zip(self.rows, peaks)
         ]
         work = f"{self.batch} sequences of {self.tokens} tokens"
-        return Chart(f"{self.model}, backend {self.backend}: {work}", "seconds of log-probs and an update", bars)
+        return BarChart(f"{self.model}, backend {self.backend}: {work}", "seconds of log-probs and an update", bars)
 
 
 def _in_process(work: Callable[..., Result], *arguments: Any) -> Result:

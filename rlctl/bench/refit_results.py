@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from rlctl.bench.frame import Bar, Cells, Chart, Line, Results, ResultTable
+from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.frame import Cells, Line, Results, ResultTable
 from rlctl.bench.rounds import Measured
 from rlctl.dashboard.formats import count
 
@@ -81,14 +82,14 @@ class RefitResults(Results):
         table = ResultTable([self._cells(row, wide) for row in self.rows], bold=ours)
         return [Line(f"{self.model}, {self._ends}{devices}: {bound}"), table, Line(_LEGEND, "dim")]
 
-    def chart(self) -> Chart:
+    def chart(self) -> BarChart:
         bars = [
             Bar(row.label, self.rate(row), f"{self.rate(row):.0f} GB/s, {self.share(row):.0%}", bool(row.mode))
             for row in self.rows
         ]
         title = f"{self.model}: {self.payload / 1e9:.1f} GB, {self._ends}"
         label = "GB/s delivered to each engine; dashed: the plain link"
-        return Chart(title, label, bars, self.payload / self.bound / 1e9)
+        return BarChart(title, label, bars, self.payload / self.bound / 1e9)
 
     def errors(self) -> list[str]:
         """Return the tensors of each row that arrived changed, the first three by name."""

@@ -5,15 +5,19 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rlctl.bench.frame import Say
 from rlctl.bench.workload import make_random_model, shape_folder
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.telemetry.jsonl import Record, read_records
+from rlctl.telemetry.jsonl import Record, Tail, read_records
 
 _INTERRUPT_S = 60.0
+# Seconds between two looks at what a watched run recorded.
+_WATCH_S = 0.5
+# Receives the records that a run added.
+Watch = Callable[[list[Record]], None]
 # No validation, checkpoint or dashboard: they would be timed with the steps, or written without a reader.
 _BARE = (
     "data.validation.path=null",
@@ -50,17 +54,30 @@ def run_all(
     make_random_model(shape, folder)
     for index, (name, own) in enumerate(settings.items()):
         say(f"{name}: run {index + 1} of {len(settings)}")
-        yield name, _run(kind, name, own, folder)
+        run = run_folder(folder, name)
+        records = train(name, _command(kind, run, own), run)
+        yield name, [record for record in records if record["kind"] == "step"]
 
 
-def _run(kind: str, name: str, settings: Sequence[str], folder: Path) -> list[Record]:
-    run = run_folder(folder, name)
-    output = folder / f"{run.name}.out"
+def train(name: str, command: Sequence[str], run: Path, watch: Watch | None = None) -> list[Record]:
+    """Run `rlctl train` as `command` says, in the directory `run`; return the records of its metrics.jsonl.
+
+    name: of the run in messages. watch: gets new records while it runs. Raises RuntimeError with the run's own reason
+    if it fails. Ctrl-C ends it first.
+    """
+    output = run.parent / f"{run.name}.out"
+    metrics, records = Tail(run / "metrics.jsonl"), list[Record]()
     with output.open("w") as out:
         # In a session of its own it gets Ctrl-C once, from here.
-        process = subprocess.Popen(_command(kind, run, settings), stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
         try:
-            code = process.wait()
+            while True:
+                code = _wait(process, _WATCH_S if watch else None)
+                records += (new := metrics.read())
+                if new and watch:
+                    watch(new)
+                if code is not None:
+                    break
         except KeyboardInterrupt:
             _stop(process)
             raise
@@ -68,7 +85,12 @@ def _run(kind: str, name: str, settings: Sequence[str], folder: Path) -> list[Re
         errors = [str(event["what"]) for event in read_records(run / "events.jsonl") if event["kind"] == "error"]
         reason = errors[-1] if errors else " / ".join(output.read_text().strip().splitlines()[-3:])
         raise RuntimeError(f"{name} ended with {code}: {reason}")
-    return [record for record in read_records(run / "metrics.jsonl") if record["kind"] == "step"]
+    return records
+
+
+def train_command(kind: str, recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Return the command line of `rlctl train`, in this interpreter."""
+    return [sys.executable, "-m", "rlctl.cli.main", "train", kind, recipe, *overrides]
 
 
 def run_folder(folder: Path, name: str) -> Path:
@@ -79,7 +101,14 @@ def run_folder(folder: Path, name: str) -> Path:
 def _command(kind: str, run: Path, settings: Sequence[str]) -> list[str]:
     model = (f"model.path={run.parent / 'model'}", "model.random_init=false")
     where = (f"run.dir={run.parent}", f"run.name={run.name}", f"data.train.path={run.parent / 'train.jsonl'}")
-    return [sys.executable, "-m", "rlctl.cli.main", "train", kind, f"{kind}-tiny", *where, *_BARE, *model, *settings]
+    return train_command(kind, f"{kind}-tiny", [*where, *_BARE, *model, *settings])
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | None:
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

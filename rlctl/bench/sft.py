@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlctl.bench.frame import Bar, Bench, Cells, Chart, Line, Results, ResultTable, Say
+from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
 from rlctl.bench.runs import run_all, run_folder
 from rlctl.bench.workload import longest, make_samples, model_problems
 from rlctl.config.errors import Problem, did_you_mean
@@ -164,8 +165,8 @@ class SftResults(Results):
             Line(_LEGEND, "dim"),
         ]
 
-    def chart(self) -> Chart:
+    def chart(self) -> BarChart:
         mfu = {row.mode: "" if row.mfu is None else f", {row.mfu:.0%} MFU" for row in self.rows}
         bars = [Bar(row.mode, row.rate, f"{row.rate:,.0f}{mfu[row.mode]}", "compiled" in row.mode) for row in self.rows]
         title = f"SFT, {self.model}, {count(self.ranks, 'rank')}, samples of {self.tokens} tokens"
-        return Chart(title, "tokens/s/device trained", bars)
+        return BarChart(title, "tokens/s/device trained", bars)

@@ -19,7 +19,7 @@ TrainedModel = Annotated[
 RunSettings = Annotated[list[str] | None, typer.Option("--set", help="A key=value for every run. Repeatable.")]
 
 app = typer.Typer(
-    help="Measure this machine: refits, training steps, calls to workers, synchronous against asynchronous GRPO.",
+    help="Measure this machine, from refits to whole runs, and compare algorithms.",
     no_args_is_help=True,
 )
 
@@ -258,6 +258,44 @@ def dispatch(
     sizes = numbers("--workers", workers, "1,2,4", problems)
     bytes_ = numbers("--payloads", payloads, "1KB,8MB", problems, UNITS)
     run_bench(DispatchBench(sizes, bytes_, calls), as_json, plot, problems)
+
+
+@app.command(
+    epilog=examples(
+        "rlctl bench algorithms",
+        "rlctl bench algorithms grpo gspo dapo --seeds 5 --plot algorithms.png",
+        "rlctl bench algorithms grpo 'grpo grpo.loss.clip_high=0.4' my-algorithm.yaml --recipe my.yaml",
+    )
+)
+def algorithms(
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Names of recipes/algorithms, files like those, or key=value. Default: all of recipes/algorithms.",
+            show_default=False,
+        ),
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="The recipe that all of them train. It needs validation data.")] = (
+        "grpo-tiny"
+    ),
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each algorithm, with run.seed 0, 1 and so on.")] = 3,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of every run. Default: the recipe's.")] = None,
+    target: Annotated[
+        float, typer.Option(min=0, max=1, help="Held-out accuracy up to which rollouts and seconds are counted.")
+    ] = 0.9,
+    override: RunSettings = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Compare how algorithms learn: held-out accuracy against rollouts and seconds, over several seeds.
+
+    Whole runs, one after the other. Ctrl-C shows what has been measured until then.
+    """
+    from rlctl.bench.algorithms import AlgorithmBench
+    from rlctl.config.builtin import algorithm_names
+
+    bench = AlgorithmBench(algorithm or algorithm_names(), recipe, seeds, steps, target, override or [])
+    run_bench(bench, as_json, plot)
 
 
 def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:

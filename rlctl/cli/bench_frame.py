@@ -38,7 +38,7 @@ def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable
         results.chart().write(plot)
     for error in (errors := results.errors()):
         typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(FAILED if errors else OK)
+    raise typer.Exit(INTERRUPTED if results.interrupted else FAILED if errors else OK)
 
 
 def show(results: Results, out: "Console") -> None:
@@ -94,7 +94,10 @@ def _measured(bench: Bench) -> Results:
     except (WorkerError, WorkerDied, WorkerTimeout, RuntimeError, OSError) as error:
         typer.echo(f"error: {error}\nlogs: {folder}", err=True)
         raise typer.Exit(FAILED) from None
-    shutil.rmtree(folder, ignore_errors=True)
+    if results.errors():
+        typer.echo(f"logs: {folder}", err=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
     return results
 
 

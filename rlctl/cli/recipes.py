@@ -9,27 +9,32 @@ from typing import Annotated
 import typer
 
 from rlctl.cli.output import console, examples
-from rlctl.config.builtin import RECIPES, recipe_names
+from rlctl.config.builtin import ALGORITHMS, RECIPES, algorithm_names, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
 
 app = typer.Typer(help="List, show and copy the recipes that come with rlctl.", no_args_is_help=True)
 
+_HOW_TO_TAKE = "An algorithm goes over a recipe: `defaults: [my.yaml, algorithms/NAME]`."
 Name = Annotated[str, typer.Argument(help="A name from `rlctl recipes list`.", show_default=False)]
 
 
 @app.command("list", epilog=examples("rlctl recipes list"))
 def list_() -> None:
-    """List every recipe with what it reaches."""
+    """List every recipe with what it reaches, and the algorithms that go over any recipe."""
     from rich.table import Column, Table
 
-    table = Table(
-        Column("recipe", no_wrap=True, style="cyan"), "what it is", box=None, pad_edge=False, header_style="bold"
-    )
-    for name in recipe_names():
-        lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
-        opening = takewhile(lambda line: line.startswith("#"), lines)
-        table.add_row(name, " ".join(line.lstrip("# ") for line in opening))
-    console().print(table, soft_wrap=False)
+    out = console()
+    algorithms = [f"{ALGORITHMS.name}/{name}" for name in algorithm_names()]
+    for what, names in (("recipe", recipe_names()), ("algorithm", algorithms)):
+        table = Table(
+            Column(what, no_wrap=True, style="cyan"), "what it is", box=None, pad_edge=False, header_style="bold"
+        )
+        for name in names:
+            lines = (RECIPES / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+            opening = takewhile(lambda line: line.startswith("#"), lines)
+            table.add_row(name, " ".join(line.lstrip("# ") for line in opening))
+        out.print(table, "", soft_wrap=False)
+    out.print(_HOW_TO_TAKE, style="dim", markup=False, highlight=False)
 
 
 @app.command(epilog=examples("rlctl recipes show grpo-tiny", "rlctl config show grpo-tiny --origin"))
@@ -57,8 +62,9 @@ def copy(
         shutil.copyfile(source, target)
     except OSError as error:
         raise ConfigError([Problem(str(target), "", f"cannot be written: {error.strerror}")]) from error
-    kind = plain(compose(source, []))["kind"]
-    typer.echo(f"{target}\nrun it: rlctl train {kind} {shlex.quote(str(target))}")
+    kind = plain(compose(source, [])).get("kind")
+    run = f"rlctl train {kind} {shlex.quote(str(target))}"
+    typer.echo(f"{target}\n{f'run it: {run}' if kind else _HOW_TO_TAKE}")
 
 
 def _find(name: str) -> Path:

@@ -73,7 +73,7 @@ def dash(
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
-    state = read_state(folder)
+    state = read_state(folder, samples=True)
     console = SafeConsole(width=width, height=height)
     if svg is not None:
         write_svg(render(state, *console.size), f"rlctl train {state.algorithm}", svg, *console.size)
@@ -132,6 +132,42 @@ def logs(
 
     with explained():
         raise typer.Exit(show_run_logs(_find(run, root), process, follow, lines))
+
+
+@app.command(
+    epilog=examples(
+        "rlctl runs rollouts                              the newest step's groups",
+        "rlctl runs rollouts sums --step 40-60 --worst    where it fails",
+        "rlctl runs rollouts sums --validation --group r3 one held-out prompt over the run",
+        "rlctl runs rollouts sums --grep 'I cannot' --json",
+    )
+)
+def rollouts(
+    run: Run = "",
+    root: Root = None,
+    step: Annotated[str | None, typer.Option(metavar="N | N-M", help="Only this step, or these steps.")] = None,
+    validation: Annotated[bool, typer.Option("--validation", help="Show held-out answers.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Order by mean reward, the lowest first.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Order by mean reward, the highest first.")] = False,
+    group: Annotated[
+        str | None, typer.Option(metavar="ID", help="Only this task: e0-r17, or r17 of all epochs.")
+    ] = None,
+    grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only groups with this text.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", help="The most groups that are shown.", min=1)] = 10,
+    follow: Follow = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a group a line, as JSON.")] = False,
+) -> None:
+    """Read what was sampled: conversations with their rewards and advantages, a group's rollouts side by side."""
+    from rlctl.cli.rollouts import Printer, make_query
+
+    query = make_query(step, validation, worst, best, group, grep)
+    folder = _find(run, root)
+    _bring_up_to_date(folder)
+    printer = Printer(folder, query, as_json)
+    if follow:
+        printer.follow()
+    else:
+        printer.show(limit)
 
 
 def _stop_driver(folder: Path, start: "dict[str, Any]") -> None:

@@ -12,11 +12,18 @@ _ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 
 CONFIGS = _ROOT / "configs"
 RECIPES = _ROOT / "recipes"
+# Losses, advantages and the like by the name of a paper: keys to put over any recipe.
+ALGORITHMS = RECIPES / "algorithms"
 
 
 def recipe_names() -> list[str]:
     """Return the names of the shipped recipes, as `rlctl train grpo NAME` takes them."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def algorithm_names() -> list[str]:
+    """Return the names of the shipped algorithms; a recipe takes one by `defaults: [..., algorithms/NAME]`."""
+    return sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
 
 
 def find_recipe(recipe: str) -> Path:

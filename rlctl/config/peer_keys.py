@@ -200,6 +200,7 @@ FORMERLY = "rlctl"
 _FORMER = (
     ("telemetry.wandb_project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
     ("telemetry.tensorboard", "telemetry.trackers", "[{name: tensorboard}]"),
+    ("telemetry.rollouts_per_step", "telemetry.groups_per_step", "whole groups, not the first rollout of each"),
     ("async.lookahead", "async.prefetch"),
     ("grpo.skip_uniform_groups", _FILTER, f"rewards, with {_EXTRA} at 0"),
     ("grpo.advantage.baseline", "grpo.advantage.name"),

@@ -271,7 +271,17 @@ TrackerSection = TensorBoardSection | WandbSection | UserTrackerSection
 class TelemetrySection:
     dashboard: Literal["auto", "on", "off"] = spec("auto is a live view on a terminal, and a line a step elsewhere.")
     trackers: list[TrackerSection] = spec("Trackers that get the numbers of metrics.jsonl too.")
-    rollouts_per_step: int = spec("The rollouts of each step that are written to rollouts.jsonl.", ge=0)
+    groups_per_step: int = spec(
+        "The groups of each step that are written to rollouts.jsonl, whole: every rollout of a prompt.", ge=0
+    )
+    groups_per_validation: int = spec(
+        "The held-out prompts of each validation whose answers are written to rollouts.jsonl, the first ones.", ge=0
+    )
+    rollouts_limit_mib: int = spec(
+        "The most that the groups in rollouts.jsonl take, in MiB. Above it those of every second step are left out.",
+        ge=1,
+        most=1 << 20,
+    )
     profile_updates: list[int] | None = spec(
         "Profile the trainer in these updates after the start, [first, last], into profile/. null profiles none.", ge=1
     )

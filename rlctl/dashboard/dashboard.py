@@ -3,6 +3,7 @@
 from rlctl.dashboard.panels.asynchronous import age_bound, ages, timeline
 from rlctl.dashboard.panels.canvas import Frame, Row, beside
 from rlctl.dashboard.panels.learning import curve, learning, legend, metrics_of
+from rlctl.dashboard.panels.rollout import rollout
 from rlctl.dashboard.panels.speed import idle, idle_and_memory, memory, phase_times, throughput, timing
 from rlctl.dashboard.panels.status import HEIGHT, header, log, startup
 from rlctl.dashboard.state import RunState
@@ -10,6 +11,8 @@ from rlctl.dashboard.state import RunState
 WIDE = 116
 SPEED_HEIGHT = 5
 LEAST_LOG = 3
+# Rows below the other panels from which on a rollout is shown; those left to the events; the most it takes.
+TALL, LOG_HEIGHT, MOST_ROLLOUT = 16, 8, 24
 TIMELINE_HEIGHT = 6
 # Without the axis, where rows are few.
 LEAST_TIMELINE = 4
@@ -27,6 +30,9 @@ def render(state: RunState, width: int, height: int) -> Frame:
     else:
         rows += _narrow(state, width, room)
     left = height - len(rows)
+    if state.steps and state.sample.get("rollouts") and left >= TALL:
+        rows += rollout(state, width, min(left - LOG_HEIGHT, MOST_ROLLOUT))
+        left = height - len(rows)
     if left >= LEAST_LOG:
         rows += log(state, width, left, legend(state, width - 5) if state.steps else "")
     return Frame(rows, width, height)

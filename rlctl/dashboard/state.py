@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlctl.telemetry.jsonl import Record, Tail
+from rlctl.telemetry.rollouts_file import newest_group
 from rlctl.utils.escapes import neutral
 from rlctl.utils.process import lives
 
@@ -98,6 +99,7 @@ class RunState:
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=100))
     health: dict[str, dict[int, Record]] = field(default_factory=dict)  # warnings: check -> step -> event
     status: Status = "new"
+    sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views that show one
     checkpoint_metric: str = ""
     mismatch_bound: float = float("inf")  # health.max_token_mult_prob_error
 
@@ -226,9 +228,14 @@ class RunState:
 
 
 class RunReader:
-    """Follows a run directory and keeps `state` up to date."""
+    """Follows a run directory and keeps `state` up to date.
 
-    def __init__(self, path: Path) -> None:
+    samples: the newest group of rollouts too.
+    """
+
+    def __init__(self, path: Path, samples: bool = False) -> None:
+        self._rollouts = path / "rollouts.jsonl" if samples else None
+        self._sampled = 0.0
         self._events = Tail(path / "events.jsonl")
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
@@ -248,6 +255,8 @@ class RunReader:
             state.apply_event(event)
         for record in metrics:
             state.apply_metrics(record)
+        if self._rollouts and (written := _modified(self._rollouts)) != self._sampled:
+            self._sampled, state.sample = written, newest_group(self._rollouts) or {}
         unseen = [record for record in metrics if record["time"] > self._newest_metrics]
         self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
         self._newest = max([self._newest, *(record["time"] for record in [*events[-1:], *metrics[-1:]])])
@@ -266,9 +275,9 @@ class RunReader:
         return sorted([*events, *unseen], key=lambda record: float(record["time"]))
 
 
-def read_state(path: Path) -> RunState:
-    """Return the state of a run by its files."""
-    reader = RunReader(path)
+def read_state(path: Path, samples: bool = False) -> RunState:
+    """Return the state of a run by its files. samples: with the newest group of rollouts."""
+    reader = RunReader(path, samples)
     reader.poll()
     return reader.state
 
@@ -288,6 +297,13 @@ def _sound(records: Iterable[Record], *needed: str) -> Iterable[Record]:
 
 def _numbers(record: Record) -> Record:
     return {name: value for name, value in record.items() if name == "kind" or isinstance(value, (int, float))}
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _from_config(config: Path) -> tuple[str, float]:

@@ -40,8 +40,11 @@ class RunView(ABC):
     A failure in here ends the view, never the run; its reason is printed at the end.
     """
 
+    # True if it shows rollouts.
+    samples = False
+
     def __init__(self, run: RunDir, console: Console) -> None:
-        self.reader = RunReader(run.path)
+        self.reader = RunReader(run.path, self.samples)
         # The run_ended event, set by the run's own process in case its file had no room for it.
         self.end: Record | None = None
         self.console = console
@@ -88,6 +91,8 @@ class RunView(ABC):
 
 class LiveDashboard(RunView):
     """The dashboard on a terminal's alternate screen."""
+
+    samples = True
 
     def __init__(self, run: RunDir, console: Console | None = None) -> None:
         super().__init__(run, console or SafeConsole())

@@ -7,7 +7,7 @@ from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.types import GroupScorer
+from rlctl.rollout.types import Decode, GroupScorer
 from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.training.trainer_group import TrainerGroup
@@ -40,3 +40,5 @@ class GrpoComponents:
     recorder: RunRecorder
     devices: Devices
     monitor: ResourceMonitor
+    # Text of tokens with the special ones, for records.
+    decode: Decode

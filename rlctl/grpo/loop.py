@@ -11,6 +11,7 @@ from functools import partial
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.batch import TrainingBatch, add_log_probs, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
+from rlctl.grpo.group_record import group_records
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.loss import GrpoLoss
@@ -153,8 +154,11 @@ class GrpoLoop(Loop):
         with self._parts.recorder.validation(self.done) as metrics:
             shape = (len(tasks), config.num_generations, self._config.generation.max_new_tokens)
             sampling = Sampling("validation", self._config.run.seed, *shape, config.temperature)
-            groups = self._parts.dispatcher.sample(sampling, tasks, self.done)
-            metrics |= validation_metrics(self._parts.score(groups))
+            groups = self._parts.score(self._parts.dispatcher.sample(sampling, tasks, self.done))
+            metrics |= validation_metrics(groups)
+        self._parts.recorder.groups(
+            self.done, "validation", lambda count: group_records(groups[:count], self._parts.decode)
+        )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         super().resume(checkpoint)

@@ -1,16 +1,13 @@
 """One GRPO step under way: its phases are timed here, and all that is recorded of it is collected here."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
-from typing import Any
-
-import numpy as np
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
+from rlctl.grpo.group_record import step_records
 from rlctl.grpo.metrics import (
     EngineInterval,
     age_metrics,
@@ -109,8 +106,8 @@ class GrpoStep:
         left_out = {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
         for group, reason in waste.filtered:
             batch.outcomes.add(TaskOutcomes(filtered={reason: [group.task.id]}))
-        outcomes = asdict(batch.outcomes) | left_out
-        parts.recorder.rollouts(number, outcomes, lambda: _shown(ended, parts.score.decode))
+        parts.recorder.outcomes(number, asdict(batch.outcomes) | left_out)
+        parts.recorder.groups(number, "train", lambda count: step_records(ended[:count], batch, parts.decode))
         monitor, times = parts.monitor.read(), self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
         parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})
@@ -125,26 +122,3 @@ class GrpoStep:
         flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
         share = mfu(speed["throughput/training"], flops, devices.name)
         return speed if share is None else {**speed, "throughput/mfu": share}
-
-
-def _shown(groups: list[RolloutGroup], decode: Callable[[list[list[int]]], list[str]]) -> list[dict[str, Any]]:
-    """Return the first rollout of each group as rollouts.jsonl shows it."""
-    firsts = [(group.task, group.rollouts[0]) for group in groups if group.rollouts]
-    texts = decode([rollout.sampled_tokens.tolist() for _, rollout in firsts])
-    return [
-        {
-            "prompt_id": task.id,
-            "prompt": task.text,
-            "answer": task.answer,
-            "completion": text,
-            "reward": rollout.reward,
-            "rewards": score.parts,
-            "right": score.right if rollout.reward is not None else None,
-            "failed": score.failed,
-            "finish": rollout.finish,
-            # Weight version -> tokens that it sampled.
-            "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
-        }
-        for (task, rollout), text in zip(firsts, texts)
-        if (score := rollout.score)
-    ]

@@ -94,7 +94,8 @@ class GrpoParts:
 
         session, config, pool, placement = self.session, self.config, self.pool, allocation.placement
         self._connect(allocation, trainer)
-        score = GroupScorer(self.scorer, _decoder(self.chat.tokenizer))
+        score = GroupScorer(self.scorer, _decoder(self.chat.tokenizer, special=False))
+        decode = _decoder(self.chat.tokenizer, special=True)
         devices = Devices(
             placement.trainer_devices,
             placement.generator_devices,
@@ -110,7 +111,7 @@ class GrpoParts:
             dispatcher = RolloutDispatcher(pool, config.run, session.events.emit)
             stack.callback(dispatcher.close)
             components = GrpoComponents(
-                trainer, pool, dispatcher, source, data.validation, score, session.recorder, devices, monitor
+                trainer, pool, dispatcher, source, data.validation, score, session.recorder, devices, monitor, decode
             )
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
@@ -163,6 +164,6 @@ def shared_memory(nbytes: int = 0) -> str | None:
     return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
 
 
-def _decoder(tokenizer: Any) -> Any:
+def _decoder(tokenizer: Any, special: bool) -> Any:
     fast = tokenizer.backend_tokenizer
-    return lambda rows: fast.decode_batch(rows, skip_special_tokens=True)
+    return lambda rows: fast.decode_batch(rows, skip_special_tokens=not special)

@@ -2,13 +2,12 @@
 
 import importlib
 import inspect
-import traceback
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
-from rlctl.rewards.base import RewardError, RewardFunction, defined_at, error_text, place_of
-from rlctl.utils import plugins
+from rlctl.rewards.base import RewardError, RewardFunction
 from rlctl.utils.plugins import load_module
+from rlctl.utils.user_code import defined_at, import_error
 
 
 def load_function(section: RewardSection) -> RewardFunction:
@@ -30,12 +29,7 @@ def _user_function(name: str) -> RewardFunction:
     try:
         module = load_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the user's module does at import
-        # Frames of the user's own files.
-        loaders = (__file__, plugins.__file__, importlib.__file__)
-        frames = traceback.extract_tb(error.__traceback__)
-        inside = [each for each in frames if not each.filename.startswith("<frozen") and each.filename not in loaders]
-        where = f" at {place_of(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
-        raise RewardError(f"cannot import: {type(error).__name__}: {error_text(error)}{where}") from error
+        raise RewardError(import_error(error, __file__)) from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise RewardError(f"no such function: {module_name} has no {attribute!r}")

@@ -15,9 +15,9 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import correctness, reward_names
 from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load import load_function
-from rlctl.rewards.logs import Emit, FailureLog, OutputLog
 from rlctl.rewards.worker import RewardWorker
 from rlctl.utils.cores import usable_cores
+from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
 INLINE = ("exact",)
 MAX_WORKERS = 4
@@ -50,8 +50,8 @@ class Scorer:
         self._sections = sections
         self.names = reward_names(sections)
         self._decides, self._correct_at = correctness(sections)
-        self.failures = FailureLog(logs / "reward-errors.log" if logs else None, emit)
-        self._log = OutputLog(logs / "rewards.log", emit) if logs else None
+        self.failures = FailureLog("reward", logs / "reward-errors.log" if logs else None, emit)
+        self._log = OutputLog("reward", logs / "rewards.log", emit) if logs else None
         size = min(MAX_WORKERS, usable_cores())
         self._threads = ThreadPoolExecutor(size, thread_name_prefix="rewards")
         # Last in, first out: a small batch keeps to the worker that is already running.

@@ -13,7 +13,8 @@ import signal
 from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.rewards.base import MAX_DETAIL, MAX_TRACE, Outcome, RewardFailure, RewardInput, UnusableError, shortened
+from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError
+from rlctl.utils.user_code import MAX_DETAIL, MAX_TRACE, shortened
 from rlctl.workers.guarded import BadReply, Channel, GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only (sympy takes seconds), on a machine that may be busy

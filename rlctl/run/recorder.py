@@ -15,7 +15,8 @@ from rlctl.models.model_files import list_end_tokens
 from rlctl.run.checkpoints import Checkpoint, Checkpoints
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
-from rlctl.telemetry.jsonl import JsonlWriter
+from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.rollouts_file import GroupPurpose, RolloutsFile
 
 # (the trainer's folder, that of the export if asked for, the export's dtype)
 WriteTrainer = Callable[[Path, Path | None, str | None], None]
@@ -26,9 +27,11 @@ class RunRecorder:
 
     def __init__(self, run_dir: RunDir, events: EventLog, metrics: MetricsLog, config: RunConfig) -> None:
         self.events = events
-        self.metrics, self._rollouts = metrics, JsonlWriter(run_dir.rollouts)
+        telemetry = config.telemetry
+        self.metrics = metrics
+        self._rollouts = RolloutsFile(run_dir.rollouts, telemetry.rollouts_limit_mib << 20, events.emit)
         self._checkpoint, self._validation = config.checkpoint, config.validation
-        self._rollouts_per_step = config.telemetry.rollouts_per_step
+        self._shown = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         # Metrics of the step just done: a checkpoint is ranked by metrics of its own weights alone.
         self.measured: dict[str, float] = {}
@@ -56,12 +59,14 @@ class RunRecorder:
         self.measured = dict(metrics)
         self.metrics.write("step", step, metrics)
 
-    def rollouts(self, step: int, outcomes: Mapping[str, Any], shown: Callable[[], list[dict[str, Any]]]) -> None:
-        """Write the outcome of the step's tasks, and some of its rollouts."""
-        self._rollouts.write({"kind": "prompts", "step": step, **outcomes})
-        if self._rollouts_per_step:
-            for rollout in shown()[: self._rollouts_per_step]:
-                self._rollouts.write({"kind": "rollout", "step": step, **rollout})
+    def outcomes(self, step: int, outcomes: Mapping[str, Any]) -> None:
+        """Write what became of the step's tasks."""
+        self._rollouts.outcomes(step, outcomes)
+
+    def groups(self, step: int, purpose: GroupPurpose, records: Callable[[int], list[Record]]) -> None:
+        """Write some groups of a step or a validation, whole. records: makes the records of the first so many."""
+        if count := self._shown[purpose]:
+            self._rollouts.groups(step, purpose, records(count))
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:

@@ -27,7 +27,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.long  # two runs; the parts: tests/unit/run/test_checkpoints.py and test_recorder.py
 @pytest.mark.slow
 def test_a_full_disk_costs_the_checkpoint_not_the_earlier_ones(small_disk: Path) -> None:
-    settings = ("grpo.num_steps=4", "checkpoint.every=2", "telemetry.rollouts_per_step=0", "run.probe=false")
+    settings = ("grpo.num_steps=4", "checkpoint.every=2", "telemetry.groups_per_step=0", "run.probe=false")
     run = Run(small_disk, "full", *settings)
     run.wait_for_event("checkpoint", step=2)
     ballast = small_disk / "ballast"

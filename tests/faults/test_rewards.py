@@ -33,7 +33,7 @@ def test_rewards_that_fail_are_told_once_counted_apart_and_stop_the_run_when_mos
     settings = (
         "rewards=[{name: 'mine:score'}, {name: exact, weight: 0.1}]",
         *("grpo.num_steps=100000", "checkpoint.every=0", "health.failed_reward_steps=2"),
-        *("validation.every=2", "validation.max_prompts=30", "telemetry.rollouts_per_step=8", "run.log_every=1"),
+        *("validation.every=2", "validation.max_prompts=30", "telemetry.groups_per_step=8", "run.log_every=1"),
     )
     run = Run(tmp_path, "failing", *settings)
     run.wait_for_step(3)
@@ -84,7 +84,8 @@ def accuracy_is_of_what_was_scored(run: Run) -> None:
     right = before["validation/accuracy"] * (30 - failing)
     assert right == pytest.approx(round(right)) and right > 0
     assert before["validation/reward"] == pytest.approx(1.1 * before["validation/accuracy"])
-    shown = [record for record in read(run.path / "rollouts.jsonl") if record["kind"] == "rollout"]
+    groups = [record for record in read(run.path / "rollouts.jsonl") if record["kind"] == "group"]
+    shown = [rollout for group in groups for rollout in group["rollouts"]]
     failed = [record for record in shown if record["failed"]]
     assert 0 < len(failed) < len(shown)
     assert all(record["rewards"]["score"] is None and record["right"] is None for record in failed)

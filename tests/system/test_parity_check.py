@@ -44,7 +44,7 @@ class MakeTrainer:
 def parts_of(
     section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
 ) -> GrpoComponents:
-    rest: Any = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor"))
+    rest: Any = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor", "decode"))
     return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, dispatcher=dispatcher, **rest)
 
 

@@ -15,7 +15,7 @@ from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow
 from rlctl.bench.sft import SftResults, SftRow
 from rlctl.cli.bench_frame import run_bench, show
-from rlctl.config.builtin import RECIPES
+from rlctl.config.builtin import RECIPES, algorithm_names
 from rlctl.training.profile import Cost
 from tests.unit.cli.conftest import Rlctl
 
@@ -251,3 +251,24 @@ def test_a_plot_appears_whole(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
     begin = (tmp_path / name).read_bytes()[:8]
     assert begin.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+
+
+def test_mistakes_of_bench_algorithms_are_told_at_once_each_with_whom_it_concerns(rlctl: Rlctl) -> None:
+    wrong = ("grp", "rloo rloo", "grpo", "grpo", "rloo grpo.loss.clip_lw=1", "--set", "grpo.num_step=3")
+    done = rlctl("bench", "algorithms", *wrong, "--plot", "x.pdf")
+    allowed = ", ".join(algorithm_names())
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "error: --plot: x.pdf: allowed are names that end in .png or .svg",
+        "error: grpo: named twice",
+        f"error: grp: no such algorithm; did you mean grpo?; allowed: {allowed}, a file, or key=value",
+        "error: rloo rloo: rloo and rloo: an algorithm is at most one file",
+        "error: grpo, rloo grpo.loss.clip_lw=1: grpo.num_step=3: unknown key; did you mean num_steps?",
+        "error: rloo grpo.loss.clip_lw=1: grpo.loss.clip_lw=1: unknown key; did you mean clip_low?",
+        "6 problems; nothing was started",
+    ]
+
+
+def test_a_recipe_without_validation_cannot_be_compared(rlctl: Rlctl) -> None:
+    done = rlctl("bench", "algorithms", "grpo", "rloo", "--set", "validation.every=0")
+    assert done.code == 2 and done.err.startswith("error: grpo, rloo: held-out accuracy is compared: ")

@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
-from rlctl.config.builtin import RECIPES, recipe_names
+from rlctl.config.builtin import ALGORITHMS, RECIPES, algorithm_names, recipe_names
 from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
 
@@ -10,9 +11,33 @@ from tests.unit.cli.conftest import Rlctl
 def test_list_names_every_recipe_with_what_it_is(rlctl: Rlctl) -> None:
     lines = rlctl("recipes", "list").out.splitlines()
     assert max(map(len, lines)) <= 80
-    first = [line.split()[0] for line in lines if not line.startswith(" ")]
-    assert first == ["recipe", *recipe_names()]
-    assert all(len(line.split()) > 1 for line in lines if not line.startswith(" "))
+    named = [line for line in lines if line and not line.startswith(" ")]
+    first = [line.split()[0] for line in named]
+    algorithms = [f"algorithms/{name}" for name in algorithm_names()]
+    assert first[: 2 + len(recipe_names() + algorithms)] == ["recipe", *recipe_names(), "algorithm", *algorithms]
+    assert all(len(line.split()) > 1 for line in named)
+    assert "defaults: [my.yaml, algorithms/NAME]" in " ".join(lines)
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_an_algorithm_is_a_few_keys_of_the_grpo_section_and_a_tiny_recipe_is_little_more(name: str) -> None:
+    text = (ALGORITHMS / f"{name}.yaml").read_text()
+    assert list(yaml.safe_load(text)) == ["grpo"] and len(text.splitlines()) <= 12
+    recipe = "grpo-tiny" if name == "grpo" else f"{name}-tiny"
+    whole = yaml.safe_load(text := (RECIPES / f"{recipe}.yaml").read_text())
+    if name != "grpo":
+        assert whole["defaults"] == ["grpo-tiny", f"algorithms/{name}"] and len(text.splitlines()) <= 12
+    assert load("grpo", recipe, []).config.grpo.num_steps <= 240  # type: ignore[union-attr]
+
+
+def test_the_algorithm_grpo_is_what_a_recipe_does_unless_told_otherwise(home: Path) -> None:
+    (home / "both.yaml").write_text("defaults: [grpo-tiny, algorithms/grpo]")
+    assert load("grpo", "both.yaml", []).config == load("grpo", "grpo-tiny", []).config
+
+
+def test_a_copied_algorithm_says_where_it_goes(rlctl: Rlctl) -> None:
+    said = rlctl("recipes", "copy", "algorithms/rloo", "mine.yaml").out
+    assert said.startswith("mine.yaml\nAn algorithm goes over a recipe: ")
 
 
 def test_show_prints_the_file_as_it_is(rlctl: Rlctl) -> None:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from rlctl.cli.runs import app
 from rlctl.dashboard.state import read_state
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.rollouts_file import RolloutsFile
 from tests.unit.dashboard.synthetic import START, write_run
 
 
@@ -155,3 +156,31 @@ def test_what_is_printed_fits_80_columns_whole(runs: Path) -> None:
 def test_without_a_name_the_newest_run_is_meant(runs: Path) -> None:
     code, out, _ = call("show", "--dir", runs, "--json")
     assert code == 0 and json.loads(out)["name"] in ("a", "b")
+
+
+@pytest.fixture
+def recorded(runs: Path) -> Path:
+    group = {"task": "e0-r1", "prompt": "15+34=", "answer": "49", "outcome": "trained"}
+    rollouts = [{"index": 0, "text": [["49<eos>", True]], "reward": 1.0, "right": True, "advantage": 0.5}]
+    RolloutsFile(runs / "a" / "rollouts.jsonl", 1 << 20, lambda *_, **__: None).groups(
+        3, "train", [{**group, "rollouts": rollouts}]
+    )
+    return runs
+
+
+def test_rollouts_are_plain_lines_in_a_pipe_and_an_object_a_group_for_scripts(recorded: Path) -> None:
+    code, out, _ = call("rollouts", "a", "--dir", recorded)
+    assert code == 0 and "┃  49<eos>" in out and "\x1b" not in out
+    _, out, _ = call("rollouts", "a", "--dir", recorded, "--step", "1-9", "--json")
+    (line,) = out.splitlines()
+    assert (json.loads(line)["task"], json.loads(line)["rollouts"][0]["advantage"]) == ("e0-r1", 0.5)
+    code, out, _ = call("rollouts", "a", "--dir", recorded, "--follow", "--json")
+    assert code == 0 and json.loads(out)["step"] == 3
+
+
+def test_rollouts_that_are_not_there_are_one_line_and_exit_code_2(recorded: Path) -> None:
+    for words in (("a", "--step", "7"), ("b",), ("a", "--validation")):
+        code, out, err = call("rollouts", *words, "--dir", recorded)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+    code, out, err = call("rollouts", "a", "--dir", recorded, "--grep", "no such text")
+    assert (code, out, err) == (0, "", "no group has that text\n")

@@ -35,7 +35,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         assert session.start == 0 and not session.resumed
         for step in (1, 2, 3, 4, 5):
             session.recorder.step(step, {})
-            session.recorder.rollouts(step, {}, list)
+            session.recorder.outcomes(step, {})
             if step in (2, 4):
                 session.recorder.save(step, {}, export_only)
         raise RuntimeError("lost")

@@ -12,10 +12,10 @@ import pytest
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards import worker as reward_worker
 from rlctl.rewards.base import RewardInput
-from rlctl.rewards.logs import MAX_LOG_BYTES
 from rlctl.rewards.scorer import Score, Scorer
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
+from rlctl.workers.user_logs import MAX_LOG_BYTES
 
 HOOK = """
 import json, os, threading, time

@@ -10,8 +10,8 @@ import pytest
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.rewards.base import RewardError, RewardInput
-from rlctl.rewards.logs import MAX_CAUSES
 from rlctl.rewards.scorer import Scorer
+from rlctl.workers.user_logs import MAX_CAUSES
 
 HOOKS = r'''
 import ctypes, multiprocessing, os, re, signal, subprocess, sys, time

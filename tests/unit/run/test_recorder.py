@@ -27,7 +27,7 @@ def make_recorder(
     events = EventLog(run.events)
     checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto")
     validation = ValidationSection(every, False, 1, 0.0, None)
-    telemetry = TelemetrySection("off", [], 1, None)
+    telemetry = TelemetrySection("off", [], 1, 2, 1, None)
     config = replace(load("sft", None, []).config, checkpoint=checkpoint, validation=validation, telemetry=telemetry)
     return RunRecorder(run, events, MetricsLog(run.metrics, events), config)
 
@@ -153,10 +153,15 @@ def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_p
     assert [event["kind"] for event in records(run.events)] == ["phase"]
 
 
-def test_rollouts_are_written_up_to_the_number_asked_for_behind_the_fates_of_all(tmp_path: Path) -> None:
+def test_as_many_groups_as_the_config_says_are_written_behind_the_fates_of_all_tasks(tmp_path: Path) -> None:
     recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
-    recorder.rollouts(4, {"trained": ["a"], "filtered": {}}, lambda: [{"text": "one"}, {"text": "two"}])
+    recorder.outcomes(4, {"trained": ["a"], "filtered": {}})
+    recorder.groups(4, "train", lambda count: [{"task": "a", "rollouts": []}, {"task": "b", "rollouts": []}][:count])
+    recorder.groups(4, "validation", lambda count: [{"task": str(each), "rollouts": []} for each in range(count)])
+    group = {"kind": "group", "step": 4, "rollouts": []}
     assert records(run.rollouts) == [
         {"kind": "prompts", "step": 4, "trained": ["a"], "filtered": {}},
-        {"kind": "rollout", "step": 4, "text": "one"},
+        {**group, "purpose": "train", "task": "a"},
+        {**group, "purpose": "validation", "task": "0"},
+        {**group, "purpose": "validation", "task": "1"},
     ]

@@ -1,36 +1,47 @@
-"""Logs of a run's rewards: failures counted by cause (contract 11), and the output of user functions."""
+"""Logs of a user's code in processes of its own: failures counted by cause (contract 11), and bounded output."""
 
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-
-from rlctl.rewards.base import RewardFailure
+from typing import Protocol
 
 Emit = Callable[..., None]
-# Causes hold no text of a rollout, but code that a reward generates can raise at ever new places.
+# Causes hold no text of a rollout, but generated code can raise at ever new places.
 MAX_CAUSES = 20
 _OTHER = "other causes"
 # Bytes of output in an attempt. A line a rollout would fill a disk in the weeks that a run may take.
 MAX_LOG_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
-# A process out of a reward's reach may hold the pipe open for ever.
+# A process that a user's code left behind may hold the pipe open for ever.
 _ENDING_S = 2.0
 
 
-class FailureLog:
-    """Failures of a run's rewards. The first of each cause is told. Methods may be called from any thread.
+class UserFailure(Protocol):
+    """A failure of a user's code; its text is one line."""
 
-    path: file of the tracebacks; None: the standard error has them. emit: writes an event; None: nobody is told.
+    @property
+    def cause(self) -> str:
+        """Kind and place, free of a rollout's own text. Failures of one cause are counted together."""
+
+    @property
+    def trace(self) -> str: ...
+
+
+class FailureLog:
+    """Failures of a run's rewards or environments. The first of each cause is told. Any thread may call.
+
+    kind: "reward" or "environment". path: file of the tracebacks; None: the standard error has them. emit: writes an
+    event; None: nobody is told.
     """
 
-    def __init__(self, path: Path | None = None, emit: Emit | None = None) -> None:
-        self._path, self._emit, self._lock = path, emit, threading.Lock()
+    def __init__(self, kind: str, path: Path | None = None, emit: Emit | None = None) -> None:
+        self._kind, self._path, self._emit, self._lock = kind, path, emit, threading.Lock()
         self.counts: Counter[str] = Counter()
 
-    def add(self, name: str, failure: RewardFailure) -> None:
-        """Count a failure of the reward called `name`. Keep the traceback and emit a warning for a new cause."""
+    def add(self, name: str, failure: UserFailure) -> None:
+        """Count a failure of what is called `name`. Keep the traceback and emit a warning for a new cause."""
         cause = f"{name}: {failure.cause}"
         with self._lock:
             if cause not in self.counts and len(self.counts) >= MAX_CAUSES:
@@ -44,8 +55,9 @@ class FailureLog:
             here = Path.cwd()
             shown = kept.relative_to(here) if kept and kept.is_relative_to(here) else kept
             told = f"; traceback: {shown}" if shown else ""
-            what = f"reward {name}: {failure}" if cause != _OTHER else f"rewards fail for more than {MAX_CAUSES} causes"
-            self._emit("warning", what=f"{what}; its rollouts are left out and counted, reward/failed{told}")
+            many = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
+            what = f"{self._kind} {name}: {failure}" if cause != _OTHER else many
+            self._emit("warning", what=f"{what}; its rollouts are left out and counted, {self._kind}/failed{told}")
 
     def most_common(self) -> str:
         """Return the cause of most failures with their number; empty where there are none."""
@@ -54,15 +66,15 @@ class FailureLog:
 
 
 class OutputLog:
-    """Pipe to a file. Reward processes write to its `descriptor`. Close it after they have ended.
+    """Pipe to a file. Processes of a user's code write to its `descriptor`. Close it after they have ended.
 
-    emit: writes the event that the bound was reached.
+    kind: "reward" or "environment". emit: writes the event that the bound was reached.
     """
 
-    def __init__(self, path: Path, emit: Emit | None) -> None:
-        self._path, self._emit = path, emit
+    def __init__(self, kind: str, path: Path, emit: Emit | None) -> None:
+        self._kind, self._path, self._emit = kind, path, emit
         self._reading, self.descriptor = os.pipe()
-        self._thread = threading.Thread(target=self._copy, name="rewards-log", daemon=True)
+        self._thread = threading.Thread(target=self._copy, name=f"{kind}s-log", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -79,15 +91,15 @@ class OutputLog:
             _append(self._path, data[:left])
             left -= len(data)
             if left < 0:
-                _append(self._path, f"\n[rewards printed more than {bound}: the rest is left out]\n".encode())
+                _append(self._path, f"\n[{self._kind}s printed more than {bound}: the rest is left out]\n".encode())
                 if self._emit:
-                    what = f"rewards printed more than {bound}: {self._path.name} has no more of it"
+                    what = f"{self._kind}s printed more than {bound}: {self._path.name} has no more of it"
                     self._emit("warning", what=what)
         os.close(self._reading)
 
 
 def _append(path: Path, data: bytes) -> bool:
-    """Return False where nothing can be written: a full disk must not end scoring."""
+    """Return False where nothing can be written: a full disk must not end a run."""
     try:
         with path.open("ab") as file:
             file.write(data)

@@ -1,0 +1,130 @@
+"""The groups of rollouts.jsonl that somebody asks for: of some steps, the worst, the best, those with some text."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.rollouts_file import GroupPlace, index, read_groups
+
+POLL_S = 0.5
+
+
+class NoSuchGroup(ValueError):
+    """A question that no recorded group answers; one line for the user."""
+
+
+@dataclass(frozen=True)
+class RolloutQuery:
+    """A question about a run's groups. Without a step, an order, a group or a pattern: those of the newest step."""
+
+    validation: bool = False
+    # First and last step.
+    steps: tuple[int, int] | None = None
+    order: Literal["worst", "best"] | None = None
+    # Id of a task, or of its row: r17 means it in every epoch.
+    task: str | None = None
+    # Looked for in prompts and in what follows them.
+    pattern: re.Pattern[str] | None = None
+
+    @property
+    def purpose(self) -> str:
+        return "validation" if self.validation else "train"
+
+    def asks_for(self, place: GroupPlace) -> bool:
+        """Return True if the group has the purpose, the step and the task."""
+        first, last = self.steps or (place.step, place.step)
+        named = self.task is None or place.task == self.task or place.task.endswith(f"-{self.task}")
+        return place.purpose == self.purpose and first <= place.step <= last and named
+
+    def matches(self, group: Record) -> bool:
+        """Return True if the group has the pattern's text."""
+        return self.pattern is None or any(self.pattern.search(text) for text in texts(group))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Groups that a query found."""
+
+    groups: list[Record]
+    # How many there are in all, and the first and last step of the run that have some.
+    found: int
+    recorded: tuple[int, int]
+
+
+def texts(group: Record) -> Iterator[str]:
+    """Yield the prompt and the whole text of each rollout of a group."""
+    yield str(group.get("prompt", ""))
+    for rollout in group["rollouts"]:
+        yield "".join(str(text) for text, _ in rollout.get("text", ()))
+
+
+def mean_reward(group: Record) -> float | None:
+    """Return the mean reward of the rollouts that have one; None without any."""
+    rewards = [each["reward"] for each in group["rollouts"] if isinstance(each.get("reward"), (int, float))]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def select(path: Path, query: RolloutQuery, limit: int) -> Answer:
+    """Return at most `limit` groups: the first in the query's order, or else the newest, in the order of steps.
+
+    Raises NoSuchGroup if none was recorded of that step or task.
+    """
+    every = [place for place in index(path) if place.purpose == query.purpose]
+    if not every:
+        key = "telemetry.groups_per_validation" if query.validation else "telemetry.groups_per_step"
+        raise NoSuchGroup(f"no {query.purpose} group was recorded yet ({key})")
+    recorded = every[0].step, max(place.step for place in every)
+    places = [place for place in every if query.asks_for(place)]
+    if not places:
+        raise NoSuchGroup(_nothing(query, every))
+    if query == RolloutQuery(query.validation):
+        places = [place for place in places if place.step == recorded[1]]
+    if query.pattern:
+        groups = zip(places, read_groups(path, places))
+        places = [place for place, group in groups if query.matches(group)]
+    if query.order:
+        sign = 1 if query.order == "worst" else -1
+        means = [(place, mean_reward(group)) for place, group in zip(places, read_groups(path, places))]
+        places = [place for place, mean in sorted(means, key=lambda each: _key(each[1], sign))]
+        return Answer(list(read_groups(path, places[:limit])), len(places), recorded)
+    return Answer(list(read_groups(path, places[-limit:])), len(places), recorded)
+
+
+def follow(path: Path, query: RolloutQuery, ended: Callable[[], bool], poll_s: float = POLL_S) -> Iterator[Record]:
+    """Yield the groups of the newest step, and each that is added, until the run has ended. Ends at Ctrl-C too."""
+    seen = -1
+    last = False
+    while not last:
+        # What was written before the end is in the file by now.
+        last = ended()
+        places = [place for place in index(path) if query.asks_for(place)]
+        newest = max((place.step for place in places), default=-1)
+        fresh = [place for place in places if (place.step > seen if seen >= 0 else place.step == newest)]
+        if fresh and not last:
+            # A step's groups are written one by one.
+            time.sleep(poll_s)
+            fresh = [place for place in index(path) if query.asks_for(place) and place.step >= fresh[0].step]
+        yield from filter(query.matches, read_groups(path, fresh))
+        seen = max([seen, *(place.step for place in fresh)])
+        if not last:
+            time.sleep(poll_s)
+
+
+def _key(mean: float | None, sign: int) -> tuple[bool, float]:
+    # Groups without a reward come last in both orders.
+    return mean is None, sign * (mean or 0.0)
+
+
+def _nothing(query: RolloutQuery, places: list[GroupPlace]) -> str:
+    steps = sorted({place.step for place in places})
+    if query.task is not None:
+        return f"no group of task {query.task} was recorded; rlctl runs rollouts --json lists them with their tasks"
+    if len(steps) > 8:
+        listed = f"{steps[0]} to {steps[-1]}" + ", not all" * (len(steps) < steps[-1] - steps[0] + 1)
+    else:
+        listed = ", ".join(map(str, steps))
+    return f"no {query.purpose} group of that step was recorded; there are those of {listed}"

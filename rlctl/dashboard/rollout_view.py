@@ -1,0 +1,147 @@
+"""Groups of rollouts as a person reads them: side by side on a terminal, one below the other and unwrapped elsewhere.
+
+What the policy sampled has a bar at its left, so that it is told apart without colours too.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.dashboard.event_text import one_line
+from rlctl.dashboard.formats import NONE, count
+from rlctl.dashboard.rollout_query import mean_reward
+from rlctl.telemetry.jsonl import Record
+from rlctl.utils.escapes import neutral
+
+BAR = "┃ "
+# Cells of a rollout beside others.
+LEAST_WIDTH = 38
+SIGNS = {True: ("✔", "green"), False: ("✘", "red"), None: ("?", "yellow")}
+FOUND = "black on yellow"
+
+Pattern = re.Pattern[str] | None
+
+
+def shown(group: Record, console: Console, pattern: Pattern = None) -> RenderableType:
+    """Return a group as wide as a terminal. pattern: what is marked in the texts."""
+    width, rollouts = console.width, group["rollouts"]
+    columns = max(1, min(len(rollouts), width // LEAST_WIDTH))
+    room = (width - 2 * (columns - 1)) // columns
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in range(columns):
+        grid.add_column(width=room, no_wrap=True)
+    cells = [_cell(rollout, room, console, pattern) for rollout in rollouts]
+    for start in range(0, len(cells), columns):
+        grid.add_row(*cells[start : start + columns])
+        grid.add_row()
+    prompt = [_marked(line, "", pattern, "  ") for line in _wrapped(str(group.get("prompt", "")), width - 2, console)]
+    title = Rule(Text(title_of(group), style="bold"), align="left", style="bright_black")
+    return Group(title, Text(_about(group), style="bright_black"), *prompt, Text(), grid)
+
+
+def plain(group: Record) -> Iterator[str]:
+    """Yield a group as lines for a pipe."""
+    yield f"== {title_of(group)} · {_about(group)}"
+    yield from (f"   {line}" for line in neutral(str(group.get("prompt", ""))).split("\n"))
+    for rollout in group["rollouts"]:
+        sign, _ = SIGNS.get(rollout.get("right"), SIGNS[None])
+        yield f"-- #{rollout.get('index')} {sign} " + " · ".join([*_worth(rollout), *_facts(rollout)])
+        for text, sampled in pieces(rollout):
+            yield from (f"{BAR if sampled else '  '} {line}" for line in neutral(text).split("\n"))
+    yield ""
+
+
+def footer(found: int, listed: int, recorded: tuple[int, int]) -> Text:
+    """Return the line below the groups: how many there are, and how to see others."""
+    steps = f"steps {recorded[0]} to {recorded[1]}" if recorded[0] < recorded[1] else f"step {recorded[0]}"
+    there = f"{listed} of {count(found, 'group')} · recorded: {steps} · {BAR}sampled by the policy"
+    return Text(f"{there}\nothers: --step N, --validation, --worst, --best, --group ID, --grep TEXT", "bright_black")
+
+
+def headline(rollout: Record) -> list[tuple[str, str]]:
+    """Return a rollout's number, and if it is right, as parts with styles."""
+    sign, style = SIGNS.get(rollout.get("right"), SIGNS[None])
+    return [(f"#{rollout.get('index')} ", "bold"), (f"{sign} ", style), (" · ".join(_worth(rollout)), "bold")]
+
+
+def facts(rollout: Record) -> str:
+    """Return length, end, weight versions and single rewards of a rollout in a line."""
+    return " · ".join(_facts(rollout))
+
+
+def title_of(group: Record) -> str:
+    """Return step, task and outcome of a group."""
+    where = "validation of " * (group.get("purpose") == "validation") + f"step {group.get('step')}"
+    outcome = one_line(group.get("outcome") or "")
+    return " · ".join(part for part in (where, one_line(group.get("task", "")), outcome) if part)
+
+
+def pieces(rollout: Record) -> list[tuple[str, bool]]:
+    """Return what followed the prompt as pairs of a text and if it was sampled."""
+    return [(str(text), bool(sampled)) for text, sampled in rollout.get("text", ())]
+
+
+def _about(group: Record) -> str:
+    rollouts, mean = group["rollouts"], mean_reward(group)
+    right = sum(each.get("right") is True for each in rollouts)
+    parts = [f"answer {one_line(group['answer'])}"] if group.get("answer") is not None else []
+    parts += [f"{right} of {len(rollouts)} right", f"mean reward {_value(mean)}"]
+    return " · ".join(parts)
+
+
+def _cell(rollout: Record, width: int, console: Console, pattern: Pattern) -> Text:
+    """Return a rollout as lines of at most `width` cells."""
+    lines = [Text.assemble(*headline(rollout))]
+    lines += [Text(line.plain, "bright_black") for line in _wrapped(facts(rollout), width, console)]
+    for text, sampled in pieces(rollout):
+        style = "" if sampled else "bright_black"
+        lines += [
+            _marked(line, style, pattern, BAR if sampled else "  ") for line in _wrapped(text, width - 2, console)
+        ]
+    return Text("\n").join(lines)
+
+
+def _wrapped(text: str, width: int, console: Console) -> list[Text]:
+    # Tabs and what a terminal would obey take a cell each before lines are broken.
+    return list(Text(neutral(text).expandtabs(4)).wrap(console, max(1, width)))
+
+
+def _marked(line: Text, style: str, pattern: Pattern, before: str) -> Text:
+    line.stylize(style)
+    if pattern:
+        for found in pattern.finditer(line.plain):
+            line.stylize(FOUND, *found.span())
+    return Text.assemble((before, "green" if before == BAR else ""), line)
+
+
+def _value(value: float | None) -> str:
+    """Return a reward or an advantage: 1  0.25  -0.667."""
+    return f"{value:.3g}" if isinstance(value, (int, float)) else NONE
+
+
+def _worth(rollout: Record) -> list[str]:
+    advantage, varied = rollout.get("advantage"), rollout.get("advantages")
+    parts = [f"reward {_value(rollout.get('reward'))}"]
+    if advantage is not None:
+        parts.append(f"advantage {'+' * (advantage > 0)}{_value(advantage)}")
+    if varied:
+        parts[-1] += f" ({_value(varied[0])} to {_value(varied[1])})"
+    return parts
+
+
+def _facts(rollout: Record) -> list[str]:
+    rewards: dict[str, Any] = rollout.get("rewards") or {}
+    versions: dict[str, int] = rollout.get("versions") or {}
+    finish = {"stop": "ended", "length": "cut at the limit"}.get(str(rollout.get("finish")), rollout.get("finish"))
+    parts = [f"{one_line(name)} {_value(value)}" for name, value in rewards.items()] if len(rewards) > 1 else []
+    parts += [count(rollout.get("tokens", 0), "token"), str(finish)]
+    mixed = " ".join(f"v{version} x{tokens}" for version, tokens in versions.items())
+    parts.append(mixed if len(versions) > 1 else "".join(f"v{version}" for version in versions))
+    if rollout.get("failed"):
+        parts.append(f"failed: {one_line(rollout['failed'])}")
+    return [part for part in parts if part]

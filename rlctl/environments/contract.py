@@ -1,0 +1,204 @@
+"""Contract of an environment: a class as TRL's `environment_factory` takes it, read without making an instance.
+
+`reset(self, **row)` begins an episode, `get_reward(self)` values it. Every other public method is a tool. Beyond TRL's
+contract, `step(self, message)` plays games without tools, and `close(self)` frees what an episode holds.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from rlctl.environments.tool_schema import Schema, SchemaError, tool_schema
+from rlctl.utils.user_code import finite_number, shortened
+
+# Methods that are no tools.
+RESERVED = ("close", "get_reward", "reset", "step")
+# Column that chooses the environment of a row; `reset` does not get it.
+ENVIRONMENT_COLUMN = "environment"
+
+Message = dict[str, Any]
+# Text, messages, or nothing to add to the prompt.
+Observation = str | list[Message] | None
+Reward = float | dict[str, float]
+
+
+class ContractError(ValueError):
+    """A value that breaks the contract; one line that names the method and what it returned."""
+
+
+@dataclass(frozen=True)
+class EnvironmentContract:
+    """Facts about an environment class, as plain data."""
+
+    # Name of the class.
+    name: str
+    # Schemas of the tools, by name.
+    tools: list[Schema]
+    # True if the class has `step`, `get_reward`.
+    has_step: bool
+    has_reward: bool
+    # True if `reset` has a parameter `seed`.
+    takes_seed: bool
+    # One line for each reason why the class cannot be used.
+    problems: list[str]
+    # One line for each thing worth knowing.
+    notes: list[str]
+
+
+def read_contract(environment: object, arguments: Mapping[str, Any]) -> EnvironmentContract:
+    """Return the contract of a class. arguments: those that an instance is made with."""
+    if not inspect.isclass(environment):
+        reason = f"must be a class, not a {type(environment).__name__}"
+        return EnvironmentContract(
+            str(getattr(environment, "__name__", environment)), [], False, False, False, [reason], []
+        )
+    members = _methods(environment)
+    tools: list[Schema] = []
+    problems = _construction(environment, arguments)
+    for name, method in members.items():
+        if name not in RESERVED:
+            try:
+                tools.append(tool_schema(method))
+            except SchemaError as error:
+                problems.append(f"tool {name}: {error}")
+    problems += _reserved(members)
+    takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
+    notes = _notes(environment, members)
+    return EnvironmentContract(
+        environment.__name__, tools, "step" in members, "get_reward" in members, takes_seed, problems, notes
+    )
+
+
+def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return the keyword arguments of `reset`: the columns of the row, and the group's seed where it takes one.
+
+    The column `environment` is left out, and `prompt` where `reset` has no place for it: both belong to the trainer.
+    A row's own `seed` comes before the group's.
+    """
+    parameters = inspect.signature(reset).parameters
+    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    seeds = {"seed": seed} if "seed" in parameters else {}
+    columns = {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN or name in parameters}
+    if not open_ended and "prompt" not in parameters:
+        columns.pop("prompt", None)
+    return {**seeds, **columns}
+
+
+def opening(prompt: list[Message], observation: Observation) -> list[Message]:
+    """Return the messages that an episode begins with.
+
+    Text is appended to the content of the last message, without a separator, as TRL does it; without a prompt it is
+    the user's message. Messages follow the prompt.
+    """
+    if observation is None:
+        return prompt
+    if isinstance(observation, list):
+        return [*prompt, *observation]
+    if not prompt:
+        return [{"role": "user", "content": observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+
+
+def checked_observation(value: object) -> Observation:
+    """Return what `reset` returned: text, messages or None. Blocks of text are joined. Raises ContractError."""
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        if all(isinstance(each.get("role"), str) for each in value):
+            return [{**each, "content": _content(each.get("content"))} for each in value]
+        return _content(value)
+    raise ContractError(f"reset must return text, a list of messages or None, not {_shown(value)}")
+
+
+def checked_step(value: object) -> str | None:
+    """Return what `step` returned: text, or None at the end of the episode. Raises ContractError."""
+    if value is None or isinstance(value, str):
+        return value
+    raise ContractError(f"step must return text, or None at the end, not {_shown(value)}")
+
+
+def checked_reward(value: object) -> Reward:
+    """Return what `get_reward` returned: a finite number, or a dict of them. Raises ContractError."""
+    if isinstance(value, dict):
+        parts = {name: finite_number(part) for name, part in value.items()}
+        if parts and all(isinstance(name, str) for name in parts):
+            numbers = {name: part for name, part in parts.items() if part is not None}
+            if len(numbers) == len(parts) and math.isfinite(sum(numbers.values())):
+                return numbers
+    elif (number := finite_number(value)) is not None:
+        return number
+    raise ContractError(f"get_reward must return a finite number or a dict of them, not {_shown(value)}")
+
+
+def tool_text(value: object) -> str:
+    """Return a tool's result as the model reads it: `str` of it; blocks of text are joined. Raises ContractError."""
+    if isinstance(value, list) and value and all(isinstance(each, dict) and "type" in each for each in value):
+        return _content(value)
+    return str(value)
+
+
+def _content(content: object) -> str:
+    """Return a message's content as text. Raises ContractError for images and the like."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [each.get("text") for each in parts if isinstance(each, dict) and each.get("type") == "text"]
+    if len(texts) != len(parts) or not all(isinstance(each, str) for each in texts):
+        raise ContractError(f"content must be text or a list of {{type: text, text: ...}}, not {_shown(content)}")
+    return "".join(str(each) for each in texts)
+
+
+def _methods(environment: type) -> dict[str, Callable[..., Any]]:
+    """Return the public methods by name, in alphabetical order, inherited ones too. A static method is none."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name, member in inspect.getmembers_static(environment):
+        function = member.__func__ if isinstance(member, classmethod) else member
+        if isinstance(function, FunctionType) and not name.startswith("_"):
+            found[name] = function
+    return found
+
+
+def _construction(environment: type, arguments: Mapping[str, Any]) -> list[str]:
+    try:
+        inspect.signature(environment).bind(**arguments)
+    except TypeError as error:
+        given = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
+        return [f"cannot be made with {given}: {error}"]
+    except ValueError:  # a constructor that Python knows no signature of
+        pass
+    return []
+
+
+def _reserved(members: Mapping[str, Callable[..., Any]]) -> list[str]:
+    """Return a line for each reserved method that is missing or cannot be called."""
+    problems = [] if "reset" in members else ["has no method reset(self, **row): it begins each episode"]
+    wanted = {"get_reward": (), "close": (), "step": ("message",)}
+    for name, given in wanted.items():
+        if name in members:
+            try:
+                inspect.signature(members[name]).bind(None, *given)
+            except TypeError as error:
+                problems.append(f"{name} is called as {name}({', '.join(('self', *given))}): {error}")
+    return problems
+
+
+def _notes(environment: type, members: Mapping[str, Callable[..., Any]]) -> list[str]:
+    notes = []
+    if "get_reward" not in members:
+        notes.append("has no get_reward: a reward function must value its episodes")
+    if not set(members) - set(RESERVED) and "step" not in members:
+        notes.append("has neither tools nor step: the model's first message ends the episode")
+    for name, member in inspect.getmembers_static(environment):
+        if isinstance(member, staticmethod) and not name.startswith("_"):
+            notes.append(f"{name} is a static method, so it is no tool")
+    return notes
+
+
+def _shown(value: object) -> str:
+    try:
+        return shortened(f"{type(value).__name__} {value!r}")
+    except Exception:  # repr is code of the user's
+        return type(value).__name__

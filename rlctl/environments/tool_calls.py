@@ -1,0 +1,236 @@
+"""Tool calls in the text of one assistant turn, parsed by the model family's format.
+
+Parsing reads a decoded copy and never changes what was sampled. Text is decoded with special tokens kept, since some
+formats mark calls with them; tokens that end a turn may be left on it. A call inside a thinking block is no call.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A well-formed call."""
+
+    name: str
+    # Parameter -> JSON value.
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Something that was meant as a call. The model is told why it is none."""
+
+    error: str
+
+
+Call = ToolCall | MalformedCall
+# Names of tools -> schemas of their parameters. Formats without types of their own read values by it.
+Parameters = dict[str, dict[str, Any]]
+Parser = Callable[[str, Parameters], tuple[list[Call], str]]
+
+
+@dataclass(frozen=True)
+class ParsedMessage:
+    """One assistant turn: its calls in order, and its text outside of calls and thinking."""
+
+    content: str
+    calls: list[Call]
+
+
+def tool_format(chat_template: str | None) -> str | None:
+    """Return the name of the format in which a model with this template calls tools; None if it has none of ours."""
+    template = chat_template or ""
+    if "<arg_key>" in template:
+        return None
+    for name, marker in (
+        ("qwen3_coder", "<function="),
+        ("hermes", "<tool_call>"),
+        ("llama3", '"parameters": dictionary of argument'),
+        ("llama3", "<|python_tag|>"),
+        ("mistral", "[TOOL_CALLS]"),
+    ):
+        if marker in template:
+            return name
+    return None
+
+
+def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> ParsedMessage:
+    """Return the calls in `text` and the text around them.
+
+    format: a key of `PARSERS`. tools: schemas of the tools, as `tool_schema` makes them.
+    """
+    parameters = {each["function"]["name"]: each["function"]["parameters"]["properties"] for each in tools}
+    calls, content = PARSERS[format](text.rpartition("</think>")[2].partition("<think>")[0], parameters)
+    return ParsedMessage(content.strip(), calls)
+
+
+def _hermes(text: str, parameters: Parameters) -> tuple[list[Call], str]:
+    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes).
+
+    A call that the end of the turn closes is taken, as serving engines take it.
+    """
+    calls: list[Call] = []
+    outside: list[str] = []
+    rest = text
+    while "<tool_call>" in rest:
+        before, _, rest = rest.partition("<tool_call>")
+        outside.append(before)
+        call, rest = _json_call(rest, "arguments")
+        calls.append(call)
+        # After a mistake the next call begins at its own mark: what is between belongs to the broken one.
+        ends = [at for mark in ("</tool_call>", "<tool_call>") if (at := rest.find(mark)) >= 0]
+        between, rest = (rest[: min(ends)], rest[min(ends) :]) if ends else (rest, "")
+        rest = rest.removeprefix("</tool_call>")
+        if isinstance(call, ToolCall) and between.strip() and ends:
+            calls[-1] = MalformedCall(f"not one JSON object: {_shown(between)} follows it before </tool_call>")
+    return calls, "".join([*outside, rest])
+
+
+def _llama3(text: str, parameters: Parameters) -> tuple[list[Call], str]:
+    """Parse `{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`, several separated by `;`."""
+    before, marked, rest = text.rpartition("<|python_tag|>")
+    rest = re.sub(r"(<\|eot_id\|>|<\|eom_id\|>)\s*$", "", rest).strip()
+    if not rest.startswith("{") or not (marked or '"name"' in rest):
+        error = MalformedCall(f"not a JSON object: {_shown(rest)}")
+        return ([error], before) if marked else ([], text)
+    calls: list[Call] = []
+    while rest.startswith("{"):
+        call, rest = _json_call(rest, "parameters")
+        calls.append(call)
+        rest = rest.lstrip(" \n\t;") if isinstance(call, ToolCall) else ""
+    return calls, before + rest
+
+
+def _mistral(text: str, parameters: Parameters) -> tuple[list[Call], str]:
+    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer `[TOOL_CALLS]name{...}`."""
+    content, marked, rest = text.partition("[TOOL_CALLS]")
+    calls: list[Call] = []
+    for part in rest.split("[TOOL_CALLS]") if marked else ():
+        part = part.removesuffix("</s>").strip()
+        if part.startswith("["):
+            calls += _json_list(part)
+        else:
+            name, brace, arguments = part.partition("{")
+            name = name.removesuffix("[ARGS]").strip()
+            calls.append(_json_call(f'{{"name": {json.dumps(name)}, "arguments": {brace}{arguments}}}', "arguments")[0])
+    return calls, content
+
+
+def _json_list(text: str) -> Iterator[Call]:
+    try:
+        listed, _ = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        yield MalformedCall(_not_json(error))
+        return
+    for each in listed:
+        yield _checked(each, "arguments")
+
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z|(?=<tool_call>))", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _qwen3_coder(text: str, parameters: Parameters) -> tuple[list[Call], str]:
+    """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5).
+
+    Values have no type in the text: they are read by the parameter's schema.
+    """
+    calls: list[Call] = []
+    outside, *parts = text.split("<tool_call>")
+    for part in parts:
+        found = _FUNCTION.match(part)
+        if found is None:
+            calls.append(MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function> in <tool_call>"))
+            outside += part.partition("</tool_call>")[2]
+            continue
+        outside += part[found.end() :]
+        name, body = found[1].strip(), found[2]
+        if left := _PARAMETER.sub("", body).strip():
+            calls.append(MalformedCall(f"{_shown(left)} is no <parameter=KEY>value</parameter>"))
+            continue
+        known = parameters.get(name, {})
+        values = {key.strip(): _value(value, known.get(key.strip(), {})) for key, value in _PARAMETER.findall(body)}
+        calls.append(ToolCall(name, values))
+    return calls, outside
+
+
+def _value(text: str, schema: dict[str, Any]) -> Any:
+    """Return the value of a text that has no type of its own; the text itself where it is none of the schema's type."""
+    wanted = schema.get("type")
+    if wanted == "string" or not schema:
+        return text
+    if schema.get("nullable") and text.strip() in ("null", "None"):
+        return None
+    if wanted == "boolean" and text.strip() in ("True", "False"):
+        return text.strip() == "True"
+    try:
+        return _finite(json.loads(text, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return text
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "mistral": _mistral,
+    "qwen3_coder": _qwen3_coder,
+}
+
+
+def _json_call(text: str, key: str) -> tuple[Call, str]:
+    """Return the call that the JSON object at the beginning of `text` is, and the text after it.
+
+    The object ends where JSON says, so that marks within its strings are no marks. key: that of the arguments.
+    """
+    text = text.lstrip()
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        return MalformedCall(_not_json(error)), text
+    return _checked(value, key), text[end:]
+
+
+def _checked(value: Any, key: str) -> Call:
+    if not isinstance(value, dict):
+        return MalformedCall(f"not a JSON object: {_shown(json.dumps(value))}")
+    name, arguments = value.get("name"), value.get(key, value.get("arguments", value.get("parameters", {})))
+    if not isinstance(name, str) or not name:
+        return MalformedCall(f'no name: a call is {{"name": ..., "{key}": {{...}}}}')
+    if isinstance(arguments, str):  # JSON within JSON, as the OpenAI API has it
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        return MalformedCall(f"{key} of {_shown(name)} must be a JSON object")
+    try:
+        return ToolCall(name, _finite(arguments))
+    except (ValueError, RecursionError):
+        return MalformedCall(f"{key} of {_shown(name)} hold a number that is not finite")
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value. Raises ValueError for NaN and infinity, which Python's JSON takes and nobody else's."""
+    json.dumps(value, allow_nan=False)
+    return value
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(constant)
+
+
+def _not_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg} at character {error.pos + 1} of the call"
+    return "not valid JSON: nested too deep, or a number too long"
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return repr(line if len(line) <= 60 else f"{line[:60]}...")

@@ -1,0 +1,86 @@
+"""A group of rollouts as rollouts.jsonl holds it, see telemetry/rollouts_file.py."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.grpo.batch import TaskOutcomes, TrainingBatch
+from rlctl.rollout.types import Decode, Rollout, RolloutGroup
+from rlctl.telemetry.jsonl import Record
+
+# (task, index of the rollout) -> float32 [N], the advantages of its trained tokens, over all of its rows.
+Advantages = dict[tuple[str, int], NDArray[np.float32]]
+
+
+def step_records(groups: Sequence[RolloutGroup], batch: TrainingBatch, decode: Decode) -> list[Record]:
+    """Return the records of groups of a step, with outcomes and advantages. batch: what was trained of the step."""
+    records = group_records(groups, decode, _advantages(batch, {group.task.id for group in groups}))
+    return [{**record, "outcome": _outcome(record["task"], batch.outcomes)} for record in records]
+
+
+def group_records(groups: Sequence[RolloutGroup], decode: Decode, advantages: Advantages | None = None) -> list[Record]:
+    """Return the record of each group. decode: keeps special tokens, so that ends are seen."""
+    advantages = advantages or {}
+    return [
+        {
+            "task": group.task.id,
+            "prompt": group.task.text,
+            "answer": group.task.answer,
+            "rollouts": [
+                _rollout(rollout, group.task.tokens, decode, advantages.get((group.task.id, rollout.id.index)))
+                for rollout in group.rollouts
+            ],
+        }
+        for group in groups
+    ]
+
+
+def _advantages(batch: TrainingBatch, tasks: set[str]) -> Advantages:
+    """Return the advantages of each trained rollout of these tasks."""
+    rows = defaultdict[tuple[str, int], list[NDArray[np.float32]]](list)
+    for place, sample in zip(batch.places, batch.sequences):
+        if place[0] in tasks:
+            rows[place].append(sample.fields["advantage"][sample.mask])
+    return {place: np.concatenate(parts) for place, parts in rows.items()}
+
+
+def _outcome(task: str, outcomes: TaskOutcomes) -> str:
+    """Return the state that a task ended in, with its reason."""
+    for state, reasons in (("filtered", outcomes.filtered), ("dropped", outcomes.dropped)):
+        for reason, ids in reasons.items():
+            if task in ids:
+                return f"{state}: {reason}"
+    return "trained" if task in outcomes.trained else ""
+
+
+def _rollout(
+    rollout: Rollout, prompt: Sequence[int], decode: Decode, advantages: NDArray[np.float32] | None
+) -> dict[str, Any]:
+    score, worth = rollout.score, np.zeros(0) if advantages is None else advantages
+    varied = {"advantages": [float(worth.min()), float(worth.max())]} if len(worth) and np.ptp(worth) else {}
+    return {
+        "index": rollout.id.index,
+        "text": _text(rollout, prompt, decode),
+        "tokens": rollout.num_sampled,
+        "finish": rollout.finish,
+        "reward": rollout.reward,
+        "rewards": score.parts if score else {},
+        "right": score.right if score and score.value is not None else None,
+        "failed": score.failed if score else None,
+        "advantage": float(worth.mean()) if len(worth) else None,
+        **varied,
+        "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
+    }
+
+
+def _text(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:
+    """Return what follows the prompt as pairs of a text and if it was sampled; all of it where the prompt differs."""
+    start = len(prompt) if rollout.tokens[: len(prompt)].tolist() == list(prompt) else 0
+    tokens, sampled = rollout.tokens[start:], rollout.sampled[start:]
+    edges = np.flatnonzero(np.diff(sampled)) + 1
+    pieces = [piece for piece in np.split(tokens, edges) if len(piece)]
+    marks = [bool(piece[0]) for piece in np.split(sampled, edges) if len(piece)]
+    return list(zip(decode([piece.tolist() for piece in pieces]), marks))

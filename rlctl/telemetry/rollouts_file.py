@@ -1,0 +1,156 @@
+"""rollouts.jsonl: what became of each step's tasks, and whole groups of its rollouts; its writer and its index.
+
+Two kinds of lines, each of which begins with its kind and its step:
+
+- prompts: ids of the tasks by the state they ended in (trained, filtered, dropped), a line a step. None is ever cut.
+- group: step, purpose (train or validation), task, prompt, answer, outcome (a state and its reason), rollouts. Each
+  rollout has index, text (pairs of a text and if the policy sampled it, in order, after the prompt), tokens (sampled
+  ones), finish, reward, rewards by name, right, failed (reason), advantage (mean over its tokens; null if it was not
+  trained), advantages (least and greatest, where they differ), versions (weight version -> tokens it sampled).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rlctl.telemetry.jsonl import JsonlWriter, Record
+from rlctl.utils.files import sync
+
+GroupPurpose = Literal["train", "validation"]
+_HEAD = re.compile(rb'\{"kind": "group", "step": (\d+), "purpose": "(train|validation)", "task": ("(?:[^"\\]|\\.)*")')
+# A line of more than this at the end of the file is not looked for: the newest group is for a screen.
+_NEWEST_BYTES = 4 << 20
+
+
+class RolloutsFile:
+    """Writer of rollouts.jsonl, whose groups take at most `max_bytes`.
+
+    Where they would take more, the groups of every second step that has some are left out, again and again: the older,
+    the sparser. The first time in a process is a warning.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, emit: Callable[..., None]) -> None:
+        self._path, self._max_bytes, self._emit = path, max_bytes, emit
+        self._writer = JsonlWriter(path)
+        # Bytes of the groups in the file. They are counted at the first write: a resume may cut the file before.
+        self._bytes: int | None = None
+        self._warned = False
+
+    def outcomes(self, step: int, outcomes: Mapping[str, Any]) -> None:
+        """Write what became of a step's tasks."""
+        self._writer.write({"kind": "prompts", "step": step, **outcomes})
+
+    def groups(self, step: int, purpose: GroupPurpose, records: Sequence[Record]) -> None:
+        """Write groups. records: each with task, prompt and rollouts."""
+        if self._bytes is None:
+            self._bytes = sum(place.length for place in index(self._path))
+        before = self._size()
+        for record in records:
+            head = {"kind": "group", "step": step, "purpose": purpose, "task": record["task"]}
+            self._writer.write({**head, **record})
+        self._bytes += self._size() - before
+        if self._bytes > self._max_bytes:
+            self._thin()
+
+    def _size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def _thin(self) -> None:
+        """Leave out the groups of every second step until the others fit."""
+        places, sizes = index(self._path), Counter[int]()
+        for place in places:
+            sizes[place.step] += place.length
+        steps = sorted(sizes)
+        while sum(sizes[step] for step in steps) > self._max_bytes:
+            # The first and the newest stay while two do; of one that is too large alone nothing stays.
+            steps = [steps[0], *steps[:0:-2][::-1]] if len(steps) > 2 else steps[1:]
+        kept = set(steps)
+        try:
+            _rewrite(self._path, {place.offset for place in places if place.step not in kept})
+        except OSError:  # A full disk: the next step tries again.
+            return
+        self._bytes = sum(sizes[step] for step in steps)
+        if not self._warned:
+            self._warned = True
+            what = f"{self._path.name}: groups took more than {self._max_bytes / 2**20:g} MiB"
+            thinned = "those of every second step are left out, now and each time it happens again"
+            self._emit("warning", what=f"{what} (telemetry.rollouts_limit_mib): {thinned}")
+
+
+@dataclass(frozen=True)
+class GroupPlace:
+    """Place of a group's line in the file."""
+
+    step: int
+    purpose: str
+    task: str
+    # Bytes from the beginning of the file, and of the line.
+    offset: int
+    length: int
+
+
+def index(path: Path, start: int = 0) -> list[GroupPlace]:
+    """Return the place of each group that was written whole, from byte `start` on, in file order; none without a file.
+
+    Only the beginning of each line is parsed.
+    """
+    places, offset = [], start
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if (head := _HEAD.match(line)) and line.endswith(b"\n"):
+                    task = json.loads(head[3])
+                    places.append(GroupPlace(int(head[1]), head[2].decode(), task, offset, len(line)))
+                offset += len(line)
+    except FileNotFoundError:
+        pass
+    return places
+
+
+def read_groups(path: Path, places: Sequence[GroupPlace]) -> Iterator[Record]:
+    """Yield the groups at these places; what was replaced meanwhile is left out."""
+    with path.open("rb") as file:
+        for place in places:
+            file.seek(place.offset)
+            if group := _group(file.read(place.length)):
+                yield group
+
+
+def newest_group(path: Path) -> Record | None:
+    """Return the group that was written last; None if there is none near the end of the file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _NEWEST_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return None
+    return next((group for line in reversed(lines) if _HEAD.match(line) and (group := _group(line))), None)
+
+
+def _group(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    whole = isinstance(record, dict) and record.get("kind") == "group" and isinstance(record.get("rollouts"), list)
+    return record if whole and all(isinstance(each, dict) for each in record["rollouts"]) else None
+
+
+def _rewrite(path: Path, left_out: set[int]) -> None:
+    """Replace the file by its lines but those that begin at `left_out`. A kill leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with path.open("rb") as old, temporary.open("wb") as new:
+        offset = 0
+        for line in old:
+            if offset not in left_out:
+                new.write(line)
+            offset += len(line)
+    sync(temporary)
+    temporary.replace(path)
+    sync(path.parent)

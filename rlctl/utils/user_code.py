@@ -1,0 +1,96 @@
+"""Errors and values of the user's own code, as short text with file and line."""
+
+import importlib
+import inspect
+import math
+import traceback
+from collections.abc import Callable
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from rlctl.utils import plugins
+
+# Characters.
+MAX_DETAIL = 200
+MAX_TRACE = 8000
+
+
+def finite_number(value: object) -> float | None:
+    """Return `value` as a finite number; None where it is none. Runs the code of a value's own type."""
+    if getattr(value, "shape", None) == ():  # a scalar of numpy's, a tensor without dimensions
+        value = value.item()  # type: ignore[attr-defined]
+    if not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def trace_of(error: BaseException) -> str:
+    """Return the traceback below the frame that caught the error, at most `MAX_TRACE` characters."""
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    trace = "".join(traceback.format_exception(type(error), error, frames))
+    return trace if len(trace) <= MAX_TRACE else f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
+
+
+def import_error(error: BaseException, caller: str) -> str:
+    """Return "cannot import: ..." with the place in the user's own files. caller: the file that imported."""
+    loaders = (caller, plugins.__file__, importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [each for each in frames if not each.filename.startswith("<frozen") and each.filename not in loaders]
+    where = f" at {place_of(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
+    return f"cannot import: {type(error).__name__}: {error_text(error)}{where}"
+
+
+def error_text(error: BaseException) -> str:
+    """Return the error's message as one short line."""
+    try:
+        return shortened(str(error))
+    except Exception:  # an exception of the user's, whose text is the user's code
+        return ""
+
+
+def shortened(text: str) -> str:
+    """Return the text as one line of at most `MAX_DETAIL` characters."""
+    line = " ".join(text[: 4 * MAX_DETAIL].split())
+    return line if len(line) <= MAX_DETAIL and len(text) <= 4 * MAX_DETAIL else f"{line[:MAX_DETAIL]}..."
+
+
+def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -> str:
+    """Return file:line of the innermost frame in the function's own file, else of the innermost frame.
+
+    caller: the file that called the function; its frames do not count.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    code = _code(function)
+    own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    last = (own or [frame for frame in frames if frame.filename != caller])[-1:]
+    if last:
+        return place_of(last[0].filename, last[0].lineno or 0)
+    return defined_at(function)
+
+
+def defined_at(function: Callable[..., Any]) -> str:
+    """Return file:line of the function's definition; empty where Python does not know it."""
+    code = _code(function)
+    return place_of(code.co_filename, code.co_firstlineno) if code else ""
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    for each in (plain, vars(type(plain)).get("__call__")):
+        if isinstance(code := getattr(each, "__code__", None), CodeType):
+            return code
+    return None
+
+
+def place_of(file: str, line: int) -> str:
+    """Return file:line, the file relative to the current directory where it is inside."""
+    path = Path(file)
+    here = Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"

@@ -1,0 +1,162 @@
+"""`rlctl runs rollouts`: the groups that are asked for, readable on a terminal, in a pipe and by a script."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.dashboard.console import SafeConsole
+from rlctl.dashboard.dashboard import render
+from rlctl.dashboard.rollout_query import NoSuchGroup, RolloutQuery, follow, select
+from rlctl.dashboard.rollout_view import plain, shown
+from rlctl.dashboard.state import read_state
+from rlctl.telemetry.rollouts_file import RolloutsFile
+from tests.unit.dashboard.synthetic import write_run
+
+
+def rollout(index: int, reward: float | None, text: str = "an answer") -> dict[str, Any]:
+    return {
+        "index": index,
+        "text": [[text, True], ["a tool's word", False], ["the end", True]],
+        "tokens": 12,
+        "finish": "stop",
+        "reward": reward,
+        "rewards": {"exact": reward, "form": 0.5},
+        "right": None if reward is None else reward > 0.5,
+        "failed": "exact: raised ValueError" if reward is None else None,
+        "advantage": None if reward is None else reward - 0.5,
+        "versions": {"3": 4, "4": 8},
+    }
+
+
+def group(task: str, rewards: list[float | None], text: str = "an answer", **more: Any) -> dict[str, Any]:
+    rollouts = [rollout(index, reward, text) for index, reward in enumerate(rewards)]
+    return {"task": task, "prompt": f"the prompt of {task}", "answer": "42", "rollouts": rollouts, **more}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Four steps of two groups, whose rewards rise, and two validations."""
+    run = write_run(tmp_path, "a")
+    file = RolloutsFile(run.rollouts, 1 << 30, lambda *_, **__: None)
+    for step in (1, 2, 3, 4):
+        file.outcomes(step, {"trained": []})
+        low, high = group(f"e0-r{step}", [0.0, step / 10]), group(f"e1-r{step}", [1.0, None], f"says {step}")
+        file.groups(step, "train", [{**low, "outcome": "trained"}, {**high, "outcome": "filtered: too easy"}])
+        if step % 2 == 0:
+            file.groups(step, "validation", [group("r7", [1.0])])
+    return run.rollouts
+
+
+def found(path: Path, limit: int = 10, **asked: Any) -> list[tuple[int, str]]:
+    return [(each["step"], each["task"]) for each in select(path, RolloutQuery(**asked), limit).groups]
+
+
+def test_without_a_question_it_is_the_newest_step(path: Path) -> None:
+    assert found(path) == [(4, "e0-r4"), (4, "e1-r4")]
+    assert found(path, validation=True) == [(4, "r7")]
+
+
+def test_steps_tasks_and_text_are_asked_for_together_and_the_newest_stay_where_there_are_more(path: Path) -> None:
+    assert found(path, steps=(2, 3)) == [(2, "e0-r2"), (2, "e1-r2"), (3, "e0-r3"), (3, "e1-r3")]
+    assert found(path, task="r3") == [(3, "e0-r3"), (3, "e1-r3")]
+    assert found(path, task="e1-r3") == [(3, "e1-r3")]
+    assert found(path, pattern=re.compile("says [12]")) == [(1, "e1-r1"), (2, "e1-r2")]
+    assert found(path, pattern=re.compile("answera tool")) == [(step, f"e0-r{step}") for step in (1, 2, 3, 4)]
+    assert found(path, limit=1, steps=(2, 3)) == [(3, "e1-r3")]
+    assert found(path, validation=True, task="r7") == [(2, "r7"), (4, "r7")]
+
+
+def test_the_worst_come_first_and_the_best_over_the_whole_run(path: Path) -> None:
+    assert found(path, limit=2, order="worst") == [(1, "e0-r1"), (2, "e0-r2")]
+    assert [task for _, task in found(path, limit=4, order="best")] == ["e1-r1", "e1-r2", "e1-r3", "e1-r4"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        ({"steps": (9, 9)}, "there are those of 1, 2, 3, 4"),
+        ({"task": "e9-r9"}, "no group of task e9-r9"),
+    ],
+)
+def test_what_was_not_recorded_is_told_with_what_was(path: Path, asked: dict[str, Any], answer: str) -> None:
+    with pytest.raises(NoSuchGroup, match=answer):
+        select(path, RolloutQuery(**asked), 10)
+
+
+def test_a_run_without_groups_names_the_key(tmp_path: Path) -> None:
+    with pytest.raises(NoSuchGroup, match=r"telemetry\.groups_per_step"):
+        select(tmp_path / "rollouts.jsonl", RolloutQuery(), 10)
+
+
+def test_following_yields_the_newest_step_and_what_is_added_until_the_run_ends(path: Path) -> None:
+    file = RolloutsFile(path, 1 << 30, lambda *_, **__: None)
+    status = iter(["running", "running", "done"])
+
+    def ended() -> bool:
+        file.groups(5, "train", [group("e0-r5", [0.0])])
+        return next(status) == "done"
+
+    seen = follow(path, RolloutQuery(), ended, poll_s=0.0)
+    assert {(each["step"], each["task"]) for each in seen} == {(5, "e0-r5")}
+
+
+@pytest.mark.parametrize("width", [40, 80, 140])
+def test_on_a_terminal_rollouts_are_side_by_side_and_no_line_is_wider(path: Path, width: int) -> None:
+    console = SafeConsole(width=width, record=True, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
+    (one,) = select(path, RolloutQuery(steps=(3, 3), task="e0-r3"), 1).groups
+    console.print(shown(one, console))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    both = [line for line in lines if "#0 ✘" in line and "#1 ✘" in line]
+    assert bool(both) == (width >= 80)
+    assert sum(line.count("┃ an answer") for line in lines) == 2
+    assert not any("┃ a tool" in line for line in lines)
+
+
+def test_in_a_pipe_each_rollout_is_one_line_of_facts_and_its_text_unwrapped(path: Path) -> None:
+    (one,) = select(path, RolloutQuery(steps=(3, 3), task="e1-r3"), 1).groups
+    lines = list(plain(one))
+    assert lines[0] == "== step 3 · e1-r3 · filtered: too easy · answer 42 · 1 of 2 right · mean reward 1"
+    assert lines[2] == ("-- #0 ✔ reward 1 · advantage +0.5 · exact 1 · form 0.5 · 12 tokens · ended · v3 x4 v4 x8")
+    assert lines[3:6] == ["┃  says 3", "   a tool's word", "┃  the end"]
+    assert "failed: exact: raised ValueError" in lines[6]
+
+
+def test_nothing_that_was_sampled_reaches_the_terminal_as_an_order(path: Path) -> None:
+    hostile = group("e0-r1\x1b[2J", [1.0], "\x1b]0;title\x07 \x1b[31m [bold]")
+    hostile |= {"step": 1, "purpose": "train"}
+    assert "\x1b" not in "\n".join(plain(hostile))
+    console = SafeConsole(width=80, record=True, file=open("/dev/null", "w"), color_system=None)  # noqa: SIM115
+    console.print(shown(hostile, console))
+    screen = console.export_text()
+    assert "\x1b" not in screen and "[bold]" in screen
+
+
+def test_a_tall_dashboard_shows_the_best_and_the_worst_rollout_of_the_newest_group(path: Path) -> None:
+    state = read_state(path.parent, samples=True)
+    console = SafeConsole(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(state, 140, 60))
+    screen = console.export_text()
+    assert "Rollouts" in screen and "the prompt of r7" in screen and len(screen.splitlines()) <= 60
+    console.print(render(state, 140, 30))
+    assert "the prompt of r7" not in console.export_text()
+
+
+def test_ten_million_tokens_open_in_less_than_a_second(tmp_path: Path) -> None:
+    path = tmp_path / "rollouts.jsonl"
+    head = '{"kind": "group", "step": %d, "purpose": "train", "task": "e0-r%d", '
+    rest = json.dumps(group("x", [0.0, 1.0] * 4, "four letters " * 170))[len('{"task": "x", ') :]
+    tokens = 8 * 500 * 2500
+    assert tokens == 10_000_000
+    with path.open("w") as file:
+        file.writelines(head % (line // 2, line) + rest + "\n" for line in range(2500))
+    assert path.stat().st_size > 4 * tokens
+    begin = time.process_time()
+    answer = select(path, RolloutQuery(), 10)
+    lines = [line for each in answer.groups for line in plain(each)]
+    assert time.process_time() - begin < 0.6
+    assert len(answer.groups) == 2 and len(lines) > 20

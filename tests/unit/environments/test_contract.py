@@ -1,0 +1,174 @@
+"""The contract of an environment class: which methods are tools, what breaks it, how a row reaches `reset`."""
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.environments.contract import (
+    ContractError,
+    checked_observation,
+    checked_reward,
+    checked_step,
+    opening,
+    read_contract,
+    reset_arguments,
+    tool_text,
+)
+
+
+class Counter:
+    """Shaped as TRL's documentation describes an environment."""
+
+    limit = 3
+
+    def reset(self, target: int, **kwargs: Any) -> str | None:
+        self.target, self.count = target, 0
+        return f" Count to {target}."
+
+    def get_reward(self) -> float:
+        return float(self.count == self.target)
+
+    def increment(self, step: int) -> int:
+        """Add to the counter.
+
+        Args:
+            step: The number to add.
+
+        Returns:
+            The counter.
+        """
+        self.count += step
+        return self.count
+
+    def _hidden(self) -> None: ...
+
+
+class Wide(Counter):
+    def close(self) -> None: ...
+
+    async def get_reward(self) -> dict[str, float]:  # type: ignore[override]
+        return {"a": 1.0}
+
+    async def look(self) -> str:
+        """Look."""
+        return ""
+
+    @classmethod
+    def about(cls) -> str:
+        """Tell about it."""
+        return ""
+
+    @staticmethod
+    def helper(x: int) -> int:
+        return x
+
+    @property
+    def size(self) -> int:
+        return 1
+
+
+def names(environment: type) -> list[str]:
+    return [tool["function"]["name"] for tool in read_contract(environment, {}).tools]
+
+
+def test_tools_are_the_public_methods_but_the_reserved_ones_in_alphabetical_order() -> None:
+    contract = read_contract(Counter, {})
+    assert (contract.name, contract.problems, contract.notes) == ("Counter", [], [])
+    assert (contract.has_reward, contract.has_step, contract.takes_seed) == (True, False, False)
+    assert names(Counter) == ["increment"]
+    assert names(Wide) == ["about", "increment", "look"]
+    assert read_contract(Wide, {}).notes == ["helper is a static method, so it is no tool"]
+
+
+def test_a_decorated_method_is_a_tool_by_what_it_wraps() -> None:
+    class Logged:
+        def reset(self) -> None: ...
+
+        @functools.wraps(Counter.increment)
+        def increment(self, *args: Any, **kwargs: Any) -> int:
+            return 0
+
+    assert read_contract(Logged, {}).tools == read_contract(Counter, {}).tools
+
+
+def test_everything_that_is_wrong_is_told_at_once() -> None:
+    class Broken:
+        def __init__(self, size: int) -> None: ...
+
+        def get_reward(self, completion: str) -> float:
+            return 0.0
+
+        def step(self) -> None: ...
+
+        def move(self, where: str) -> str:
+            return ""
+
+        def look(self, how) -> str:  # type: ignore[no-untyped-def]
+            """Look."""
+            return ""
+
+    contract = read_contract(Broken, {})
+    assert contract.problems == [
+        "cannot be made with no arguments: missing a required argument: 'size'",
+        "tool look: parameter how has no type hint",
+        "tool move: has no docstring: the model reads it as the tool's description",
+        "has no method reset(self, **row): it begins each episode",
+        "get_reward is called as get_reward(self): missing a required argument: 'completion'",
+        "step is called as step(self, message): too many positional arguments",
+    ]
+    assert "cannot be made" not in str(read_contract(Broken, {"size": 3}).problems)
+    assert read_contract(Counter(), {}).problems == ["must be a class, not a Counter"]
+
+
+def test_what_is_missing_but_allowed_is_a_note() -> None:
+    class Bare:
+        def reset(self, seed: int) -> None: ...
+
+    contract = read_contract(Bare, {})
+    assert contract.problems == [] and contract.takes_seed
+    assert [note.partition(":")[0] for note in contract.notes] == ["has no get_reward", "has neither tools nor step"]
+
+
+def test_reset_gets_the_columns_and_the_seed_where_it_takes_one() -> None:
+    row = {"prompt": "p", "target": 3, "environment": "counter"}
+
+    def seeded(target: int, seed: int) -> None: ...
+    def anything(**row: Any) -> None: ...
+
+    assert reset_arguments(Counter().reset, row, 7) == {"prompt": "p", "target": 3}
+    assert reset_arguments(seeded, row, 7) == {"target": 3, "seed": 7}
+    assert reset_arguments(seeded, {**row, "seed": 1}, 7) == {"target": 3, "seed": 1}
+    assert reset_arguments(anything, row, 7) == {"prompt": "p", "target": 3}
+
+
+def test_the_observation_joins_the_prompt() -> None:
+    prompt = [{"role": "system", "content": "s"}, {"role": "user", "content": "Play."}]
+    assert opening(prompt, None) == prompt
+    assert opening(prompt, " Go.") == [prompt[0], {"role": "user", "content": "Play. Go."}]
+    assert opening([], "Go.") == [{"role": "user", "content": "Go."}]
+    assert opening(prompt[:1], [prompt[1]]) == prompt
+    assert prompt[1]["content"] == "Play."
+
+
+def test_values_are_checked_and_text_blocks_joined() -> None:
+    blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert checked_observation(blocks) == tool_text(blocks) == "ab"
+    assert checked_observation([{"role": "user", "content": blocks}]) == [{"role": "user", "content": "ab"}]
+    assert checked_reward(True) == 1.0 and checked_reward(np.float32(0.5)) == 0.5
+    assert checked_reward({"a": 1, "b": np.int64(2)}) == {"a": 1.0, "b": 2.0}
+    assert checked_step(None) is None
+    assert tool_text({"a": 1}) == "{'a': 1}" and tool_text([1, 2]) == "[1, 2]" and tool_text(None) == "None"
+
+
+@pytest.mark.parametrize("value", [3, [], ["text"], [{"type": "image", "image": "x"}], [{"role": "user"}], b"text"])
+def test_an_observation_of_another_type_breaks_the_contract(value: object) -> None:
+    with pytest.raises(ContractError):
+        checked_observation(value)
+
+
+@pytest.mark.parametrize("value", [None, "1", float("nan"), {}, {"a": None}, {1: 1.0}, {"a": 1e308, "b": 1e308}])
+def test_a_reward_that_is_no_number_breaks_the_contract(value: object) -> None:
+    with pytest.raises(ContractError):
+        checked_reward(value)

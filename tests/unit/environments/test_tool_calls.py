@@ -1,0 +1,189 @@
+"""Tool calls by format: whatever a model writes is calls, mistakes with a text for it, or text; never an error."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.environments.tool_calls import PARSERS, MalformedCall, ToolCall, parse_tool_calls, tool_format
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "move",
+            "description": "Move.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "where": {"type": "string", "description": "w"},
+                    "steps": {"type": "integer", "description": "s"},
+                    "fast": {"type": "boolean", "nullable": True, "description": "f"},
+                    "path": {"type": "array", "description": "p"},
+                },
+            },
+        },
+    }
+]
+MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<function=move>", "</function>", "</think>"]
+# Text of arguments: any characters, brackets and quotes, and the marks of all formats.
+TEXTS = st.lists(st.sampled_from([*MARKS, *'{}[]";:,\\\n', "é", "雪", "🙂", "ab"]), max_size=5).map("".join)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=4,
+)
+CALLS = st.lists(
+    st.builds(ToolCall, st.sampled_from(["move", "say", "雪"]), st.dictionaries(TEXTS, VALUES, max_size=3)), max_size=4
+)
+
+
+def hermes(calls: list[ToolCall], ascii: bool = True) -> str:
+    texts = [json.dumps({"name": each.name, "arguments": each.arguments}, ensure_ascii=ascii) for each in calls]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+
+
+def calls_of(text: str, format: str = "hermes") -> list[ToolCall | MalformedCall]:
+    return parse_tool_calls(text, format, TOOLS).calls
+
+
+@settings(max_examples=40)
+@given(CALLS, st.booleans(), st.sampled_from(["", "Let me see. ", "<think>a {call}</think>\n"]))
+def test_hermes_calls_come_back_as_they_were_written(calls: list[ToolCall], ascii: bool, before: str) -> None:
+    parsed = parse_tool_calls(before + hermes(calls, ascii) + "<|im_end|>", "hermes", TOOLS)
+    # A closing thinking mark within an argument ends the thinking, as it does for every reader of such text.
+    if "</think>" not in hermes(calls, ascii):
+        assert parsed.calls == calls
+        assert parsed.content.removesuffix("<|im_end|>").strip() in ("", "Let me see.")
+
+
+@settings(max_examples=40)
+@given(CALLS.filter(bool), st.sampled_from(["", "<|python_tag|>"]), st.sampled_from(["; ", "\n", " "]))
+def test_llama_calls_come_back_as_they_were_written(calls: list[ToolCall], before: str, between: str) -> None:
+    text = before + between.join(json.dumps({"name": each.name, "parameters": each.arguments}) for each in calls)
+    if not any(mark in text.removeprefix(before) for mark in ("<|python_tag|>", "</think>")):
+        assert calls_of(text + "<|eot_id|>", "llama3") == calls
+
+
+@settings(max_examples=40)
+@given(CALLS)
+def test_mistral_calls_come_back_as_they_were_written(calls: list[ToolCall]) -> None:
+    listed = json.dumps([{"name": each.name, "arguments": each.arguments} for each in calls])
+    if not any(mark in listed for mark in ("[TOOL_CALLS]", "</think>")):
+        assert calls_of(f"Well.[TOOL_CALLS]{listed}</s>", "mistral") == calls
+    assert calls_of('[TOOL_CALLS]move[ARGS]{"steps": 1}[TOOL_CALLS]say{}', "mistral") == [
+        ToolCall("move", {"steps": 1}),
+        ToolCall("say", {}),
+    ]
+
+
+@given(
+    st.sampled_from(sorted(PARSERS)),
+    st.lists(st.sampled_from([*MARKS, "<think>", *'{}[]"', "move", "\n"]), max_size=30),
+)
+def test_no_text_is_an_error_of_the_parser(format: str, parts: list[str]) -> None:
+    for each in calls_of("".join(parts), format):
+        assert isinstance(each, ToolCall) or (each.error and "\n" not in each.error and len(each.error) < 200)
+
+
+@settings(max_examples=40)
+@given(CALLS.filter(bool), st.data())
+def test_a_truncated_turn_keeps_its_whole_calls_and_invents_none(calls: list[ToolCall], data: st.DataObject) -> None:
+    text = hermes(calls)
+    found = calls_of(text[: data.draw(st.integers(0, len(text)))])
+    if "</think>" not in text and text.count("<tool_call>") == len(calls):
+        whole = [each for each in found if isinstance(each, ToolCall)]
+        assert whole == calls[: len(whole)] and len(found) <= len(whole) + 1
+
+
+def test_a_mark_within_a_string_does_not_end_the_call() -> None:
+    code = "print('</tool_call>') # } ] \" <tool_call>"
+    assert calls_of(hermes([ToolCall("say", {"text": code})])) == [ToolCall("say", {"text": code})]
+
+
+def test_arguments_may_be_json_within_json() -> None:
+    text = '<tool_call>{"name": "move", "arguments": "{\\"steps\\": 2}"}</tool_call>'
+    assert calls_of(text) == [ToolCall("move", {"steps": 2})]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ('{"name": "move", "arguments": {"steps": 1}', "not valid JSON: Expecting ',' delimiter at character 43"),
+        ("{name: move}", "Expecting property name"),
+        ("[1, 2]", "not a JSON object: '[1, 2]'"),
+        ('{"arguments": {}}', 'no name: a call is {"name": ..., "arguments": {...}}'),
+        ('{"name": "move", "arguments": [1]}', "arguments of 'move' must be a JSON object"),
+        ('{"name": "move", "arguments": "x"}', "arguments of 'move' must be a JSON object"),
+        ('{"name": "move", "arguments": {"steps": NaN}}', "not finite"),
+        ('{"name": "move", "arguments": {}} and more', "not one JSON object: 'and more' follows it"),
+        ("[" * 100_000, "nested too deep"),
+        ("", "not valid JSON"),
+    ],
+)
+def test_a_mistake_is_told_and_the_next_call_counts(body: str, said: str) -> None:
+    good = hermes([ToolCall("move", {"steps": 1})])
+    first, second = calls_of(f"<tool_call>{body}</tool_call>{good}")
+    assert isinstance(first, MalformedCall) and said in first.error
+    assert second == ToolCall("move", {"steps": 1})
+
+
+def test_what_is_thought_is_not_called() -> None:
+    call = hermes([ToolCall("move", {})])
+    assert calls_of(f"<think>maybe {call}</think>no") == []
+    assert calls_of(f"maybe {call}</think>no") == []
+    assert calls_of(f"<think>maybe {call}") == []
+    parsed = parse_tool_calls(f"<think>maybe</think>Now. {call}", "hermes", TOOLS)
+    assert parsed.calls == [ToolCall("move", {})] and parsed.content == "Now."
+
+
+def test_coder_values_are_read_by_their_schema() -> None:
+    text = (
+        "Off.\n<tool_call>\n<function=move>\n<parameter=where>\n12\n</parameter>\n<parameter=steps>\n12\n</parameter>\n"
+        "<parameter=fast>\nTrue\n</parameter>\n<parameter=path>\n[1, 2]\n</parameter>\n"
+        "<parameter=other>\na\nb\n</parameter>\n</function>\n</tool_call>"
+    )
+    expected = {"where": "12", "steps": 12, "fast": True, "path": [1, 2], "other": "a\nb"}
+    parsed = parse_tool_calls(text, "qwen3_coder", TOOLS)
+    assert parsed.calls == [ToolCall("move", expected)] and parsed.content == "Off."
+    assert calls_of(
+        text.replace("12\n</parameter>\n<parameter=fast>", "many\n</parameter>\n<parameter=fast>"), "qwen3_coder"
+    )[0] == ToolCall("move", {**expected, "steps": "many"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call>move</tool_call>", "<tool_call><function=move>x</function></tool_call>", "<tool_call><function=m"],
+)
+def test_coder_mistakes_are_told(text: str) -> None:
+    (only,) = calls_of(text, "qwen3_coder")
+    assert isinstance(only, MalformedCall)
+
+
+def test_llama_text_without_a_call_is_text() -> None:
+    for text in ("Hello.", '{"a": 1}'):
+        assert parse_tool_calls(text, "llama3", TOOLS).content == text
+        assert calls_of(text, "llama3") == []
+    (only,) = calls_of('<|python_tag|>print("x")', "llama3")
+    assert isinstance(only, MalformedCall)
+
+
+@pytest.mark.parametrize(
+    ("template", "format"),
+    [
+        ('<tool_call>\\n{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>', "hermes"),
+        ("<tool_call>\\n<function=example_function_name>\\n<parameter=example_parameter_1>", "qwen3_coder"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<tool_call>{function-name}\\n<arg_key>", None),
+        ("{{ messages[0].content }}", None),
+        (None, None),
+    ],
+)
+def test_the_format_is_known_by_the_template(template: str | None, format: str | None) -> None:
+    assert tool_format(template) == format

@@ -1,0 +1,66 @@
+"""A recorded group is what was sampled: every turn marked, with the advantage that each rollout was trained with."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from rlctl.data.tasks import Task
+from rlctl.generation.requests import Completion
+from rlctl.grpo.batch import TrainingBatch, make_batch
+from rlctl.grpo.group_record import group_records, step_records
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.types import Rollout, RolloutGroup
+from tests.turns import turn
+from tests.unit.grpo.test_batch import config, group
+
+
+def decode(rows: list[list[int]]) -> list[str]:
+    return [" ".join(map(str, row)) for row in rows]
+
+
+def test_each_rollout_has_the_advantage_that_it_was_trained_with_and_one_without_a_score_has_none() -> None:
+    groups = [group("a", [0.0, 1.0, None]), group("b", [1.0, 1.0])]
+    first, second = step_records(groups, make_batch(groups, config(skip=True)), decode)
+    assert [each["advantage"] for each in first["rollouts"]] == [-0.5, 0.5, None]
+    assert first["outcome"] == "trained" and "advantages" not in first["rollouts"][0]
+    assert second["outcome"] == "filtered: all rewards equal"
+    assert [each["advantage"] for each in second["rollouts"]] == [None, None]
+    assert first["rollouts"][2]["right"] is None and first["rollouts"][1]["reward"] == 1.0
+
+
+def test_advantages_that_differ_within_a_rollout_are_told_by_mean_and_range() -> None:
+    groups = [group("a", [0.0, 1.0])]
+    batch = make_batch(groups, config(skip=False))
+    sample = batch.sequences[0]
+    varied = np.where(sample.mask, np.arange(len(sample.mask), dtype=np.float32), np.float32(0))
+    sequences = [replace(sample, fields={**sample.fields, "advantage": varied}), batch.sequences[1]]
+    changed: TrainingBatch = replace(batch, sequences=sequences)
+    (record,) = step_records(groups, changed, decode)
+    assert record["rollouts"][0]["advantage"] == 3.0 and record["rollouts"][0]["advantages"] == [2.0, 4.0]
+
+
+def test_every_turn_is_a_text_of_its_own_marked_as_sampled_or_given() -> None:
+    task = Task("t", [7, 8], "prompt", "!")
+    completion = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")
+    one = Rollout.of_turn(turn(0, 0, task.tokens), completion)
+    several = replace(
+        one,
+        tokens=np.array([7, 8, 1, 2, 30, 31, 5], np.int32),
+        sampled=np.array([0, 0, 1, 1, 0, 0, 1], np.bool_),
+        log_probs=np.zeros(7, np.float32),
+        versions=np.array([-1, -1, 3, 3, -1, -1, 4], np.int32),
+        score=Score(0.5, {"exact": 0.0, "form": 1.0}, None, False),
+    )
+    (record,) = group_records([RolloutGroup(task, [several])], decode)
+    (shown,) = record["rollouts"]
+    assert shown["text"] == [("1 2", True), ("30 31", False), ("5", True)]
+    assert shown["versions"] == {"3": 2, "4": 1} and shown["tokens"] == 3
+    assert shown["rewards"] == {"exact": 0.0, "form": 1.0} and shown["right"] is False
+
+
+def test_a_rollout_that_began_otherwise_than_its_task_is_shown_whole() -> None:
+    task = Task("t", [7, 8], "prompt", "!")
+    completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "length")
+    other = Rollout.of_turn(turn(0, 0, [7, 9]), completion)
+    (record,) = group_records([RolloutGroup(task, [other])], decode)
+    assert record["rollouts"][0]["text"] == [("7 9", False), ("1", True)]
