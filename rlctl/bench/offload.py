@@ -275,7 +275,7 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     )
     before = process_memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
-    share, totals = _random_batch(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch)
+    share, totals = _random_batch(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
     for _ in range(count):
         if bench.device != "cpu":

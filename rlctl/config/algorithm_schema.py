@@ -58,7 +58,7 @@ class LossSection:
     )
     importance_cap: float | None = spec(
         "Only with proximal recompute: weight each token by min(proximal / rollout, this value) (TIS). null weights "
-        "no token.",
+        "the tokens that a mask keeps by proximal / rollout, and no token where there is no mask.",
         gt=0,
     )
     importance_mask: list[float] | None = spec(
@@ -76,20 +76,77 @@ class LossSection:
     )
     kl_coef: float = spec("The weight of the KL divergence to the reference. At 0 no reference is loaded.", ge=0)
     kl_estimator: Literal["k1", "k2", "k3"] = spec("The estimator of the KL divergence.")
+    kl_max: float | None = spec(
+        "The most that a token's KL term and its importance weight may be, without a gradient beyond. null bounds "
+        "neither.",
+        gt=0,
+    )
     entropy_coef: float = spec("The weight of the entropy bonus.", ge=0)
 
 
 @dataclass
-class GrpoLossSection(LossSection):
-    name: Literal["grpo"] = spec("The clipped surrogate of PPO, token by token.")
+class ClippedLossSection(LossSection):
+    """Keys of the losses with a clipped surrogate."""
+
     clip_low: float = spec("The ratio is clipped below at 1 - clip_low.", ge=0, lt=1)
     clip_high: float = spec("The ratio is clipped above at 1 + clip_high.", ge=0)
     dual_clip: float | None = spec(
         "Where the advantage A is negative, the loss is at most -A times this value. null turns it off.", gt=1
     )
+
+
+@dataclass
+class GrpoLossSection(ClippedLossSection):
+    name: Literal["grpo"] = spec("The clipped surrogate of PPO, token by token.")
     reduction: Literal["token", "sequence"] = spec(
-        "The loss is the mean over all tokens of the update, or over the means of its sequences."
+        "The loss is the mean over all tokens of the update, or over its rollouts of each one's mean."
     )
+
+
+@dataclass
+class DrGrpoLossSection(ClippedLossSection):
+    name: Literal["dr_grpo"] = spec("The clipped surrogate, divided by a constant length.")
+    max_tokens: int | None = spec("The constant length, in tokens. null is generation.max_new_tokens.", ge=1)
+
+
+@dataclass
+class GspoLossSection(ClippedLossSection):
+    name: Literal["gspo"] = spec("The clipped surrogate of a rollout's whole ratio, the mean over rollouts.")
+    level: Literal["sequence", "token"] = spec(
+        "Clip a rollout as a whole (sequence, GSPO), or give each token its own advantage and gradient (token, "
+        "GSPO-token)."
+    )
+
+
+@dataclass
+class CispoLossSection(LossSection):
+    name: Literal["cispo"] = spec(
+        "The policy gradient with a clipped importance weight. Its proximal is rollout unless it is set."
+    )
+    clip_low: float = spec("A token's weight is at least 1 - clip_low. 1 is no bound.", ge=0, le=1)
+    clip_high: float = spec("A token's weight is at most 1 + clip_high.", ge=0)
+
+
+@dataclass
+class ReinforceLossSection(ClippedLossSection):
+    name: Literal["reinforce"] = spec("REINFORCE++: the clipped surrogate, for advantages normalised over the batch.")
+
+
+@dataclass
+class DppoLossSection(LossSection):
+    name: Literal["dppo"] = spec(
+        "The policy gradient within a trust region of probabilities around the policy that sampled: its proximal is "
+        "rollout."
+    )
+    proximal: Literal["rollout"] = spec("The trust region is around the policy that sampled.")
+    mask_low: float = spec(
+        "A token of negative advantage is left out where its probability has fallen by more than this.", ge=0
+    )
+    mask_high: float = spec(
+        "A token of positive advantage is left out where its probability has risen by more than this.", ge=0
+    )
+    ratio_cap: float = spec("A token's importance weight is at most this.", ge=1)
+    rollout_kl_coef: float = spec("The weight of the squared log-ratio to the policy that sampled.", ge=0)
 
 
 @dataclass
@@ -100,4 +157,12 @@ class UserLossSection(LossSection):
     further: dict[str, Any] = spec("The fields of the class.")
 
 
-AnyLossSection = GrpoLossSection | UserLossSection
+AnyLossSection = (
+    GrpoLossSection
+    | DrGrpoLossSection
+    | GspoLossSection
+    | CispoLossSection
+    | ReinforceLossSection
+    | DppoLossSection
+    | UserLossSection
+)

@@ -1,21 +1,21 @@
-"""Rewards, environments, trackers, losses, advantages by name: what a config says of them, without importing them."""
+"""Rewards, trackers, losses and advantages by name: what a config says of them, without importing them."""
 
 from rlctl.config.grpo_schema import RewardSection
 
 # Name in the config -> maker of the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify")}
 # Name in the config -> class of the loss, and of the advantage.
-LOSSES = {"grpo": "rlctl.grpo.losses.grpo:GrpoLoss"}
+LOSSES = {
+    "grpo": "rlctl.grpo.losses.grpo:GrpoLoss",
+    "dr_grpo": "rlctl.grpo.losses.dr_grpo:DrGrpoLoss",
+    "gspo": "rlctl.grpo.losses.gspo:GspoLoss",
+    "cispo": "rlctl.grpo.losses.cispo:CispoLoss",
+    "reinforce": "rlctl.grpo.losses.reinforce:ReinforceLoss",
+    "dppo": "rlctl.grpo.losses.dppo:DppoLoss",
+}
 ADVANTAGES = {
     "group_mean": "rlctl.grpo.advantages.group_mean:GroupMean",
     "leave_one_out": "rlctl.grpo.advantages.leave_one_out:LeaveOneOut",
-}
-# Name in the config -> class of the environment; each file is written by the contract in rlctl/environments/README.md.
-ENVIRONMENTS = {
-    "calculator": "rlctl.environments.calculator:Calculator",
-    "guess": "rlctl.environments.guess:Guess",
-    "maze": "rlctl.environments.maze:Maze",
-    "sqlite": "rlctl.environments.sqlite:Sqlite",
 }
 # What a class of the user's own inherits from.
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
@@ -24,9 +24,6 @@ TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",
     "wandb": "rlctl.telemetry.trackers.wandb:WandB",
 }
-
-# Name of the penalty of grpo.overlong among the rewards, in metrics and rollouts.
-OVERLONG = "overlong"
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:

@@ -6,17 +6,15 @@ between two steps: validation, checkpoints, health.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.batch import TrainingBatch, add_log_probs, why_it_teaches_nothing
+from rlctl.grpo.batch import TrainingBatch, add_log_probs
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
-from rlctl.grpo.loss import GrpoLoss
+from rlctl.grpo.losses.base import make_loss
 from rlctl.grpo.metrics import validation_metrics
-from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.preflight.resolved import Resolved
@@ -35,21 +33,14 @@ class GrpoLoop(Loop):
         health = grpo_health(config, parts.score.scorer.failures.most_common)
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
         self._config, self._parts = config, parts
-        self._loss = GrpoLoss.from_config(config)
-        resolved = Resolved(config)
+        self._loss = make_loss(config)
+        needs = self._loss.needs
+        self._needs_log_probs = needs.proximal or needs.reference
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
         # log-prob pass, and advantages of a group's scope.
-        self._streams, self._needs_log_probs = resolved.streams_training, resolved.needs_log_probs
-        self._warned_of_budget = False
+        self._streams = Resolved(config).streams_training and not self._needs_log_probs
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
-        self._buffer = RolloutBuffer(
-            config,
-            parts.source,
-            parts.dispatcher,
-            training_score(config, parts.score),
-            parts.recorder.events.emit,
-            teaches_nothing=partial(why_it_teaches_nothing, config.grpo),
-        )
+        self._buffer = RolloutBuffer(config, parts.source, parts.dispatcher, parts.score, parts.recorder.events.emit)
 
     def step(self) -> None:
         parts, version = self._parts, self.done
@@ -73,21 +64,8 @@ class GrpoLoop(Loop):
         self._check_parity(step)
         step.measured |= self._skipped_updates(self.done, step.skipped_updates)
         step.record(self._buffer, refit)
-        self._say_not_replaced(step)
         if step.left_out:
             self._details["non_finite"] = f"first {step.left_out[0]}"
-
-    def _say_not_replaced(self, step: GrpoStep) -> None:
-        """Warn of the run's first step that has fewer groups to train on than it should, its budget being used up."""
-        rules, size = self._config.grpo.dynamic_sampling, self._config.grpo.num_prompts_per_step
-        if rules.filter and rules.max_extra and step.not_replaced and not self._warned_of_budget:
-            self._warned_of_budget = True
-            what = (
-                f"step {self.done}: {step.not_replaced} of {size} groups teach nothing and are not replaced, for "
-                f"grpo.dynamic_sampling.max_extra={rules.max_extra:g} is used up; raise it, or choose prompts of "
-                "another difficulty; further steps are counted only (groups/missing)"
-            )
-            self._parts.recorder.events.emit("warning", what=what)
 
     def _updates(self, step: GrpoStep) -> Iterator[Iterable[list[TrainingSample]]]:
         """Yield each update of the step, as the parts it consists of."""
@@ -119,13 +97,13 @@ class GrpoLoop(Loop):
     def _with_log_probs(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
         """Add the proximal and the reference policy's log-probs, where the loss needs them."""
         trainer, config = self._parts.trainer, self._config.grpo
-        if self._loss.proximal == "recompute":
+        if self._loss.needs.proximal:
             batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer", config)
             if batch.sequences:
                 ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "rollout_log_prob"))
                 gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
                 step.measured |= {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
-        if self._loss.kl_coef > 0 and batch.sequences:
+        if self._loss.needs.reference and batch.sequences:
             batch = add_log_probs(batch, trainer.log_probs(batch.sequences, reference=True), "reference", config)
         return batch
 
@@ -166,7 +144,8 @@ class GrpoLoop(Loop):
             self._buffer.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
 
     def save(self) -> None:
-        self.save_with(*self._buffer.snapshot())
+        state, write = self._buffer.snapshot()
+        self.save_with({"groups": state}, write)
 
     def close(self) -> None:
         self._buffer.close()

@@ -9,10 +9,17 @@ than the trainer's, so every ratio is below 1 before the policy has changed.
 
 from contextlib import suppress
 
-from rlctl.config.algorithm_schema import AdvantageSection, LossSection, UserAdvantageSection, UserLossSection
+from rlctl.config.algorithm_schema import (
+    AdvantageSection,
+    ClippedLossSection,
+    DppoLossSection,
+    LossSection,
+    UserAdvantageSection,
+    UserLossSection,
+)
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.plugin_options import load_plugin, plugin_options
-from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, LOSS_BASE, LOSSES, OVERLONG, reward_names
+from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, LOSS_BASE, LOSSES
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
@@ -65,24 +72,13 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
 def check_sampling(config: GrpoConfig) -> Violations:
     """Find cuts of the distribution under which the loss's ratios are wrong."""
     if Resolved(config).proximal == "rollout":
-        why = "with grpo.loss.proximal=rollout the ratios would be off; keep {} or set grpo.loss.proximal=recompute"
+        why = "with grpo.loss.proximal=rollout the ratios would be off; keep {}"
+        if not isinstance(config.grpo.loss, DppoLossSection):
+            why += " or set grpo.loss.proximal=recompute"
         if config.generation.top_p < 1:
             yield Violation("generation.top_p", why.format("1"), (_PROXIMAL,))
         if config.generation.top_k > 0:
             yield Violation("generation.top_k", why.format("0"), (_PROXIMAL,))
-
-
-def check_overlong(config: GrpoConfig) -> Violations:
-    """Find penalties that leave no answer without one, or that a reward has the name of."""
-    tokens, longest = config.grpo.overlong.penalty_tokens, config.generation.max_new_tokens
-    if tokens is None:
-        return
-    if tokens >= longest:
-        what = f"must be below generation.max_new_tokens={longest}, not {tokens}: every answer would lose reward"
-        yield Violation("grpo.overlong.penalty_tokens", what, ("generation.max_new_tokens",))
-    if OVERLONG in (names := reward_names(config.rewards)):
-        what = f"{OVERLONG} is the name of the penalty of grpo.overlong.penalty_tokens in metrics; rename the function"
-        yield Violation(f"rewards.{names.index(OVERLONG)}.name", what, ("grpo.overlong.penalty_tokens",))
 
 
 def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
@@ -116,7 +112,8 @@ def check_async(config: GrpoConfig) -> Violations:
         )
         yield Violation("async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",))
     loss = config.grpo.loss
-    if Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
+    clips = isinstance(loss, ClippedLossSection)
+    if clips and Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:
         what = (
             f"rollout clips around policies up to {rules.max_trajectory_age_steps} steps old, which lets training "
             "collapse (AReaL, arXiv 2505.24298, table 3); leave it auto, or set async.max_trajectory_age_steps=1"

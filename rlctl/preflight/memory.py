@@ -150,7 +150,7 @@ def _trainer(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
-    if cpu and isinstance(config, GrpoConfig) and config.grpo.loss.kl_coef > 0:
+    if cpu and isinstance(config, GrpoConfig) and Resolved(config).needs_reference:
         items["reference"] = shared.of(sizes) * size
     return {name: count for name, count in items.items() if count}
 

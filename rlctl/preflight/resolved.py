@@ -5,9 +5,12 @@
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
+from rlctl.config.algorithm_schema import UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.utils.plugins import load_object
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -103,10 +106,16 @@ class Resolved:
         return self.proximal == "recompute" and (once if own is None else own)
 
     @property
+    def needs_reference(self) -> bool:
+        """True if the loss reads the reference's log-probs: for its KL term, or because the user's class says so."""
+        loss = self._grpo.grpo.loss
+        return loss.kl_coef > 0 or (isinstance(loss, UserLossSection) and _reads_reference(loss.name))
+
+    @property
     def needs_log_probs(self) -> bool:
         """True if a step computes log-probs, of the policy or of the reference, before its updates."""
         recomputed = self.proximal == "recompute" and not self.on_policy_ratio
-        return recomputed or self._grpo.grpo.loss.kl_coef > 0
+        return recomputed or self.needs_reference
 
     @property
     def streams_training(self) -> bool:
@@ -147,6 +156,15 @@ class Resolved:
     def _grpo(self) -> GrpoConfig:
         assert isinstance(self.config, GrpoConfig), "an SFT run generates nothing"
         return self.config
+
+
+@cache
+def _reads_reference(name: str) -> bool:
+    """Return what the user's class of a loss declares; False if it cannot be imported, which a check says."""
+    try:
+        return bool(load_object(name).reference)
+    except Exception:
+        return False
 
 
 def device_of(gpus: int) -> Device:

@@ -16,6 +16,7 @@ import numpy as np
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.architectures import own_keys
+from rlctl.preflight.resolved import Resolved
 
 _SIZES = [
     "model_type",
@@ -158,7 +159,7 @@ def _vocabulary(folder: Path) -> str | None:
 
 def _weights(config: RunConfig, folder: Path | None) -> str | None:
     """Return the digest of names, sizes, first and last bytes of a reference policy's files; None without one."""
-    if not isinstance(config, GrpoConfig) or config.grpo.loss.kl_coef == 0:
+    if not isinstance(config, GrpoConfig) or not Resolved(config).needs_reference:
         return None
     if config.model.random_init:
         return f"random, of seed {config.run.seed}"

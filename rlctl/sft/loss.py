@@ -1,10 +1,11 @@
 """The SFT loss: negative log-likelihood of the masked tokens."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from rlctl.training.interface import LossOutput, TokenBatch, Totals
+from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,8 @@ class NllLoss:
     The maximum-likelihood objective of InstructGPT's first stage (arXiv 2203.02155, section 3.5). Each token of the
     update has the same weight, whatever sequence, micro-batch or rank it is in. Metric: loss/nll.
     """
+
+    needs: ClassVar[LossNeeds] = LossNeeds()
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         loss = -torch.where(batch.mask, batch.log_probs, 0).sum()

@@ -22,15 +22,33 @@ class Totals:
 
     # Tokens whose mask is true.
     tokens: int
+    # Rows, each a `TrainingSample`.
     sequences: int
+    # Rollouts, each of one row or several.
+    rollouts: int
 
     def __add__(self, more: "Totals") -> "Totals":
-        return Totals(self.tokens + more.tokens, self.sequences + more.sequences)
+        return Totals(self.tokens + more.tokens, self.sequences + more.sequences, self.rollouts + more.rollouts)
+
+
+@dataclass(frozen=True)
+class LossNeeds:
+    """Needs of a loss beyond the samples themselves. The loop provides them, and nothing else."""
+
+    # "reference_log_prob": log-probs of the reference policy.
+    reference: bool = False
+    # "proximal_log_prob": the policy's log-probs before the step's first update, from a pass of their own.
+    proximal: bool = False
+    # All rows of a rollout in one micro-batch.
+    whole_rollouts: bool = False
 
 
 @dataclass
 class TokenBatch:
-    """One packed micro-batch of T tokens and S sequences, as a loss sees it. Tensors are on the trainer's device."""
+    """One packed micro-batch of T tokens, S sequences and R rollouts, as a loss sees it.
+
+    Tensors are on the trainer's device. R is S where each rollout has one row.
+    """
 
     # float32 [T], with gradient: log-prob of each token under the tempered policy; 0 where the mask is false.
     log_probs: Tensor
@@ -44,6 +62,10 @@ class TokenBatch:
     sequence: Tensor
     # S.
     num_sequences: int
+    # int64 [T]: index of the token's rollout within the micro-batch, 0 to R - 1.
+    rollout: Tensor
+    # R.
+    num_rollouts: int
 
 
 @dataclass
@@ -60,7 +82,12 @@ class LossOutput:
 
 
 class Loss(Protocol):
-    """A picklable loss: a frozen dataclass with these two methods."""
+    """A picklable loss: a frozen dataclass with these members."""
+
+    @property
+    def needs(self) -> LossNeeds:
+        """Needs of the loss beyond the samples themselves."""
+        ...
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         """Return the sums of one micro-batch. Their totals must not depend on how samples were packed into it.

@@ -5,7 +5,7 @@ the same sequences, "rank" here means all of them together.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """One rollout or chat of T tokens.
+    """One row of T tokens: a chat, or a rollout, or one of the rows of a rollout whose history was rewritten.
 
     Everything is aligned to its token: index t of a mask, a log-prob or a field is about tokens[t] given tokens[:t].
     Index 0 has no context, so its mask is false.
@@ -26,6 +26,8 @@ class TrainingSample:
     mask: NDArray[np.bool_]
     # name -> float32 [T].
     fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    # Number of the rollout among those of an update's part, alike in all of its rows; None: a rollout of its own.
+    rollout: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -61,6 +63,37 @@ def packing(batches: Iterable[list[int]], ranks: int, max_tokens: int) -> Packin
         busiest += max(sum(lengths[index] for batch in rank for index in batch) for rank in plan)
     micro_batches = room / max(1, ranks * max_tokens * steps)
     return PackingStats(steps, micro_batches, tokens / max(1, room), busiest * ranks / max(1, tokens))
+
+
+def rollout_index(rollouts: Sequence[int | None]) -> NDArray[np.int64]:
+    """Return the index of each row's rollout, int64 [rows], counted from 0 in the order of first appearance.
+
+    rollouts: `TrainingSample.rollout` of each row; a row with None is a rollout of its own.
+    """
+    known: dict[int | tuple[int], int] = {}
+    keys: list[int | tuple[int]] = [(row,) if each is None else each for row, each in enumerate(rollouts)]
+    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+
+
+def plan_whole_rollouts(
+    lengths: list[int], rollouts: NDArray[np.int64], ranks: int, max_tokens: int
+) -> list[list[list[int]]]:
+    """Return `plan_micro_batches` with all rows of a rollout in one micro-batch. rollouts: see `rollout_index`.
+
+    Raises ValueError for a rollout whose rows have more than `max_tokens` tokens together.
+    """
+    rows: list[list[int]] = [[] for _ in range(int(rollouts.max(initial=-1)) + 1)]
+    for row, rollout in enumerate(rollouts):
+        rows[rollout].append(row)
+    totals = [sum(lengths[row] for row in one) for one in rows]
+    for one, total in zip(rows, totals):
+        if total > max_tokens and len(one) > 1:
+            raise ValueError(
+                f"a rollout has {len(one)} rows of {total} tokens together, a micro-batch at most {max_tokens}, and "
+                "grpo.loss needs whole rollouts: raise trainer.micro_batch_tokens"
+            )
+    plan = plan_micro_batches(totals, ranks, max_tokens)
+    return [[sorted(row for index in batch for row in rows[index]) for batch in rank] for rank in plan]
 
 
 def plan_micro_batches(lengths: list[int], ranks: int, max_tokens: int) -> list[list[list[int]]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlctl.training.interface import MicroBatch, TokenBatch
-from rlctl.training.micro_batching import TrainingSample
+from rlctl.training.micro_batching import TrainingSample, rollout_index
 
 # Two tokens: torch.compile takes a size of one for a constant, and compiles everything again for it.
 _NOTHING = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool_))
@@ -17,12 +17,15 @@ _NOTHING = TrainingSample(tokens=np.zeros(2, np.int32), mask=np.zeros(2, np.bool
 
 @dataclass(frozen=True)
 class Packed:
-    """T tokens of S sequences, on the device."""
+    """T tokens of S sequences of R rollouts, on the device."""
 
     # int64 [T]: ids, positions within their sequence, index of the sequence.
     tokens: Tensor
     positions: Tensor
     sequence: Tensor
+    # int64 [T]: index of the rollout; `sequence` itself where each rollout has one row. R.
+    rollout: Tensor
+    num_rollouts: int
     # bool [T]: false at each sequence's first token.
     mask: Tensor
     # name -> float32 [T].
@@ -51,14 +54,19 @@ def pack(micro_batch: MicroBatch, device: torch.device) -> Packed:
     tokens = np.concatenate([s.tokens for s in micro_batch]).astype(np.int64)
     mask = np.concatenate([s.mask for s in micro_batch]).astype(bool) & (positions > 0)
     fields = {name: np.concatenate([s.fields[name] for s in micro_batch]) for name in names}
+    rollouts = rollout_index([s.rollout for s in micro_batch])
 
     def put(array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
+    sequence = put(np.repeat(np.arange(len(lengths)), lengths))
+    count = int(rollouts.max()) + 1
     return Packed(
         tokens=put(tokens),
         positions=put(positions),
-        sequence=put(np.repeat(np.arange(len(lengths)), lengths)),
+        sequence=sequence,
+        rollout=sequence if count == len(lengths) else put(np.repeat(rollouts, lengths)),
+        num_rollouts=count,
         mask=put(mask),
         fields={name: put(values.astype(np.float32)) for name, values in fields.items()},
         cu_seqlens=put(starts.astype(np.int32)),
@@ -76,6 +84,8 @@ def token_batch(packed: Packed, log_probs: Tensor, entropy: Tensor) -> TokenBatc
         fields=packed.fields,
         sequence=packed.sequence,
         num_sequences=len(packed.lengths),
+        rollout=packed.rollout,
+        num_rollouts=packed.num_rollouts,
     )
 
 

@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
-from rlctl.training.interface import Loss, Totals
-from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
+from rlctl.training.interface import Loss, LossNeeds, Totals
+from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
 from rlctl.training.worker import RankBatch, TrainerWorker
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import WorkerGroup
 
 R = TypeVar("R")
 Timed = Callable[[], AbstractContextManager[None]]
+NOTHING_NEEDED = LossNeeds()
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Update:
 
     def __init__(self, trainer: "TrainerGroup", loss: Loss, in_parts: bool, timed: Timed) -> None:
         self._trainer, self._loss, self._in_parts, self._timed = trainer, loss, in_parts, timed
-        self._totals = Totals(0, 0)
+        self._totals = Totals(0, 0, 0)
         self._held: PreparedBatch | None = None
         # Parts with samples, and how many of them the ranks have.
         self.parts, self._sent = 0, 0
@@ -49,7 +50,7 @@ class Update:
     def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
         """Add the gradients of some samples, any number of times."""
         with self._timed():
-            batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples)
+            batch = samples if isinstance(samples, PreparedBatch) else self._trainer.prepare(samples, self._loss.needs)
             if not batch.totals.sequences:
                 return
             self._send_held()
@@ -97,10 +98,11 @@ class TrainerGroup:
         # pipeline needs several to keep its stages busy.
         self.worthwhile = 2 * shape.pipeline * self._tokens * (max(self._shards) + 1)
 
-    def prepare(self, sequences: Rows[TrainingSample]) -> PreparedBatch:
+    def prepare(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> PreparedBatch:
         """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""
-        totals = Totals(sum(int(sequence.mask.sum()) for sequence in sequences), len(sequences))
-        return PreparedBatch(self._shares(self._plan(sequences), sequences), totals, list(map(len, sequences)))
+        rollouts = len({each.rollout for each in sequences} - {None}) + sum(each.rollout is None for each in sequences)
+        totals = Totals(sum(int(sequence.mask.sum()) for sequence in sequences), len(sequences), rollouts)
+        return PreparedBatch(self._shares(self._plan(sequences, needs), sequences), totals, list(map(len, sequences)))
 
     @contextmanager
     def update(self, loss: Loss, *, in_parts: bool = False, timed: Timed = nullcontext) -> Iterator[Update]:
@@ -157,10 +159,15 @@ class TrainerGroup:
         return self.group.call(TrainerWorker.info)[0]
 
     def _run(self, method: Callable[[Any, RankBatch, Loss], R], sequences: Rows[TrainingSample], loss: Loss) -> list[R]:
-        return self.group.run(method, [(share, loss) for share in self._shares(self._plan(sequences), sequences)])
+        shares = self._shares(self._plan(sequences, loss.needs), sequences)
+        return self.group.run(method, [(share, loss) for share in shares])
 
-    def _plan(self, sequences: Rows[TrainingSample]) -> list[list[list[int]]]:
-        return plan_micro_batches([len(sequence) for sequence in sequences], max(self._shards) + 1, self._tokens)
+    def _plan(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> list[list[list[int]]]:
+        lengths, shards = [len(sequence) for sequence in sequences], max(self._shards) + 1
+        if needs.whole_rollouts and any(sequence.rollout is not None for sequence in sequences):
+            rollouts = rollout_index([sequence.rollout for sequence in sequences])
+            return plan_whole_rollouts(lengths, rollouts, shards, self._tokens)
+        return plan_micro_batches(lengths, shards, self._tokens)
 
     def _shares(self, plan: list[list[list[int]]], sequences: Rows[TrainingSample]) -> list[RankBatch]:
         """Return every rank's share."""

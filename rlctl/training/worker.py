@@ -26,27 +26,32 @@ class RankBatch:
     lengths: NDArray[np.int32]
     # int32 [M]: sequences of each micro-batch.
     sizes: NDArray[np.int32]
+    # int32 [S]: `TrainingSample.rollout` of each sequence; None where none has one.
+    rollouts: NDArray[np.int32] | None = None
 
     @classmethod
     def of(cls, micro_batches: list[MicroBatch]) -> "RankBatch":
         """Return the columns of some micro-batches; all sequences hold the same fields."""
         sequences = [sequence for batch in micro_batches for sequence in batch]
         names = sequences[0].fields if sequences else {}
+        rollouts = [-1 if sequence.rollout is None else sequence.rollout for sequence in sequences]
         return cls(
             _join([sequence.tokens for sequence in sequences], np.dtype(np.int32)),
             _join([sequence.mask for sequence in sequences], np.dtype(np.bool_)),
             {name: _join([sequence.fields[name] for sequence in sequences], np.dtype(np.float32)) for name in names},
             np.array([len(sequence) for sequence in sequences], np.int32),
             np.array([len(batch) for batch in micro_batches], np.int32),
+            np.array(rollouts, np.int32) if any(each >= 0 for each in rollouts) else None,
         )
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches again; their arrays are views of the columns."""
         ends = np.cumsum(self.lengths)
         sequences = []
-        for part in (slice(end - length, end) for end, length in zip(ends, self.lengths)):
+        for row, part in enumerate(slice(end - length, end) for end, length in zip(ends, self.lengths)):
             fields = {name: column[part] for name, column in self.fields.items()}
-            sequences.append(TrainingSample(self.tokens[part], self.mask[part], fields))
+            rollout = None if self.rollouts is None or self.rollouts[row] < 0 else int(self.rollouts[row])
+            sequences.append(TrainingSample(self.tokens[part], self.mask[part], fields, rollout))
         stops = np.cumsum(self.sizes)
         return [sequences[stop - size : stop] for stop, size in zip(stops, self.sizes)]
 

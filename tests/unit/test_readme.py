@@ -1,7 +1,6 @@
 """rlctl/README.md: its examples run as they are printed there, and the names it uses exist."""
 
 import ast
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,15 @@ import pytest
 import torch
 
 from rlctl.config.schema import UserTrackerSection
+from rlctl.grpo.losses.check import check_loss, one_token, outcome
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.load import load
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
-from rlctl.training.interface import TokenBatch, Totals
 from rlctl.training.rank import TrainerRank
+from tests.unit.grpo.losses.drawn import configured
 from tests.unit.test_house import FILES, ORDER, PACKAGE, tree
 
 README = (PACKAGE / "README.md").read_text()
@@ -97,23 +97,14 @@ def test_the_advantage_ranks_within_each_group(tmp_path: Path, monkeypatch: pyte
     assert rank_advantages(rewards[order], groups[order]).tolist() == rank_advantages(rewards, groups)[order].tolist()
 
 
-def test_the_loss_is_a_sum_whatever_the_packing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = pickle.loads(pickle.dumps(example("A loss", "ReinforceLoss", tmp_path, monkeypatch)(0.1)))
-    log_probs = torch.tensor([0.0, -1.0, -2.0, 0.0, -3.0], requires_grad=True)
-    advantage = torch.tensor([torch.nan, 1.0, 1.0, torch.nan, -0.5])
-    mask, sequence = torch.tensor([False, True, True, False, True]), torch.tensor([0, 0, 0, 1, 1])
-
-    def output(part: slice) -> Any:
-        fields = {"advantage": advantage[part]}
-        entropy = torch.full((5,), 0.5)[part]
-        return loss(TokenBatch(log_probs[part], entropy, mask[part], fields, sequence[part], 2))
-
-    whole, parts = output(slice(0, 5)), [output(slice(0, 3)), output(slice(3, 5))]
-    assert whole.loss.item() == pytest.approx(3.0 - 1.5 - 0.1 * 1.5)
-    assert sum(part.loss.item() for part in parts) == pytest.approx(whole.loss.item())
-    whole.loss.backward()
-    assert log_probs.grad is not None and log_probs.grad.tolist() == [0, -1, -1, 0, 0.5]
-    assert loss.normalizer(Totals(tokens=3, sequences=2)) == 3
+def test_the_loss_is_the_one_that_a_run_trains_and_keeps_the_contract() -> None:
+    file = Path(__file__).parents[1] / "plugins" / "my_loss.py"
+    assert block("A loss").partition("\n")[2] == file.read_text()
+    loss = configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2")
+    assert [each for each in check_loss(loss) if each.problem] == []
+    # On policy the gradient is that of REINFORCE, whatever tau is.
+    row = one_token(-1.0, -1.0, -1.5)
+    assert outcome(loss, [[row]], [row]).gradients[0].item() == pytest.approx(1.5)
 
 
 def test_its_table_has_every_folder_from_top_to_bottom() -> None:

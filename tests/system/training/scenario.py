@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlctl.config.schema import GrpoConfig, MegatronSection, OptimizerSection, TrainerSection
-from rlctl.grpo.loss import GrpoLoss
+from rlctl.grpo.losses.base import make_loss
 from rlctl.preflight.load import load
-from rlctl.training.interface import LossOutput, MicroBatch, TokenBatch, Totals
+from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
 from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
 from rlctl.training.rank import TrainerSpec, make_trainer
 
@@ -42,6 +42,7 @@ class WeightedLoss:
     """-sum(advantage * log p) / tokens - 0.1 * sum(entropy) / tokens."""
 
     entropy: float = 0.1
+    needs: ClassVar[LossNeeds] = LossNeeds()
 
     def __call__(self, batch: TokenBatch) -> LossOutput:
         terms = batch.fields["advantage"] * batch.log_probs + self.entropy * batch.entropy
@@ -68,7 +69,7 @@ def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSa
 
 
 def totals(data: list[TrainingSample]) -> Totals:
-    return Totals(tokens=int(sum(s.mask.sum() for s in data)), sequences=len(data))
+    return Totals(tokens=int(sum(s.mask.sum() for s in data)), sequences=len(data), rollouts=len(data))
 
 
 def share(data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1) -> list[MicroBatch]:
@@ -95,7 +96,7 @@ def refused(one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0
     """
     config = load("grpo", None, []).config
     assert isinstance(config, GrpoConfig)
-    loss, poisoned = GrpoLoss.from_config(config), []
+    loss, poisoned = make_loss(config), []
     for index, sequence in enumerate(data):
         behaviour = np.where(sequence.mask & (index == 0), np.nan, -1.0).astype(np.float32)
         poisoned.append(replace(sequence, fields={**sequence.fields, "rollout_log_prob": behaviour}))

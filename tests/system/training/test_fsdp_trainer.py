@@ -401,7 +401,7 @@ def test_an_update_of_nothing_makes_no_step(backend: str, models: dict[Kind, Pat
     silent = [replace(s, mask=np.zeros_like(s.mask)) for s in DATA]
     with trainer(models["qwen3"], tmp_path, backend=backend) as one:
         before = weights(one)
-        assert one.train([], LOSS, Totals(0, 0)) == one.train([silent], LOSS, totals(silent)) == {}
+        assert one.train([], LOSS, Totals(0, 0, 0)) == one.train([silent], LOSS, totals(silent)) == {}
         assert_close(weights(one), before, atol=0)
         assert one.train([DATA], LOSS, totals(DATA))["train/lr"] == learning_rate(0, OPTIMIZER, TOTAL_UPDATES)
 

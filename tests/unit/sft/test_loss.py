@@ -15,7 +15,7 @@ from rlctl.training.interface import TokenBatch, Totals
 
 def batch(log_probs: Tensor, mask: Tensor) -> TokenBatch:
     zeros = torch.zeros(len(mask), dtype=torch.int64)
-    return TokenBatch(log_probs, torch.zeros_like(log_probs), mask, {}, zeros, 1)
+    return TokenBatch(log_probs, torch.zeros_like(log_probs), mask, {}, zeros, 1, zeros, 1)
 
 
 def rows(seed: int, size: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def test_is_the_mean_negative_log_likelihood_of_masked_tokens() -> None:
     log_probs = torch.tensor([0.0, math.log(0.5), math.log(0.25), math.log(0.1)], dtype=torch.float64)
     mask = torch.tensor([False, True, True, False])
     output = NllLoss()(batch(log_probs, mask))
-    assert output.loss.item() / NllLoss().normalizer(Totals(2, 1)) == pytest.approx((math.log(2) + math.log(4)) / 2)
+    assert output.loss.item() / NllLoss().normalizer(Totals(2, 1, 1)) == pytest.approx((math.log(2) + math.log(4)) / 2)
     total, weight = output.means["loss/nll"]
     assert (total.item(), weight.item()) == (output.loss.item(), 2)
     assert not total.requires_grad
@@ -54,7 +54,7 @@ def test_a_micro_batch_without_masked_tokens_adds_zero_and_keeps_its_graph() -> 
 
 
 def test_without_tokens_there_is_nothing_to_divide_by() -> None:
-    assert NllLoss().normalizer(Totals(0, 1)) == 0
+    assert NllLoss().normalizer(Totals(0, 1, 1)) == 0
 
 
 def test_travels_by_pickle() -> None:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.micro_batching import PackingStats, packing, plan_micro_batches
+from rlctl.training.micro_batching import PackingStats, packing, plan_micro_batches, plan_whole_rollouts, rollout_index
 
 lengths_and_limit = st.lists(st.integers(1, 50), max_size=60).flatmap(
     lambda lengths: st.tuples(st.just(lengths), st.integers(max(lengths, default=1), 120))
@@ -41,6 +41,18 @@ def test_empty_micro_batches_are_only_padding_at_the_end(case: tuple[list[int], 
     for batches in plan:
         assert sorted(batches, key=lambda batch: not batch) == batches
     assert not any(all(not rank[m] for rank in plan) for m in range(len(plan[0])))
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(0, 5)), max_size=30), st.integers(1, 4))
+def test_rows_of_a_rollout_are_in_one_micro_batch(rows: list[tuple[int, int | None]], ranks: int) -> None:
+    lengths, rollouts = [length for length, _ in rows], rollout_index([rollout for _, rollout in rows])
+    limit = max([9, *(sum(n for n, each in zip(lengths, rollouts) if each == one) for one in rollouts)])
+    plan = plan_whole_rollouts(lengths, rollouts, ranks, limit)
+    batches = [batch for rank in plan for batch in rank]
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+    assert all(sum(lengths[row] for row in batch) <= limit for batch in batches)
+    places = [{int(rollouts[row]) for row in batch} for batch in batches]
+    assert sum(map(len, places)) == len(set(rollouts.tolist()))
 
 
 def test_short_sequences_fill_the_gaps_that_long_ones_leave() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,14 @@ def test_sequences_lie_end_to_end_and_positions_start_again() -> None:
     assert packed.cu_seqlens.tolist() == [0, 3, 5] and packed.cu_seqlens.dtype == torch.int32
     assert packed.fields["adv"].tolist() == [1, 2, 3, 4, 5]
     assert packed.max_len == 3 and packed.lengths == (3, 2)
+
+
+def test_rows_of_a_rollout_have_one_index() -> None:
+    rows = [replace(sequence(5, 6), rollout=rollout) for rollout in (9, None, 9, None)]
+    packed = pack(rows, CPU)
+    assert packed.rollout.tolist() == [0, 0, 1, 1, 0, 0, 2, 2] and packed.num_rollouts == 3
+    own = pack([sequence(5, 6), sequence(7)], CPU)
+    assert own.rollout is own.sequence and own.num_rollouts == 2
 
 
 def test_a_first_token_is_masked_whatever_its_sequence_says() -> None:

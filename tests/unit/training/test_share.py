@@ -1,5 +1,7 @@
 """A rank's micro-batches survive the journey as columns."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,13 +16,14 @@ def sequence(length: int, start: int) -> TrainingSample:
 
 
 def test_micro_batches_come_back_as_they_went() -> None:
-    sent = [[sequence(3, 0), sequence(5, 10)], [], [sequence(1, 20)]]
+    sent = [[sequence(3, 0), replace(sequence(5, 10), rollout=7)], [], [replace(sequence(1, 20), rollout=0)]]
     back = RankBatch.of(sent).micro_batches()
     assert [len(batch) for batch in back] == [2, 0, 1]
     for ours, theirs in zip((s for b in sent for s in b), (s for b in back for s in b)):
         assert np.array_equal(ours.tokens, theirs.tokens)
         assert np.array_equal(ours.mask, theirs.mask)
         assert np.array_equal(ours.fields["advantage"], theirs.fields["advantage"])
+        assert ours.rollout == theirs.rollout
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=4), max_size=5))

@@ -1,13 +1,15 @@
 """A batch on its way to the ranks."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 
 from rlctl.preflight.load import load
-from rlctl.training.interface import Totals, TrainingSample
+from rlctl.sft.loss import NllLoss
+from rlctl.training.interface import LossNeeds, Totals, TrainingSample
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError
 
@@ -58,7 +60,7 @@ def client(group: Recorder) -> TrainerGroup:
     return TrainerGroup(cast(Any, group), section)
 
 
-LOSS = cast(Any, "loss")
+LOSS = NllLoss()
 
 
 def test_an_update_of_one_part_is_one_call_and_may_be_prepared_before() -> None:
@@ -71,7 +73,7 @@ def test_an_update_of_one_part_is_one_call_and_may_be_prepared_before() -> None:
             assert not group.calls and not update.metrics
         [(method, ranks)] = group.calls
         assert method == "train" and update.metrics == {"made": 1.0} and update.parts == 1
-        assert [each[1:] for each in ranks] == [("loss", Totals(8, 2))] * 2
+        assert [each[1:] for each in ranks] == [(LOSS, Totals(8, 2, 2))] * 2
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
@@ -83,9 +85,37 @@ def test_the_step_knows_the_totals_of_all_parts(in_parts: bool) -> None:
     # Parts go at once where more are being sampled; else the last one travels with the step.
     assert group.methods == ["accumulate"] * (1 + in_parts) + ["train"] and update.parts == 2
     *parts, (_, last) = group.calls
-    assert all(rank[1:] == ("loss",) for _, ranks in parts for rank in ranks)
-    assert all(rank[1:] == ("loss", Totals(12, 3)) for rank in last)
+    assert all(rank[1:] == (LOSS,) for _, ranks in parts for rank in ranks)
+    assert all(rank[1:] == (LOSS, Totals(12, 3, 3)) for rank in last)
     assert [sum(len(share.tokens) for share, *_ in ranks) for _, ranks in group.calls] == [8, 4, 0][: len(group.calls)]
+
+
+@dataclass(frozen=True)
+class WholeLoss(NllLoss):
+    """A loss that reads all rows of a rollout together."""
+
+    needs: ClassVar[LossNeeds] = LossNeeds(whole_rollouts=True)
+
+
+def test_rows_of_a_rollout_count_as_one_and_go_together_where_the_loss_needs_it() -> None:
+    rows = [replace(sequence(40), rollout=rollout) for rollout in (0, 0, 1, 1, None, None)]
+    for loss, together in ((WholeLoss(), True), (NllLoss(), False)):
+        group = Recorder()
+        with client(group).update(loss) as update:
+            update.accumulate(rows)
+        [(_, ranks)] = group.calls
+        assert ranks[0][2] == Totals(tokens=240, sequences=6, rollouts=4)
+        batches = [[row.rollout for row in batch] for share, *_ in ranks for batch in share.micro_batches()]
+        found = [each for batch in batches for each in batch]
+        assert sorted(map(str, found)) == ["0", "0", "1", "1", "None", "None"]
+        assert all(batch.count(each) == 2 for batch in batches for each in {0, 1} & set(batch)) == together
+
+
+def test_a_rollout_that_fits_no_micro_batch_names_the_knob() -> None:
+    rows = [replace(sequence(5000), rollout=0) for _ in range(2)]
+    told = r"2 rows of 10000 tokens together, a micro-batch at most \d+.*raise trainer.micro_batch_tokens"
+    with pytest.raises(ValueError, match=told), client(Recorder()).update(WholeLoss()) as update:
+        update.accumulate(rows)
 
 
 def test_an_update_of_nothing_is_no_call() -> None:

@@ -1,16 +1,19 @@
 """The KL term's gradient: what each estimator really descends, summed exactly over all tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from rlctl.grpo.loss import GrpoLoss
+from rlctl.grpo.losses.base import PolicyLoss
+from rlctl.grpo.losses.check import one_token, outcome
 from rlctl.training.interface import TokenBatch
+from tests.unit.grpo.losses.drawn import DEFAULTS
 
 
-def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: Tensor) -> Tensor:
+def expected_kl_gradient(loss: PolicyLoss, logits: Tensor, mu: Tensor, reference: Tensor) -> Tensor:
     """Gradient of the KL term alone, averaged exactly over every token the generator could have drawn."""
     policy, total = logits.log_softmax(-1), torch.zeros((), dtype=torch.float64)
     for token in range(len(mu)):
@@ -21,7 +24,7 @@ def expected_kl_gradient(loss: GrpoLoss, logits: Tensor, mu: Tensor, reference: 
             "reference_log_prob": reference[token : token + 1].log(),
         }
         where = torch.zeros(1, dtype=torch.int64)
-        batch = TokenBatch(policy[token : token + 1], torch.zeros(1), torch.tensor([True]), fields, where, 1)
+        batch = TokenBatch(policy[token : token + 1], torch.zeros(1), torch.tensor([True]), fields, where, 1, where, 1)
         total = total + mu[token] * loss(batch).loss
     return torch.autograd.grad(total, logits)[0]
 
@@ -37,5 +40,21 @@ def test_kl_gradient_is_exact_in_expectation_also_off_policy(estimator: Any, pro
     log_ratio = logits.log_softmax(-1) - reference.log()
     value = log_ratio.square() / 2 if estimator == "k2" else log_ratio
     exact = torch.autograd.grad((logits.softmax(-1) * value).sum(), logits)[0]
-    loss = GrpoLoss(0.2, 0.28, None, 1.0, estimator, 0.0, "token", proximal, 1e6, None, None, 1.0, 0)
+    changes: dict[str, Any] = {"kl_estimator": estimator, "proximal": proximal, "importance_cap": 1e6}
+    loss = replace(DEFAULTS["grpo"], kl_coef=1.0, kl_max=None, **changes)
     torch.testing.assert_close(expected_kl_gradient(loss, logits, mu, reference), exact, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_bound_that_binds_leaves_no_gradient_and_never_turns_its_sign(estimator: Any) -> None:
+    """Under a bound the term pulls towards the reference as before, or not at all."""
+    for gap in torch.linspace(-16, 16, 65, dtype=torch.float64).tolist():
+        row = one_token(-1.0, -1.0, 0.0)
+        row.fields["reference_log_prob"] = row.log_probs.detach() + gap
+        free, held = (
+            outcome(replace(DEFAULTS["grpo"], kl_coef=1.0, kl_estimator=estimator, kl_max=most), [[row]], [row])
+            for most in (None, 10.0)
+        )
+        assert abs(held.means["loss/kl"]) == pytest.approx(min(abs(free.means["loss/kl"]), 10.0))
+        inside = abs(free.means["loss/kl"]) <= 10
+        assert held.gradients[0].item() == pytest.approx(free.gradients[0].item() if inside else 0.0)

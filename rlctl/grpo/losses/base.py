@@ -1,0 +1,299 @@
+"""The frame of every policy loss: what it reads, its importance weight, KL and entropy terms, mean and metrics.
+
+A loss is a frozen dataclass with one method of its own, `PolicyLoss.policy`, which reads as its paper's formula. It
+keeps the contract of `training.interface.Loss`: picklable, and a sum that does not depend on how samples were packed.
+
+Symbols of a token, given those before it: pi the policy, mu the generator, q the old policy, ref the reference, A the
+advantage. Ratio r = pi / q. rho = q / mu. Exponents are held within +-20; a NaN is not hidden.
+"""
+
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from operator import attrgetter
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from rlctl.config.plugins import LOSSES
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
+from rlctl.preflight.resolved import Resolved
+from rlctl.training.interface import LossNeeds, LossOutput, TokenBatch, Totals
+from rlctl.utils.plugins import load_module, load_object
+
+Proximal = Literal["rollout", "recompute", "current"]
+# tokens: over the update's tokens. rollouts: over its rollouts, of each one's mean over its tokens. A number L: the sum
+# over tokens, divided by L and the number of rollouts.
+Mean = Literal["tokens", "rollouts"] | float
+
+
+@dataclass
+class PolicyTokens:
+    """The tokens of one micro-batch, as a policy loss reads them: [T] each, 0 at unmasked tokens.
+
+    Everything but `log_prob` and `ratio` is a constant. Reading a field that the loss did not declare raises KeyError.
+    """
+
+    batch: TokenBatch
+    proximal: Proximal
+    # age_decay to the power of the token's age: what a bound's distance from 1 is multiplied by.
+    shrink: Tensor | float = 1.0
+
+    @property
+    def mask(self) -> Tensor:
+        """True at the tokens that count."""
+        return self.batch.mask
+
+    @cached_property
+    def log_prob(self) -> Tensor:
+        """log pi, with gradient."""
+        return self.batch.log_probs.where(self.mask, 0)
+
+    @cached_property
+    def advantage(self) -> Tensor:
+        """A."""
+        return self.field("advantage")
+
+    @cached_property
+    def rollout_log_prob(self) -> Tensor:
+        """log mu."""
+        return self.field("rollout_log_prob")
+
+    @cached_property
+    def old_log_prob(self) -> Tensor:
+        """log q: of mu, of the policy before the step's first update, or of the policy as it is, as `proximal` says."""
+        if self.proximal == "rollout":
+            return self.rollout_log_prob
+        return self.log_prob.detach() if self.proximal == "current" else self.field("proximal_log_prob")
+
+    @cached_property
+    def reference_log_prob(self) -> Tensor:
+        """log ref."""
+        return self.field("reference_log_prob")
+
+    @cached_property
+    def ratio(self) -> Tensor:
+        """r = pi / q, with gradient."""
+        return bounded_exp(self.log_prob - self.old_log_prob)
+
+    @cached_property
+    def rollout_lengths(self) -> Tensor:
+        """Masked tokens of each rollout, [R], at least 1."""
+        counted = self.mask.to(self.batch.log_probs.dtype)
+        return counted.new_zeros(self.batch.num_rollouts).index_add(0, self.batch.rollout, counted).clamp(min=1)
+
+    def rollout_mean(self, values: Tensor) -> Tensor:
+        """Return at each token the mean of `values` over the masked tokens of its rollout, with their gradient."""
+        zero = values.new_zeros(self.batch.num_rollouts)
+        sums = zero.index_add(0, self.batch.rollout, values.where(self.mask, 0))
+        return (sums / self.rollout_lengths)[self.batch.rollout]
+
+    def field(self, name: str) -> Tensor:
+        """Return a field of the samples."""
+        return self.batch.fields[name].detach().where(self.mask, 0)
+
+
+@dataclass(frozen=True)
+class PolicyTerm:
+    """The policy term of each token, [T], and what is measured of it."""
+
+    # With gradient: what is minimised, before the importance weight.
+    value: Tensor
+    # bool: tokens that a lower and an upper bound hold; None: the loss has no bounds.
+    low: Tensor | None = None
+    high: Tensor | None = None
+    # The ratio that the bounds are about; None: pi / q.
+    ratio: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLoss(ABC):
+    """loss = policy + kl_coef * kl - entropy_coef * entropy, each the mean (`mean_over`) of a token's term.
+
+    - policy: w times the term of `policy`. w, a constant: 1 for rollout; else min(rho, importance_cap) (truncated
+      importance sampling, TIS: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+      Training"; with a clipped surrogate the decoupled objective, AReaL, arXiv 2505.24298). Tokens with rho outside
+      `importance_mask` have w = 0 (IcePop: Ling Team, "Every Step Evolves", arXiv 2510.18855), so have all tokens of a
+      rollout whose geometric mean of rho is outside `sequence_mask` (Liu et al. 2025, "When Speed Kills Stability").
+      importance_cap null: w is rho where a mask keeps the token, as both have it, and 1 without any mask.
+    - kl: w r k, the estimator k of KL(pi || ref) weighted from mu's tokens to pi's, gradient through r too
+      (DeepSeek-V3.2, arXiv 2512.02556); w r and w r k are at most `kl_max` (`pieces.kl_term`). Gradient, as a factor of
+      w r grad log pi, with x = log(ref / pi): k1 gives 1 - x and k3 gives -x, both in expectation, as long as nothing
+      is truncated, exactly grad KL(pi || ref) of a token given those before it, k3 with the smaller variance; k2 gives
+      x^2 / 2 - x, the gradient of E_pi[k2], KL's only while pi is near ref. Without the weight k1 would have gradient 0
+      in expectation and k3 that of KL(ref || pi) (arXiv 2506.09477). A token's effect on the KL of later ones is left
+      out, as in all of these.
+    - entropy: of the policy at that token (A3C, arXiv 1602.01783).
+    - a token a steps old is held to bounds that are tighter by age_decay^a: the distance from 1 of the ratio's bounds,
+      importance_cap - 1.
+    """
+
+    # True: `policy` reads the reference's log-probs, at kl_coef 0 too.
+    reference: ClassVar[bool] = False
+    # True: `policy` reads `rollout_mean` or `rollout_lengths`.
+    whole_rollouts: ClassVar[bool] = False
+
+    # q: mu for rollout, "proximal_log_prob" for recompute, and pi's own value, a constant, for current, which is the
+    # same as recompute where the policy has not been updated since, without a pass to compute it.
+    proximal: Proximal
+    importance_cap: float | None
+    importance_mask: Bounds | None
+    sequence_mask: Bounds | None
+    age_decay: float
+    # Largest age of a token, in steps; 0 where tokens have none.
+    max_age: int
+    kl_coef: float
+    kl_estimator: Estimator
+    kl_max: float | None
+    entropy_coef: float
+
+    @classmethod
+    def from_config(cls, config: GrpoConfig, **own: Any) -> Self:
+        """Return the loss of a run: keys of `grpo.loss` by their names. own: fields that are resolved already."""
+        section, resolved = config.grpo.loss, Resolved(config)
+        given = {**vars(section), **getattr(section, "further", {}), "max_age": resolved.max_age}
+        given["proximal"] = "current" if resolved.on_policy_ratio else resolved.proximal
+        for name in ("importance_mask", "sequence_mask"):
+            given[name] = tuple(given[name]) if given[name] else None
+        known = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in {**given, **own}.items() if name in known})
+
+    @property
+    def mean_over(self) -> Mean:
+        """The mean that the terms are summed to."""
+        return "tokens"
+
+    @property
+    def needs(self) -> LossNeeds:
+        """Fields and placement that the loop provides beyond the samples themselves."""
+        whole = self.whole_rollouts or self.sequence_mask is not None or self.mean_over == "rollouts"
+        return LossNeeds(self.reference or self.kl_coef > 0, self.proximal == "recompute", whole)
+
+    @abstractmethod
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        """Return the policy term of every token. It may depend on the token's rollout, and on no other one."""
+
+    def normalizer(self, totals: Totals) -> float:
+        if not totals.tokens or self.mean_over == "tokens":
+            return totals.tokens
+        return totals.rollouts if self.mean_over == "rollouts" else totals.rollouts * self.mean_over
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as the class's name and file: a process that has not imported a user's file does so."""
+        module = sys.modules[type(self).__module__]
+        place = (module.__name__, getattr(module, "__file__", None), type(self).__qualname__)
+        return _rebuilt, (*place, {each.name: getattr(self, each.name) for each in fields(self)})
+
+    def __call__(self, batch: TokenBatch) -> LossOutput:
+        """Return loss and metrics of one micro-batch. Values at unmasked tokens are never read.
+
+        Means over rollouts for `mean_over` rollouts, else over tokens: loss/policy, loss/kl (when kl_coef > 0),
+        loss/entropy. Means over tokens: ratio/mean; for a loss with bounds ratio/clipped_low and ratio/clipped_high,
+        shares of tokens that they hold; for rollout and current mismatch/token_mult_prob_error and mismatch/kl, as in
+        logprob_mismatch.py; for recompute and current importance/mean, of rho (1 in expectation), importance/truncated,
+        the share above the cap, importance/masked, the share left out by either mask; with max_age, for every age k,
+        age/share_k, its share of the tokens, and mismatch/age_k, the mean of exp|q - mu| over them. Maxima: ratio/max,
+        0 without a token. Raises KeyError for a field that is missing.
+        """
+        counted = batch.mask.to(batch.log_probs.dtype)
+        count = counted.sum()
+        age = batch.fields["age"].detach().where(batch.mask, 0) if self.max_age else None
+        tokens = PolicyTokens(batch, self.proximal, 1.0 if age is None or self.age_decay == 1 else self.age_decay**age)
+        terms, metrics = self._terms(tokens)
+        share, weight = counted, count
+        if self.mean_over == "rollouts":
+            share = counted / tokens.rollout_lengths[batch.rollout]
+            weight = count.new_full((), batch.num_rollouts)
+        sums = weighted_sums(terms, share)
+        loss = sums["loss/policy"] - self.entropy_coef * sums["loss/entropy"]
+        if self.kl_coef:
+            loss = loss + self.kl_coef * sums["loss/kl"]
+        with torch.no_grad():
+            means = {name: (value.detach(), weight) for name, value in sums.items()}
+            metrics |= self._mismatch(tokens)
+            ages, errors = self._ages(tokens, age)
+            totals = weighted_sums(metrics | ages | errors, counted)
+            means |= {name: (totals[name], count) for name in metrics | ages}
+            means |= {name: (totals[name], totals[share]) for name, share in zip(errors, ages)}
+            return LossOutput(loss, means, {"ratio/max": metrics["ratio/mean"].where(batch.mask, 0).max()})
+
+    def _terms(self, tokens: PolicyTokens) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the terms of the loss, with gradient, and metrics: [T] each, finite at unmasked tokens."""
+        weight, metrics = self._importance(tokens)
+        policy = self.policy(tokens)
+        entropy = tokens.batch.entropy if self.entropy_coef else tokens.batch.entropy.detach()
+        terms = {
+            "loss/policy": policy.value if weight is None else weight * policy.value,
+            "loss/entropy": entropy.where(tokens.mask, 0),
+        }
+        if self.kl_coef:
+            estimate = kl_estimate(tokens.reference_log_prob - tokens.log_prob, self.kl_estimator)
+            carried = tokens.ratio if weight is None else weight * tokens.ratio
+            terms["loss/kl"] = kl_term(carried, estimate, self.kl_max)
+        metrics["ratio/mean"] = (tokens.ratio if policy.ratio is None else policy.ratio).detach()
+        for name, held in (("ratio/clipped_low", policy.low), ("ratio/clipped_high", policy.high)):
+            if held is not None:
+                metrics[name] = held
+        return terms, metrics
+
+    def _importance(self, tokens: PolicyTokens) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the constant w, None for 1 everywhere, and its metrics."""
+        if self.proximal == "rollout":
+            return None, {}
+        log_rho = (tokens.old_log_prob - tokens.rollout_log_prob).detach()
+        rho = bounded_exp(log_rho)
+        metrics, weight = {"importance/mean": rho}, None
+        if self.importance_cap is not None:
+            cap = 1 + (self.importance_cap - 1) * tokens.shrink
+            metrics["importance/truncated"] = rho > cap
+            weight = rho.clamp(max=cap)
+        if self.importance_mask or self.sequence_mask:
+            kept = within(rho, self.importance_mask)
+            if self.sequence_mask:
+                kept = kept & within(bounded_exp(tokens.rollout_mean(log_rho)), self.sequence_mask)
+            metrics["importance/masked"] = ~kept
+            weight = (rho if weight is None else weight) * kept
+        return weight, metrics
+
+    def _mismatch(self, tokens: PolicyTokens) -> dict[str, Tensor]:
+        """Return the gap between policy and generator at each token, where no pass of its own measures it.
+
+        In the first update of a step the policy is the one that sampled, so it is the gap between the two engines, at
+        no further pass. Names and formulas are those of logprob_mismatch.py.
+        """
+        if self.proximal == "recompute":
+            return {}
+        gap = (tokens.log_prob - tokens.rollout_log_prob).where(tokens.mask, 0)
+        return {"mismatch/token_mult_prob_error": gap.abs().exp(), "mismatch/kl": torch.expm1(gap) - gap}
+
+    def _ages(self, tokens: PolicyTokens, age: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return for every age where the tokens have it, and there exp|q - mu|, 0 at tokens of another age."""
+        if age is None:
+            return {}, {}
+        policy = tokens.log_prob if self.proximal == "rollout" else tokens.old_log_prob
+        error = (policy - tokens.rollout_log_prob).where(tokens.mask, 0).abs().exp()
+        ages = {f"age/share_{steps}": age == steps for steps in range(self.max_age + 1)}
+        return ages, {f"mismatch/age_{steps}": error * ages[f"age/share_{steps}"] for steps in range(self.max_age + 1)}
+
+
+def _rebuilt(module: str, file: str | None, name: str, values: dict[str, Any]) -> PolicyLoss:
+    return _class(module, file, name)(**values)
+
+
+@cache
+def _class(module: str, file: str | None, name: str) -> type[PolicyLoss]:
+    known = sys.modules.get(module)
+    if known is None or getattr(known, "__file__", None) != file:
+        known = load_module(file if file and not module.startswith("rlctl.") else module)
+    found: type[PolicyLoss] = attrgetter(name)(known)
+    return found
+
+
+def make_loss(config: GrpoConfig) -> PolicyLoss:
+    """Return the loss that `grpo.loss.name` names, rlctl's own or module:Class or file.py:Class."""
+    name = config.grpo.loss.name
+    loss: type[PolicyLoss] = load_object(LOSSES.get(name, name))
+    return loss.from_config(config)

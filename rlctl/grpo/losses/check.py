@@ -1,0 +1,295 @@
+"""Checks that a loss keeps its contract, on made-up rollouts in float64: `rlctl loss check`, and rlctl's own tests.
+
+Each check returns what is wrong, in one line with the numbers and the remedy, or None.
+"""
+
+import math
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from rlctl.grpo.losses.base import PolicyLoss
+from rlctl.training.interface import LossOutput, TokenBatch, Totals
+from rlctl.training.micro_batching import rollout_index
+
+# Fields that samples always have, and those that a loss has to declare.
+_GIVEN = ("advantage", "rollout_log_prob", "age")
+_DECLARED = {"reference_log_prob": "reference", "proximal_log_prob": "proximal"}
+_TOLERANCE = 1e-9
+# MadeUpRow lengths of each rollout, the smallest first: what fails there is the counterexample that is shown.
+_SHAPES = [[[2], [3]], [[3], [3], [2]], [[5], [2], [9], [4]], [[7], [7], [3], [12], [2], [6]]]
+_SPLIT_SHAPES = [[[2, 2], [3]], [[3, 2], [4], [2, 6, 3]]]
+
+
+@dataclass
+class MadeUpRow:
+    """One made-up row of T tokens, float64. log_probs and entropy [T] are leaves with gradient."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    # bool [T].
+    mask: Tensor
+    # name -> [T].
+    fields: dict[str, Tensor]
+    # Number of its rollout.
+    rollout: int
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One property of a loss."""
+
+    what: str
+    # What is wrong and what to do; None if the property holds.
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An update as some micro-batches give it."""
+
+    # Sum over its normalizer.
+    loss: float
+    # By the row's log-probs, and by its entropy, of every row in turn; divided too.
+    gradients: list[Tensor]
+    means: dict[str, float]
+    maxima: dict[str, float]
+
+
+def made_up_rows(seed: int, lengths: Sequence[Sequence[int]], spread: float = 0.4) -> list[MadeUpRow]:
+    """Return the rows of some rollouts. lengths: of each rollout's rows.
+
+    Policy, generator, old policy and reference differ by about `spread` nats a token, enough for bounds to bind
+    somewhere; about three tokens in ten are not masked, and a fifth of the advantages are 0.
+    """
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(size: int, scale: float) -> Tensor:
+        return scale * torch.randn(size, generator=random, dtype=torch.float64)
+
+    rows = []
+    for rollout, sizes in enumerate(lengths):
+        advantage = normal(1, 1.0).mul(torch.rand(1, generator=random) < 0.8)
+        for size in sizes:
+            base = -1.0 + normal(size, 0.3)
+            values = {name: base + normal(size, spread) for name in ("rollout_log_prob", *_DECLARED)}
+            values["age"] = torch.randint(0, 3, (size,), generator=random).double()
+            values["advantage"] = advantage.expand(size).clone()
+            mask = torch.rand(size, generator=random) < 0.7
+            mask[0] = False
+            policy, entropy = base + normal(size, spread), normal(size, 1.0).abs()
+            rows.append(MadeUpRow(policy.requires_grad_(), entropy.requires_grad_(), mask, values, rollout))
+    return rows
+
+
+def pack_rows(rows: Sequence[MadeUpRow]) -> TokenBatch:
+    """Return rows end to end as a loss sees them."""
+    lengths = torch.tensor([len(row.mask) for row in rows])
+    rollouts = torch.from_numpy(rollout_index([row.rollout for row in rows]))
+    sequence = torch.arange(len(rows)).repeat_interleave(lengths)
+    values = {name: torch.cat([row.fields[name] for row in rows]) for name in rows[0].fields}
+    log_probs, entropy, mask = (
+        torch.cat([getattr(row, name) for row in rows]) for name in ("log_probs", "entropy", "mask")
+    )
+    count = int(rollouts.max()) + 1
+    return TokenBatch(log_probs, entropy, mask, values, sequence, len(rows), rollouts[sequence], count)
+
+
+def totals_of(rows: Sequence[MadeUpRow]) -> Totals:
+    """Return the counts of an update of these rows."""
+    return Totals(sum(int(row.mask.sum()) for row in rows), len(rows), len({row.rollout for row in rows}))
+
+
+def outcome(loss: PolicyLoss, micro_batches: Sequence[Sequence[MadeUpRow]], rows: Sequence[MadeUpRow]) -> Outcome:
+    """Return the update that micro-batches make together. rows: all of them, in the order of the gradients."""
+    outputs = [loss(pack_rows(batch)) for batch in micro_batches if batch]
+    divisor = loss.normalizer(totals_of(rows)) or 1
+    total = torch.stack([output.loss for output in outputs]).sum() / divisor
+    leaves = [leaf for row in rows for leaf in (row.log_probs, row.entropy)]
+    found = torch.autograd.grad(total, leaves, materialize_grads=True)
+    maxima = {name: max(o.maxima[name].item() for o in outputs) for name in outputs[0].maxima}
+    return Outcome(total.item(), list(found), read_means(outputs), maxima)
+
+
+def read_means(outputs: Sequence[LossOutput]) -> dict[str, float]:
+    """Return the means of some micro-batches, as an update reads them; none without weight."""
+    found = {}
+    for name in outputs[0].means:
+        total, weight = (sum(output.means[name][part].item() for output in outputs) for part in (0, 1))
+        if weight:
+            found[name] = total / weight
+    return found
+
+
+def difference(one: Outcome, other: Outcome) -> str | None:
+    """Return what differs between two outcomes, with its numbers; None if nothing does beyond rounding."""
+    if not _close(one.loss, other.loss):
+        return f"the loss is {one.loss:.6g} and {other.loss:.6g}"
+    for mine, theirs in zip(one.gradients, other.gradients):
+        apart = (mine - theirs).abs()
+        if not bool((apart <= _TOLERANCE * (1 + mine.abs())).all()):
+            worst = int(apart.nan_to_num(math.inf).argmax())
+            return f"the gradient of a token is {mine[worst]:.6g} and {theirs[worst]:.6g}"
+    for kind in ("means", "maxima"):
+        ours, others = getattr(one, kind), getattr(other, kind)
+        for name in ours.keys() | others.keys():
+            if name not in ours or name not in others or not _close(ours[name], others[name]):
+                return f"the metric {name} is {ours.get(name, math.nan):.6g} and {others.get(name, math.nan):.6g}"
+    return None
+
+
+def check_loss(loss: PolicyLoss) -> list[CheckResult]:
+    """Return every property of the contract, and whether the loss has it: as it is, and off-policy with a KL term."""
+    return [CheckResult(what, next(_problems(loss, check), None)) for what, check in CHECKS.items()]
+
+
+def _problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) -> Iterator[str]:
+    harder = replace(loss, max_age=2, age_decay=0.9, kl_coef=loss.kl_coef or 0.1, entropy_coef=0.01)
+    for variant, each in (("", loss), (", with ages, KL and entropy", harder)):
+        try:
+            problem = check(each)
+        except Exception as error:
+            problem = f"it raises {type(error).__name__}: {error}"
+        if problem:
+            yield problem + variant
+
+
+def _packing(loss: PolicyLoss) -> str | None:
+    for seed, shape in enumerate(_SHAPES):
+        rows = made_up_rows(seed, shape)
+        whole = outcome(loss, [rows], rows)
+        for size in (1, 2):
+            parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+            if told := difference(whole, outcome(loss, parts, rows)):
+                return (
+                    f"{told}, of {len(rows)} rollouts in one micro-batch and in {len(parts)}: a token's term may "
+                    "depend on its own rollout alone; divide by no count, mean or maximum of the micro-batch, and say "
+                    "in `mean_over` what the mean is over"
+                )
+    return None
+
+
+def _order(loss: PolicyLoss) -> str | None:
+    for seed, shape in enumerate(_SHAPES):
+        rows = made_up_rows(seed, shape)
+        if told := difference(outcome(loss, [rows], rows), outcome(loss, [rows[::-1]], rows)):
+            return f"{told}, of {len(rows)} rollouts in their order and backwards"
+    return None
+
+
+def _several_rows(loss: PolicyLoss) -> str | None:
+    for seed, shape in enumerate(_SPLIT_SHAPES):
+        rows = made_up_rows(seed, shape)
+        whole = outcome(loss, [rows], rows)
+        one_each = [[row for row in rows if row.rollout == rollout] for rollout in range(len(shape))]
+        if told := difference(whole, outcome(loss, one_each, rows)):
+            return f"{told}, of rollouts of several rows in one micro-batch and in one each: see packing"
+        if loss.needs.whole_rollouts:
+            continue
+        if told := difference(whole, outcome(loss, [[row] for row in rows], rows)):
+            return f"{told}, of rollouts in one micro-batch and with each row in its own: set `whole_rollouts = True`"
+    return None
+
+
+def _unmasked(loss: PolicyLoss) -> str | None:
+    clean, dirty = made_up_rows(3, _SHAPES[2]), made_up_rows(3, _SHAPES[2])
+    for row in dirty:
+        for tensor in (row.log_probs, row.entropy):
+            tensor.data[~row.mask] = math.nan
+        row.fields = {name: values.where(row.mask, math.nan) for name, values in row.fields.items()}
+    told = difference(outcome(loss, [clean], clean), outcome(loss, [dirty], dirty))
+    return told and f"{told}, without and with NaN at unmasked tokens: read the fields of `PolicyTokens`, not the batch"
+
+
+def _nothing_masked(loss: PolicyLoss) -> str | None:
+    rows = made_up_rows(0, [[4]])
+    rows[0].mask[:] = False
+    output = loss(pack_rows(rows))
+    if output.loss.item() != 0 or not output.loss.requires_grad:
+        return f"the loss of a micro-batch without a masked token is {output.loss.item():.6g}, not a 0 with a gradient"
+    (gradient,) = torch.autograd.grad(output.loss, [rows[0].log_probs], materialize_grads=True)
+    return f"a token that is not masked has gradient {gradient.abs().max():.6g}" if gradient.any() else None
+
+
+def _outliers(loss: PolicyLoss) -> str | None:
+    for policy in (-1e4, -100.0, -15.0, 0.0):
+        for others in (-1e4, -1.0, 0.0):
+            for advantage in (1.0, -1.0):
+                rows = [one_token(policy, others, advantage)]
+                found = outcome(loss, [rows], rows)
+                if not all(map(math.isfinite, (found.loss, *found.gradients[0].tolist()))):
+                    return (
+                        f"log-prob {policy:g} against {others:g} gives loss {found.loss:g}, gradient "
+                        f"{found.gradients[0][0]:g}: use `bounded_exp`"
+                    )
+    return None
+
+
+def one_token(policy: float, others: float, advantage: float) -> MadeUpRow:
+    """Return a rollout of one masked token: log pi, and one log-prob for generator, old policy and reference."""
+    column = torch.full((1,), others, dtype=torch.float64)
+    values = dict.fromkeys(("rollout_log_prob", *_DECLARED), column)
+    values |= {"advantage": torch.full_like(column, advantage), "age": torch.zeros_like(column)}
+    log_prob = torch.full_like(column, policy).requires_grad_()
+    return MadeUpRow(log_prob, torch.ones_like(column).requires_grad_(), torch.ones(1, dtype=torch.bool), values, 0)
+
+
+def _pickled(loss: PolicyLoss) -> str | None:
+    try:
+        back = pickle.loads(pickle.dumps(loss))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}: it travels to the ranks, so give it fields of plain values alone"
+    same = all(getattr(back, each.name) == getattr(loss, each.name) for each in fields(loss))
+    return None if same else "a field has another value after it"
+
+
+def _additive(loss: PolicyLoss) -> str | None:
+    one, other = Totals(7, 3, 2), Totals(4, 1, 1)
+    added, whole = loss.normalizer(one) + loss.normalizer(other), loss.normalizer(one + other)
+    if not _close(added, whole):
+        return f"two parts have {added:.6g} together, the update {whole:.6g}: an update may be trained in parts"
+    nothing = loss.normalizer(Totals(0, 3, 2))
+    return None if nothing == 0 else f"it is {nothing:.6g} without a token to train on, not 0"
+
+
+def _declared(loss: PolicyLoss) -> str | None:
+    rows = made_up_rows(0, _SHAPES[1])
+    declared = {name for name, need in _DECLARED.items() if getattr(loss.needs, need)}
+    for row in rows:
+        row.fields = {name: values for name, values in row.fields.items() if name in {*_GIVEN, *declared}}
+    batch, read = pack_rows(rows), set[str]()
+
+    class Recorded(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            read.add(name)
+            return super().__getitem__(name)
+
+    batch.fields = Recorded(batch.fields)
+    with suppress(KeyError):
+        loss(batch)
+    for name in sorted(read - {*_GIVEN, *declared}):
+        need = _DECLARED.get(name)
+        return f"reads {name}, which " + (f"`needs.{need}` does not declare" if need else "no sample has")
+    unread = sorted(declared - read)
+    return f"declares {unread[0]}, which costs a pass a step, and never reads it" if unread else None
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= _TOLERANCE * (1 + abs(one))
+
+
+CHECKS: dict[str, Callable[[PolicyLoss], str | None]] = {
+    "packing": _packing,
+    "order": _order,
+    "several rows a rollout": _several_rows,
+    "unmasked tokens": _unmasked,
+    "empty micro-batch": _nothing_masked,
+    "outliers": _outliers,
+    "normalizer": _additive,
+    "needs": _declared,
+    "pickle": _pickled,
+}

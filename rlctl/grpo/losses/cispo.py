@@ -1,0 +1,24 @@
+"""The loss of CISPO: the policy gradient with a clipped importance weight."""
+
+from dataclasses import dataclass
+
+from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoLoss(PolicyLoss):
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi, the mean over the update's tokens; sg: a constant.
+
+    CISPO: MiniMax-M1, arXiv 2506.13585, equations 4 and 5. A bound holds the weight of a token and leaves its gradient:
+    rare tokens that a clipped surrogate drops after the first update still learn. The paper has no lower bound, which
+    is clip_low 1; ScaleRL, arXiv 2510.13786, has the weight at most 5: its results hardly depend on it from 4 to 8.
+    """
+
+    clip_low: float
+    clip_high: float
+
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        ratio = tokens.ratio.detach()
+        low, high = 1 - self.clip_low * tokens.shrink, 1 + self.clip_high * tokens.shrink
+        weight = ratio.clamp(min=low).clamp(max=high)
+        return PolicyTerm(-(weight * tokens.advantage) * tokens.log_prob, ratio < weight, ratio > weight)

@@ -1,0 +1,43 @@
+"""The loss of GRPO: the clipped surrogate of PPO, token by token."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from rlctl.grpo.losses.base import Mean, PolicyLoss, PolicyTerm, PolicyTokens
+from rlctl.grpo.losses.pieces import bound_by, clip_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss(PolicyLoss):
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), for A < 0 at most -dual_clip A.
+
+    PPO, arXiv 1707.06347, equation 7; two bounds: DAPO, arXiv 2503.14476, section 3.1; dual_clip: arXiv 1912.09729. The
+    gradient is -r A grad log pi, and 0 where a bound holds the ratio.
+    """
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return self.surrogate(tokens, tokens.ratio)
+
+    def surrogate(self, tokens: PolicyTokens, ratio: Tensor) -> PolicyTerm:
+        """Return the clipped surrogate of a ratio, [T]."""
+        low, high = 1 - self.clip_low * tokens.shrink, 1 + self.clip_high * tokens.shrink
+        bounded = clip_ratio(ratio, tokens.advantage, low, high, self.dual_clip)
+        return PolicyTerm(-tokens.advantage * bounded, *bound_by(ratio, bounded, tokens.advantage), ratio)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoLoss(ClippedLoss):
+    """`ClippedLoss` as the mean over the update's tokens (DAPO, arXiv 2503.14476, equation 8), or over its rollouts of
+    each one's mean over its tokens (GRPO, arXiv 2402.03300, equation 3)."""
+
+    reduction: Literal["token", "sequence"]
+
+    @property
+    def mean_over(self) -> Mean:
+        return "rollouts" if self.reduction == "sequence" else "tokens"

@@ -1,0 +1,125 @@
+"""Every loss by its paper's formula: plain loops over tokens, float64 scalars, gradients by autograd, no batch.
+
+`POLICY` has one function of at most 20 lines a loss; `reference` is what all losses share.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlctl.grpo.losses.base import PolicyLoss
+from rlctl.grpo.losses.check import MadeUpRow
+
+MU, PROXIMAL, REFERENCE = "rollout_log_prob", "proximal_log_prob", "reference_log_prob"
+
+
+def old_log_prob(loss: PolicyLoss, row: MadeUpRow, t: int) -> Tensor:
+    if loss.proximal == "current":
+        return row.log_probs[t].detach()
+    return row.fields[MU if loss.proximal == "rollout" else PROXIMAL][t]
+
+
+def shrink_of(loss: PolicyLoss, row: MadeUpRow, t: int) -> float:
+    return float(loss.age_decay ** row.fields["age"][t]) if loss.max_age else 1.0
+
+
+def clipped(loss: Any, r: Tensor, a: float, shrink: float) -> Tensor:
+    """PPO: -min(r A, clip(r) A), and for A < 0 at most -dual_clip A."""
+    low, high = 1 - loss.clip_low * shrink, 1 + loss.clip_high * shrink
+    clip = low + 0 * r if r < low else high + 0 * r if r > high else r
+    least = r * a if r * a < clip * a else clip * a
+    if a < 0 and loss.dual_clip is not None and least < loss.dual_clip * a:
+        least = loss.dual_clip * a + 0 * r
+    return -least
+
+
+def surrogate(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
+    r = (row.log_probs[t] - old_log_prob(loss, row, t)).exp()
+    return clipped(loss, r, row.fields["advantage"][t].item(), shrink_of(loss, row, t))
+
+
+def gspo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
+    gaps = [each.log_probs[u] - old_log_prob(loss, each, u) for each in rollout for u in masked(each)]
+    s = (torch.stack(gaps).sum() / len(gaps)).exp()
+    if loss.level == "token":
+        s = s.detach() * row.log_probs[t].exp() / row.log_probs[t].exp().detach()
+    return clipped(loss, s, row.fields["advantage"][t].item(), shrink_of(loss, row, t))
+
+
+def cispo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
+    r = (row.log_probs[t] - old_log_prob(loss, row, t)).exp().item()
+    shrink = shrink_of(loss, row, t)
+    weight = min(max(r, 1 - loss.clip_low * shrink), 1 + loss.clip_high * shrink)
+    return -weight * row.fields["advantage"][t] * row.log_probs[t]
+
+
+def dppo(loss: Any, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> Tensor:
+    pi, q = row.log_probs[t].exp().item(), old_log_prob(loss, row, t).exp().item()
+    a, shrink = row.fields["advantage"][t].item(), shrink_of(loss, row, t)
+    outside = (a > 0 and pi - q > loss.mask_high * shrink) or (a < 0 and pi - q < -loss.mask_low * shrink)
+    term = -(0.0 if outside else min(pi / q, loss.ratio_cap)) * a * row.log_probs[t]
+    return term + loss.rollout_kl_coef * (row.log_probs[t] - old_log_prob(loss, row, t)) ** 2
+
+
+POLICY: dict[str, Callable[[Any, Sequence[MadeUpRow], MadeUpRow, int], Tensor]] = {
+    "GrpoLoss": surrogate,
+    "DrGrpoLoss": surrogate,
+    "ReinforceLoss": surrogate,
+    "GspoLoss": gspo,
+    "CispoLoss": cispo,
+    "DppoLoss": dppo,
+}
+
+
+def masked(row: MadeUpRow) -> list[int]:
+    return [t for t in range(len(row.mask)) if row.mask[t]]
+
+
+def inside(value: float, bounds: tuple[float, float] | None) -> bool:
+    return bounds is None or bounds[0] <= value <= bounds[1]
+
+
+def importance(loss: PolicyLoss, rollout: Sequence[MadeUpRow], row: MadeUpRow, t: int) -> float:
+    """w of one token."""
+    if loss.proximal == "rollout":
+        return 1.0
+    rho = (old_log_prob(loss, row, t) - row.fields[MU][t]).exp().item()
+    gaps = [(old_log_prob(loss, each, u) - each.fields[MU][u]).item() for each in rollout for u in masked(each)]
+    geometric = math.exp(sum(gaps) / len(gaps))
+    if not (inside(rho, loss.importance_mask) and inside(geometric, loss.sequence_mask)):
+        return 0.0
+    if loss.importance_cap is None:
+        return rho if loss.importance_mask or loss.sequence_mask else 1.0
+    return min(rho, 1 + (loss.importance_cap - 1) * shrink_of(loss, row, t))
+
+
+def kl(loss: PolicyLoss, w: float, row: MadeUpRow, t: int) -> Tensor:
+    x = row.fields[REFERENCE][t] - row.log_probs[t]
+    k = {"k1": -x, "k2": x**2 / 2, "k3": x.exp() - 1 - x}[loss.kl_estimator]
+    carried = w * (row.log_probs[t] - old_log_prob(loss, row, t)).exp()
+    if loss.kl_max is None:
+        return carried * k
+    term = (loss.kl_max if carried > loss.kl_max else carried) * k
+    return term if abs(term) < loss.kl_max else torch.sign(term).detach() * loss.kl_max
+
+
+def reference(loss: PolicyLoss, rows: Sequence[MadeUpRow]) -> tuple[Tensor, dict[str, float]]:
+    """Return the update's loss, with gradient, and its policy, KL and entropy terms."""
+    tokens, rollouts = sum(len(masked(row)) for row in rows), len({row.rollout for row in rows})
+    sums = {name: torch.zeros((), dtype=torch.float64) for name in ("policy", "kl", "entropy")}
+    for row in rows:
+        rollout = [each for each in rows if each.rollout == row.rollout]
+        length = sum(len(masked(each)) for each in rollout)
+        share = 1 / length / rollouts if loss.mean_over == "rollouts" and length else 1 / max(1, tokens)
+        if isinstance(loss.mean_over, float):
+            share = 1 / rollouts / loss.mean_over
+        for t in masked(row):
+            w = importance(loss, rollout, row, t)
+            sums["policy"] = sums["policy"] + share * w * POLICY[type(loss).__name__](loss, rollout, row, t)
+            sums["kl"] = sums["kl"] + share * kl(loss, w, row, t)
+            sums["entropy"] = sums["entropy"] + share * row.entropy[t]
+    total = sums["policy"] + loss.kl_coef * sums["kl"] - loss.entropy_coef * sums["entropy"]
+    return total, {f"loss/{name}": value.item() for name, value in sums.items()}

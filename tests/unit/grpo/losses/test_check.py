@@ -1,0 +1,109 @@
+"""`check_loss` finds what breaks a loss's contract, each by its own check, and says what to do."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import pytest
+
+from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
+from rlctl.grpo.losses.check import check_loss
+from rlctl.training.interface import Totals
+from tests.unit.grpo.losses.drawn import DEFAULTS, configured
+
+
+@dataclass(frozen=True)
+class Plain(PolicyLoss):
+    """-A log pi: keeps the contract."""
+
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.advantage * tokens.log_prob)
+
+
+class DividesByTokens(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(super().policy(tokens).value / tokens.mask.sum().clamp(min=1))
+
+
+class DependsOnPlace(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(super().policy(tokens).value * (tokens.batch.rollout + 1))
+
+
+class ReadsRollouts(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.advantage * tokens.rollout_mean(tokens.log_prob).exp())
+
+
+class ReadsTheBatch(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.batch.fields["advantage"] * tokens.batch.log_probs)
+
+
+class Explodes(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.advantage * (tokens.log_prob - tokens.rollout_log_prob).exp())
+
+
+class CountsTheEmpty(Plain):
+    def normalizer(self, totals: Totals) -> float:
+        return totals.tokens + 1
+
+
+class Undeclared(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.advantage * (tokens.log_prob - tokens.reference_log_prob))
+
+
+class DeclaresTooMuch(Plain):
+    reference: ClassVar[bool] = True
+
+
+class HasNoGradient(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.advantage)
+
+
+def made(kind: type[PolicyLoss]) -> PolicyLoss:
+    base = DEFAULTS["grpo"]
+    return kind(**{each.name: getattr(base, each.name) for each in fields(PolicyLoss)})
+
+
+def failed(loss: PolicyLoss) -> dict[str, str]:
+    return {each.what: each.problem for each in check_loss(loss) if each.problem}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
+    assert failed(configured(f"grpo.loss={name}", "async.enabled=true", "grpo.updates_per_step=2")) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "told"),
+    [
+        (DividesByTokens, "packing", "divide by no count, mean or maximum of the micro-batch"),
+        (DependsOnPlace, "order", "2 rollouts in their order and backwards"),
+        (ReadsRollouts, "several rows a rollout", "set `whole_rollouts = True`"),
+        (ReadsTheBatch, "unmasked tokens", "read the fields of `PolicyTokens`, not the batch"),
+        (Explodes, "outliers", "use `bounded_exp`"),
+        (CountsTheEmpty, "normalizer", "two parts have 13 together, the update 12"),
+        (Undeclared, "needs", "reads reference_log_prob, which `needs.reference` does not declare"),
+        (DeclaresTooMuch, "needs", "declares reference_log_prob, which costs a pass a step, and never reads it"),
+        (HasNoGradient, "empty micro-batch", "not a 0 with a gradient"),
+    ],
+)
+def test_a_broken_loss_is_told_so_in_one_line(kind: type[PolicyLoss], what: str, told: str) -> None:
+    found = failed(made(kind))
+    assert told in found[what] and "\n" not in found[what]
+
+
+def test_a_loss_that_keeps_the_contract_passes_though_it_is_none_of_ours() -> None:
+    assert failed(made(Plain)) == {}
+
+
+def test_a_loss_that_cannot_travel_is_told_so() -> None:
+    @dataclass(frozen=True)
+    class Local(Plain):
+        scale: Callable[[float], float] = lambda x: x
+
+    assert "travels to the ranks" in failed(made(Local))["pickle"]

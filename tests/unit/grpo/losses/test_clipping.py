@@ -1,0 +1,106 @@
+"""Where a bound holds a token: value and gradient of one token at a time, and that no far outlier takes an update."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlctl.grpo.losses.base import PolicyLoss
+from rlctl.grpo.losses.check import made_up_rows, one_token, outcome
+from tests.unit.grpo.losses.drawn import DEFAULTS
+
+GRPO: Any = DEFAULTS["grpo"]
+
+
+def value_and_slope(loss: PolicyLoss, ratio: float, advantage: float) -> tuple[float, float]:
+    """The loss of one token with mu e^-1, and its derivative by the token's log-prob."""
+    row = one_token(math.log(ratio) - 1.0, -1.0, advantage)
+    found = outcome(loss, [[row]], [row])
+    return found.loss, found.gradients[0].item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "value", "slope"),
+    [
+        (1.0, 2.0, None, -2.0, -2.0),  # on policy the gradient is that of REINFORCE
+        (1.2, 1.0, None, -1.2, -1.2),  # within 1 + clip_high
+        (1.5, 1.0, None, -1.28, 0.0),  # held by clip_high
+        (0.5, 1.0, None, -0.5, -0.5),  # below is free when the advantage pulls up
+        (0.5, -1.0, None, 0.8, 0.0),  # held by clip_low
+        (1.5, -1.0, None, 1.5, 1.5),  # above is free when the advantage pushes down ...
+        (9.0, -1.0, None, 9.0, 9.0),
+        (9.0, -1.0, 3.0, 3.0, 0.0),  # ... up to dual_clip
+        (9.0, 1.0, 3.0, -1.28, 0.0),  # which positive advantages never see
+    ],
+)
+def test_grpo_case_by_case(ratio: float, advantage: float, dual_clip: float | None, value: float, slope: float) -> None:
+    loss = replace(GRPO, dual_clip=dual_clip)
+    assert value_and_slope(loss, ratio, advantage) == pytest.approx((value, slope), rel=1e-9)
+
+
+@pytest.mark.parametrize(("ratio", "weight"), [(0.1, 0.1), (1.0, 1.0), (4.9, 4.9), (9.0, 5.0)])
+@pytest.mark.parametrize("advantage", [1.0, -2.0])
+def test_cispo_bounds_the_weight_and_keeps_the_gradient(ratio: float, weight: float, advantage: float) -> None:
+    log_prob = math.log(ratio) - 1.0
+    expected = (-weight * advantage * log_prob, -weight * advantage)
+    assert value_and_slope(DEFAULTS["cispo"], ratio, advantage) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "slope"),
+    [
+        (1.5, 1.0, -1.5),  # 0.18 more probable
+        (1.6, 1.0, 0.0),  # 0.22 more probable: left out
+        (1.6, -1.0, 1.6),  # pulled back
+        (0.4, -1.0, 0.0),  # 0.22 less probable: left out
+        (0.4, 1.0, -0.4),
+    ],
+)
+def test_dppo_leaves_out_what_moves_out_of_the_region(ratio: float, advantage: float, slope: float) -> None:
+    loss: Any = DEFAULTS["dppo"]
+    assert value_and_slope(replace(loss, rollout_kl_coef=0.0), ratio, advantage)[1] == pytest.approx(slope)
+    assert value_and_slope(loss, ratio, advantage)[1] == pytest.approx(slope + 2e-3 * math.log(ratio))
+
+
+def test_gspo_clips_a_rollout_whole() -> None:
+    rows = made_up_rows(1, [[6], [6]])
+    for row, gap in zip(rows, (0.1, 1e-4)):
+        row.mask[1:] = True
+        row.fields["rollout_log_prob"] = row.log_probs.detach() - gap
+        row.fields["advantage"] = row.log_probs.detach() * 0 + 1.0
+    found = outcome(DEFAULTS["gspo"], [rows], rows)
+    assert not found.gradients[0].any()
+    assert found.gradients[2][1:].tolist() == pytest.approx([-math.exp(1e-4) / 5 / 2] * 5)
+    assert found.means["ratio/clipped_high"] == 0.5
+
+
+def share_of_outlier(loss: Any, mu: float, advantage: float, reference: float) -> float:
+    """Share of the gradient's norm that comes from one token of 512 with pi e^-1: the others are on policy."""
+    rows = made_up_rows(0, [[8]] * 64, spread=0.01)
+    for row in rows:
+        row.mask[1:] = True
+        row.fields["advantage"] = row.fields["advantage"].sign() + (row.fields["advantage"] == 0)
+    token = rows[0]
+    token.log_probs.data[3] = -1.0
+    token.fields["rollout_log_prob"][3], token.fields["reference_log_prob"][3] = mu, reference
+    token.fields["advantage"][:] = advantage
+    gradients = [gradient.double() for gradient in outcome(loss, [rows], rows).gradients[::2]]
+    norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+    return abs(gradients[0][3].item()) / norm
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("reference", [-1.0, -3.0, -15.0])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gspo", "cispo", "reinforce"])
+def test_one_token_at_minus_15_against_minus_1_does_not_take_the_update(
+    name: str, advantage: float, reference: float
+) -> None:
+    loss: Any = replace(DEFAULTS[name], kl_coef=0.1)
+    assert share_of_outlier(loss, mu=-15.0, advantage=advantage, reference=reference) < 0.25
+
+
+def test_without_the_bounds_one_token_takes_the_update() -> None:
+    unbounded = replace(GRPO, kl_coef=0.1, kl_max=None)
+    assert share_of_outlier(unbounded, -15.0, 1.0, -3.0) > 0.9999
+    assert share_of_outlier(replace(GRPO, dual_clip=None), -15.0, -1.0, -1.0) > 0.9999

@@ -1,0 +1,58 @@
+"""Each loss and its gradient equal a plain loop by its paper's formula, to 1e-9, for all options and rollouts."""
+
+import inspect
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.config.plugins import LOSSES
+from rlctl.grpo.losses.check import made_up_rows, outcome, pack_rows, totals_of
+from tests.unit.grpo.losses.drawn import DEFAULTS, configured, options, shapes
+from tests.unit.grpo.losses.references import POLICY, reference
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(data=st.data(), seed=st.integers(0, 10_000), lengths=shapes)
+@settings(max_examples=25, deadline=None)
+def test_loss_and_gradient_equal_the_papers_formula(
+    name: str, data: st.DataObject, seed: int, lengths: list[list[int]]
+) -> None:
+    loss, rows = data.draw(options(name)), made_up_rows(seed, lengths)
+    found = outcome(loss, [rows], rows)
+    expected, terms = reference(loss, rows)
+    assert found.loss == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+    leaves = [leaf for row in rows for leaf in (row.log_probs, row.entropy)]
+    gradients = torch.autograd.grad(expected, leaves, materialize_grads=True) if expected.requires_grad else None
+    for mine, theirs in zip(found.gradients, gradients or map(torch.zeros_like, leaves)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    if not isinstance(loss.mean_over, float):
+        assert found.means.get("loss/policy", 0) == pytest.approx(terms["loss/policy"], rel=1e-9, abs=1e-12)
+        assert found.means.get("loss/kl", 0) == pytest.approx(terms["loss/kl"] if loss.kl_coef else 0)
+
+
+def test_no_reference_is_longer_than_20_lines() -> None:
+    assert all(len(inspect.getsource(each).splitlines()) <= 20 for each in POLICY.values())
+    assert {type(loss).__name__ for loss in DEFAULTS.values()} == set(POLICY)
+
+
+@pytest.mark.parametrize("name", ["gspo", "grpo"])
+def test_the_rows_of_a_rollout_weigh_as_one_row(name: str) -> None:
+    """A rollout cut in two rows has the loss of the one that is not cut."""
+    loss = configured(f"grpo.loss={name}", *(["grpo.loss.reduction=sequence"] if name == "grpo" else []))
+    whole = made_up_rows(3, [[9], [6]])
+    for row in whole:
+        row.mask[4] = False
+    first = whole[0]
+    parts = [
+        replace(
+            first, log_probs=first.log_probs[part], entropy=first.entropy[part], mask=first.mask[part],
+            fields={key: column[part] for key, column in first.fields.items()},
+        )
+        for part in (slice(0, 4), slice(4, 9))
+    ]  # fmt: skip
+    rows = [*parts, whole[1]]
+    value = loss(pack_rows(rows)).loss / loss.normalizer(totals_of(rows))
+    assert value.item() == pytest.approx(outcome(loss, [whole], whole).loss, rel=1e-12)
