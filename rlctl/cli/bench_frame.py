@@ -38,6 +38,8 @@ def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable
         results.chart().write(plot)
     for error in (errors := results.errors()):
         typer.echo(f"error: {error}", err=True)
+    if results.interrupted:
+        typer.echo("interrupted: this is what was finished", err=True)
     raise typer.Exit(INTERRUPTED if results.interrupted else FAILED if errors else OK)
 
 
