@@ -54,9 +54,9 @@ class GrpoBench(Bench):
         if self.trainers >= self.gpus > 1:
             what = f"{self.trainers} of {self.gpus} leave no device for engines"
             problems.append(Problem("--trainers", "", what))
-        if self.gpus == 1:
-            what = "1: asynchronous runs need a device for each side; at least 2, or 0 for CPU"
-            problems.append(Problem("--gpus", "", what))
+        if self.gpus == 1 and (apart := [mode for mode in self.modes if mode != "colocated"]):
+            what = f"{', '.join(apart)}: needs a device for each side, and a run has 1 (--gpus); allowed: colocated"
+            problems.append(Problem("--modes", "", what))
         return problems + model_problems(self.model)
 
     def measure(self, folder: Path, say: Say) -> "GrpoResults":

@@ -133,8 +133,8 @@ def grpo(
     problems: list[Problem] = []
     installed = count_gpus()
     gpus = installed if gpus is None else gpus
-    # With one device, or none, apart is colocated.
-    usual = ",".join(MODES) if gpus > 1 else "colocated,drained,in-flight"
+    # On a CPU apart is colocated: the cores are shared.
+    usual = "colocated,drained,in-flight" if gpus == 0 else "colocated" if gpus == 1 else ",".join(MODES)
     bench = GrpoBench(
         model=model or ("qwen3-1.7b" if gpus else "tiny"),
         installed=installed,

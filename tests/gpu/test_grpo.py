@@ -1,4 +1,4 @@
-"""GRPO for real on GPUs: a random Qwen3-0.6B in bfloat16, weights by shared memory and by NCCL."""
+"""GRPO for real on GPUs: a random Qwen3-0.6B in bfloat16, weights by CUDA IPC and by NCCL."""
 
 import json
 import subprocess
@@ -105,7 +105,8 @@ def test_two_trainer_ranks_and_two_engines_share_two_devices(model: Path, tmp_pa
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
 def test_weights_go_by_nccl_between_devices(model: Path, tmp_path: Path) -> None:
-    check(run("grpo-qwen3-0.6b-2gpu.yaml", tmp_path, model, "generation.enforce_eager=true"))
+    settings = ("generation.enforce_eager=true", "refit.transport=broadcast")
+    check(run("grpo-qwen3-0.6b-2gpu.yaml", tmp_path, model, *settings))
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")

@@ -67,3 +67,12 @@ def test_the_benches_that_make_data_take_the_shape_alone(tmp_path: Path, monkeyp
         assert shape["config.json"] == before["config.json"]
         assert b"mine" not in shape["tokenizer_config.json"]
     assert files(mine) == before
+
+
+def test_one_gpu_measures_the_colocated_run_alone() -> None:
+    def problems(modes: list[str]) -> list[str]:
+        return [str(each) for each in GrpoBench("tiny", 1, 1, 1, 2, 2, 2, 1, (32.0, 1.0, 192), modes, []).check()]
+
+    assert problems(["colocated"]) == []
+    what = "apart, in-flight: needs a device for each side, and a run has 1 (--gpus); allowed: colocated"
+    assert problems(["colocated", "apart", "in-flight"]) == [f"--modes: {what}"]
