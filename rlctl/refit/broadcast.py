@@ -179,7 +179,7 @@ class BroadcastReceiver(ReceiverTransport):
                     f"version {words[0]} of {known}"
                 )
 
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
         slot, owner = number % self._slots, self._owners[chunk.owner]
         if (number, slot) not in self._pieces:
             assert self._sink

@@ -142,7 +142,7 @@ class IpcReceiver(ReceiverTransport):
         for stream in self._streams.values():
             stream.follow()
 
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
         if chunk.owner not in self._owners:
             args = (self._spec, self._plan, chunk.owner, self._rank, self._device, self._deadline)
             self._owners[chunk.owner] = _Mapped(*args)
@@ -212,7 +212,7 @@ class _Mapped:
         return typed(self._rings[slot], self._offsets[number], self._plan.dtype(number), shape)
 
     def await_ready(
-        self, header: Header, message: Callable[[], str], deadline: Deadline, meanwhile: Callable[[], None]
+        self, header: Header, message: Callable[[], str], deadline: Deadline, meanwhile: Callable[[], object]
     ) -> None:
         """Wait until the owner's next part may be read; raise RefitError if it is of another version."""
         words = self.words.array

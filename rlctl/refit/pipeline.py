@@ -10,6 +10,7 @@ their own: the host queues work and does not wait, except where a transport says
 
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal, Protocol
@@ -96,7 +97,7 @@ class ReceiverTransport(ABC):
         """Wait until a version is announced. Raises RefitError if it is another version or plan than the header's."""
 
     @abstractmethod
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
         """Return the buffer in which chunk `number` arrives, and the stream on which it can be loaded once it is there.
 
         meanwhile: to be called while the host waits.
@@ -238,8 +239,8 @@ class ChunkReceiver:
         self._sums = StreamingChecksums(device)
         # By chunk and buffer.
         self._copies: dict[tuple[int, int], BatchedCopy] = {}
-        # Chunks that are being loaded.
-        self._loading: list[tuple[Chunk, Span]] = []
+        # Chunks that are being loaded, by owner.
+        self._loading: dict[int, deque[tuple[Chunk, Span]]] = {}
         # Seconds of loading by owner.
         self._seconds: dict[int, float] = {}
 
@@ -256,15 +257,14 @@ class ChunkReceiver:
         checked = self._plan.checked(header)
         # Before the header comes: from then on the wire waits for what is queued.
         self._sums.start(len(checked))
-        self._loading, self._seconds = [], dict.fromkeys(self._plan.owners, 0.0)
+        self._loading = {owner: deque() for owner in self._plan.owners}
+        self._seconds = dict.fromkeys(self._plan.owners, 0.0)
         try:
             transport.begin(header, sink, deadline)
             for number, chunk in transport.order:
                 self._load(number, chunk, checked, sink)
-            while self._loading:
-                self._give_back()
-                if self._loading:
-                    deadline.check(partial(late, self._plan, self._rank, self._loading[0][0]))
+            while left := self._give_back():
+                deadline.check(partial(late, self._plan, self._rank, left))
             received = self._sums.values()
             for owner in self._plan.owners:
                 for number, value in transport.sums(owner, header).items():
@@ -302,7 +302,7 @@ class ChunkReceiver:
             end = stream.mark()
         self._sums.beside(placed, end, slot)
         transport.loaded(chunk, end)
-        self._loading.append((chunk, (begin, end)))
+        self._loading[chunk.owner].append((chunk, (begin, end)))
 
     def _delivered(self, slot: int, number: int) -> Tensor:
         """Return item `number` where it becomes visible, in the dtype in which it is delivered."""
@@ -310,13 +310,21 @@ class ChunkReceiver:
         assert view is not None, "an item without a place passes through a buffer"
         return view.to(getattr(torch, self._plan.dtype(number)))
 
-    def _give_back(self) -> None:
-        """Let go of chunks that the device has loaded; those of one owner end in order, those of several need not."""
-        for part in [part for part in self._loading if part[1][1].reached()]:
-            self._loading.remove(part)
-            chunk, (begin, end) = part
-            self._transport.give_back(chunk)
-            self._seconds[chunk.owner] += end.seconds_since(begin)
+    def _give_back(self) -> Chunk | None:
+        """Let go of chunks that the device has loaded; return one that it still loads.
+
+        Chunks of one owner end in order, so only its first is asked for: the engine's thread, which samples meanwhile,
+        waits while this one asks.
+        """
+        left = None
+        for parts in self._loading.values():
+            while parts and parts[0][1][1].reached():
+                chunk, (begin, end) = parts.popleft()
+                self._transport.give_back(chunk)
+                self._seconds[chunk.owner] += end.seconds_since(begin)
+            if parts:
+                left = left or parts[0][0]
+        return left
 
 
 def late(plan: RefitPlan, rank: int, chunk: Chunk) -> str:

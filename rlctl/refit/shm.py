@@ -90,7 +90,7 @@ class ShmReceiver(ReceiverTransport):
         self._view, self._slot = self._slots.view, header.version % _SLOTS
         self._adopted = sink.adopt(self._slots.flats[self._slot])
 
-    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], None]) -> tuple[int, DeviceStream]:
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
         return self._slot, self._stream
 
     def view(self, number: int, slot: int) -> Tensor | None:

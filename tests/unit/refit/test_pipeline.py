@@ -1,0 +1,80 @@
+"""The receiving end of the chunk pipeline, over a transport without a wire."""
+
+from collections.abc import Callable
+from typing import Any
+
+from rlctl.refit.batched_copy import BatchedCopy
+from rlctl.refit.pipeline import ChunkReceiver, ReceiverTransport
+from rlctl.refit.plan import Chunk, RefitPlan
+from rlctl.refit.protocol import Header
+from rlctl.utils.device_stream import DeviceEvent, DeviceStream
+from tests.unit.refit.weights import CPU, plan_for, tensors
+
+
+class SlowEvent(DeviceEvent):
+    """Is reached when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.asked = 0
+
+    def reached(self) -> bool:
+        self.asked += 1
+        return self.asked >= 3
+
+
+class SlowStream(DeviceStream):
+    def mark(self) -> DeviceEvent:
+        return SlowEvent()
+
+
+class Wireless(ReceiverTransport):
+    """Chunks arrive at once; notes which end of loading had been asked for how often when a chunk was given back."""
+
+    def __init__(self, plan: RefitPlan) -> None:
+        self.order = list(enumerate(plan.chunks))
+        self.ends: dict[int, list[SlowEvent]] = {owner: [] for owner in plan.owners}
+        self.later: list[int] = []
+
+    def begin(self, *_: Any) -> None: ...
+
+    def arrive(self, number: int, chunk: Chunk, meanwhile: Callable[[], object]) -> tuple[int, DeviceStream]:
+        return 0, SlowStream(CPU)
+
+    def view(self, number: int, slot: int) -> None: ...
+
+    def loaded(self, chunk: Chunk, end: DeviceEvent) -> None:
+        assert isinstance(end, SlowEvent)
+        self.ends[chunk.owner].append(end)
+
+    def give_back(self, chunk: Chunk) -> None:
+        self.ends[chunk.owner].pop(0)
+        self.later += [end.asked for end in self.ends[chunk.owner]]
+
+    def sums(self, owner: int, header: Header) -> dict[int, int]:
+        return {}
+
+    def times(self, loading: dict[int, float]) -> tuple[float, float]:
+        return 0.0, sum(loading.values())
+
+    def close(self) -> None: ...
+
+
+class NoSink:
+    def target(self, number: int) -> None: ...
+
+    def copies(self, arrived: Any) -> BatchedCopy:
+        return BatchedCopy([])
+
+    def adopt(self, flat: Any) -> bool:
+        return False
+
+
+def test_a_device_is_asked_only_for_the_next_chunk_of_each_owner() -> None:
+    plan = plan_for(tensors(), world=2, buffer_bytes=1 << 18)
+    transport = Wireless(plan)
+    assert all(len(list(plan.of(owner))) > 2 for owner in plan.owners)
+    report = ChunkReceiver(transport, plan, 1, CPU, 10).receive(Header(0, plan.digest, "off"), NoSink())
+    assert report.bytes == plan.payload
+    assert set(transport.later) == {0}
+    assert not any(transport.ends.values())
