@@ -27,6 +27,33 @@ class RewardSection:
 
 
 @dataclass
+class DynamicSamplingSection:
+    filter: Literal["rewards", "accuracy"] | None = spec(
+        "Groups that are not trained, since they teach nothing: those whose rewards are all equal (rewards), or whose "
+        "answers are all right or all wrong (accuracy, which a length penalty does not blur). null leaves out none."
+    )
+    max_extra: float = spec(
+        "Other groups are sampled in place of those that the filter leaves out: for a step, at most this many times "
+        "num_prompts_per_step. Further ones keep their place, and the step trains on fewer groups. 0 replaces none.",
+        ge=0,
+    )
+
+
+@dataclass
+class OverlongSection:
+    penalty_tokens: int | None = spec(
+        "Each of the last tokens before generation.max_new_tokens, so many, takes an equal part of the penalty from "
+        "an answer's reward. null takes nothing.",
+        ge=1,
+    )
+    penalty: float = spec("Only with penalty_tokens: what an answer of generation.max_new_tokens tokens loses.", ge=0)
+    mask: bool = spec(
+        "Answers that were cut at generation.max_new_tokens are not trained. Their rewards still count in the baseline "
+        "of their group."
+    )
+
+
+@dataclass
 class GrpoSection:
     num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
     num_prompts_per_step: int = spec("The prompts of a step.", ge=1, most=MOST_SEQUENCES)
@@ -34,7 +61,8 @@ class GrpoSection:
         "The rollouts of each prompt, which are its group.", ge=2, most=MOST_SEQUENCES
     )
     updates_per_step: int = spec("The optimizer updates of a step, each on an equal share of its groups.", ge=1)
-    skip_uniform_groups: bool = spec("Leave out groups whose rewards are all equal, since their advantages are 0.")
+    dynamic_sampling: DynamicSamplingSection = spec("Groups that teach nothing, and others in their place.")
+    overlong: OverlongSection = spec("Answers that reach generation.max_new_tokens, or come near it.")
     advantage: AnyAdvantageSection = spec("The advantage of each rollout, by its `name`.")
     loss: AnyLossSection = spec("The policy loss, by its `name`.")
 

@@ -23,6 +23,7 @@ _EPOCHS = "epochs; count steps: a step draws grpo.num_prompts_per_step prompts, 
 _STEPS = "grpo.num_steps or sft.num_steps"
 _SIZE = "grpo.num_prompts_per_step or sft.batch_size"
 _MICRO = "trainer.micro_batch_tokens"
+_FILTER, _EXTRA = "grpo.dynamic_sampling.filter", "grpo.dynamic_sampling.max_extra"
 _CRITIC = "critic: baselines are of the group"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -50,7 +51,7 @@ _TRL = (
     ("reward_funcs", "rewards", "a list of {name: file.py:function}"),
     ("loss_type", "grpo.loss.reduction", "its dapo is token, its grpo is sequence; rlctl has no others"),
     ("importance_sampling_level", "", "ratio of whole sequences (GSPO): ratios are of tokens"),
-    ("mask_truncated_completions", "", "way to leave out answers that were cut at generation.max_new_tokens"),
+    ("mask_truncated_completions", "grpo.overlong.mask"),
     ("vllm_importance_sampling_correction", "grpo.loss.importance_cap", "null is off"),
     ("vllm_importance_sampling_clip_max", "grpo.loss.importance_cap", "truncates; grpo.loss.importance_mask masks"),
     ("vllm_gpu_memory_utilization", "generation.gpu_memory_utilization"),
@@ -117,9 +118,19 @@ _VERL = (
     ("algorithm.norm_adv_by_std_in_grpo", "grpo.advantage.normalize_std"),
     ("algorithm.use_kl_in_reward", "", "KL in the reward: grpo.loss.kl_coef puts it into the loss"),
     ("algorithm.gamma", "", "discount: every token of a rollout has its advantage"),
+    (
+        "algorithm.filter_groups.metric",
+        _FILTER,
+        "its acc is accuracy, its score and seq_reward are rewards; null is off",
+    ),
+    ("algorithm.filter_groups.max_num_gen_batches", _EXTRA, "of further batches: its number less 1"),
     ("custom_reward_function.path", "rewards", "a list of {name: file.py:function}"),
     ("critic", "", _CRITIC),
-    ("reward_model", "", "reward model of its own; a reward is a function, which may call one"),
+    (
+        "reward_model",
+        "",
+        "reward model: a reward is a function, which may call one; its overlong_buffer is grpo.overlong",
+    ),
     ("trainer.total_epochs", "", _EPOCHS),
     ("trainer.total_training_steps", _STEPS),
     ("trainer.n_gpus_per_node", "trainer.num_ranks", "one rank a device, over all nodes"),
@@ -139,7 +150,13 @@ _NEMO = (
     ("grpo.max_num_epochs", "", _EPOCHS),
     ("grpo.normalize_rewards", "grpo.advantage.normalize_std"),
     ("grpo.use_leave_one_out_baseline", "grpo.advantage.name", "leave_one_out or group_mean"),
-    ("grpo.overlong_filtering", "", "way to leave out answers that were cut at generation.max_new_tokens"),
+    ("grpo.overlong_filtering", "grpo.overlong.mask"),
+    ("grpo.use_dynamic_sampling", _FILTER, "rewards is its true"),
+    ("grpo.dynamic_sampling_max_gen_batches", _EXTRA, "of further batches: its number less 1"),
+    ("grpo.batch_multiplier", _EXTRA, "rlctl begins as many groups ahead of need as the last steps filtered"),
+    ("grpo.reward_shaping.overlong_buffer_length", "grpo.overlong.penalty_tokens", "null is off"),
+    ("grpo.reward_shaping.overlong_buffer_penalty", "grpo.overlong.penalty"),
+    ("grpo.reward_shaping.max_response_length", "generation.max_new_tokens"),
     ("grpo.max_rollout_turns", "", "rollouts of several turns"),
     ("grpo.val_period", "validation.every"),
     ("grpo.val_at_start", "validation.at_start"),
@@ -185,6 +202,7 @@ _FORMER = (
     ("telemetry.tensorboard", "telemetry.trackers", "[{name: tensorboard}]"),
     ("telemetry.rollouts_per_step", "telemetry.groups_per_step", "whole groups, not the first rollout of each"),
     ("async.lookahead", "async.prefetch"),
+    ("grpo.skip_uniform_groups", _FILTER, f"rewards, with {_EXTRA} at 0"),
     ("grpo.advantage.baseline", "grpo.advantage.name"),
 )
 _FORMER_VALUES = {("grpo.loss.proximal", "behaviour"): "rollout"}

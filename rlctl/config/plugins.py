@@ -1,4 +1,4 @@
-"""Rewards, trackers, losses and advantages by name: what a config says of them, without importing them."""
+"""Rewards, environments, trackers, losses, advantages by name: what a config says of them, without importing them."""
 
 from rlctl.config.grpo_schema import RewardSection
 
@@ -17,6 +17,13 @@ ADVANTAGES = {
     "group_mean": "rlctl.grpo.advantages.group_mean:GroupMean",
     "leave_one_out": "rlctl.grpo.advantages.leave_one_out:LeaveOneOut",
 }
+# Name in the config -> class of the environment; each file is written by the contract in rlctl/environments/README.md.
+ENVIRONMENTS = {
+    "calculator": "rlctl.environments.calculator:Calculator",
+    "guess": "rlctl.environments.guess:Guess",
+    "maze": "rlctl.environments.maze:Maze",
+    "sqlite": "rlctl.environments.sqlite:Sqlite",
+}
 # What a class of the user's own inherits from.
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
@@ -24,6 +31,9 @@ TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",
     "wandb": "rlctl.telemetry.trackers.wandb:WandB",
 }
+
+# Name of the penalty of grpo.overlong among the rewards, in metrics and rollouts.
+OVERLONG = "overlong"
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:

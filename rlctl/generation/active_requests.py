@@ -144,10 +144,11 @@ class ActiveRequests:
             turn.state, turn.output = TurnState.DONE, output
             self._changed.notify_all()
 
-    def abort(self, ids: Iterable[RequestId]) -> list[str]:
-        """Forget requests, finished or not; return the names of those that there were."""
+    def abort(self, ids: Iterable[RequestId]) -> dict[str, ActiveTurn]:
+        """Forget requests, finished or not; return those that there were, by name."""
         with self._changed:
-            return [name for name in map(str, ids) if self._turns.pop(name, None)]
+            found = {name: self._turns.pop(name, None) for name in map(str, ids)}
+            return {name: turn for name, turn in found.items() if turn}
 
     def fail(self, error: Exception) -> None:
         """End what runs with an error, which the next `collect` raises."""

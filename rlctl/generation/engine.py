@@ -76,9 +76,19 @@ class Engine(ReceivesWeights):
         columns = PackedCompletions.pack([turn.completion() for turn in turns])
         return FinishedTurns([turn.request.id for turn in turns], columns, replace(self._stats, at=time.monotonic()))
 
-    def abort(self, ids: list[RequestId]) -> None:
-        """Stop sampling these requests; none of them is handed out afterwards."""
-        self._on_thread(lambda: self._llm.abort_request(self._requests.abort(ids)))
+    def abort(self, ids: list[RequestId]) -> int:
+        """Stop sampling these requests; none of them is handed out afterwards. Returns how many tokens they had."""
+
+        def stop() -> int:
+            sampled = {name: request.num_output_tokens for request, name in self._scheduled()}
+            turns = self._requests.abort(ids)
+            self._llm.abort_request(list(turns))
+            return sum(
+                len(turn.output.token_ids) if turn.output else sampled.get(name, 0) for name, turn in turns.items()
+            )
+
+        tokens: int = self._on_thread(stop)
+        return tokens
 
     def refit_open(
         self, spec: TransportSpec, plan: RefitPlan, first_rank: int, mode: Mode, in_flight: bool
@@ -248,9 +258,7 @@ class Engine(ReceivesWeights):
         A token that the device still works on counts: the weights of before began it. Where keys and values are
         recomputed it is thrown away. A request that has not begun enters again, for its salt is of before.
         """
-        requests = self._scheduler.requests
-        states = [(requests.get(name), state) for name, state in self._llm.output_processor.request_states.items()]
-        found = [(request, state.external_req_id) for request, state in states if request is not None]
+        found = self._scheduled()
         fresh = [name for request, name in found if not begun(request)]
         if self._spec.recompute_kv_cache:
             self._llm.reset_prefix_cache(reset_running_requests=True)
@@ -264,6 +272,12 @@ class Engine(ReceivesWeights):
             for request, name in found
             if begun(request)
         ]
+
+    def _scheduled(self) -> list[tuple[Any, str]]:
+        """Return the requests of vLLM's scheduler with the names that they were added by."""
+        requests = self._scheduler.requests
+        states = [(requests.get(name), state) for name, state in self._llm.output_processor.request_states.items()]
+        return [(request, state.external_req_id) for request, state in states if request is not None]
 
     def _let_steps_pass(self, end: float) -> None:
         """The gap that a change of weights makes ends with the step after it."""

@@ -3,7 +3,7 @@
 Contract 2: every prompt drawn is trained, filtered (with the reason) or dropped (with the reason). Pure.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from rlctl.config.grpo_schema import GrpoSection
 from rlctl.grpo.advantages import advantages
+from rlctl.grpo.group_filter import is_cut, why_left_out, why_nothing
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.training.micro_batching import TrainingSample
 
 NOT_FINITE = "log-probs that are not finite"
-UNIFORM = "all rewards equal"
 Source = Literal["generator", "trainer", "reference"]
 
 
@@ -58,11 +58,22 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
+class MaskedRollout:
+    """A rollout that was cut and reaches no update (`grpo.overlong.mask`). It counts in its group's baseline."""
+
+    # Index of its group.
+    owner: int
+    reward: float
+    right: bool
+
+
+@dataclass(frozen=True)
 class TrainingBatch:
     """Sequences to train on, the group each belongs to (index into `groups`), and what became of the prompts.
 
     places: of each sequence, the prompt's id and the rollout's index in its group. left_out: rollouts that are not
-    among the sequences, see `LeftOut`. rewards: float64, of each sequence's rollout.
+    among the sequences, see `LeftOut`. rewards: float64, of each sequence's rollout; right: bool, whether it is right.
+    masked: rollouts that are not among the sequences, but count in baselines.
     """
 
     sequences: list[TrainingSample]
@@ -71,6 +82,8 @@ class TrainingBatch:
     places: list[tuple[str, int]]
     left_out: list[LeftOut]
     rewards: NDArray[np.float64]
+    right: NDArray[np.bool_]
+    masked: list[MaskedRollout]
 
     @classmethod
     def joined(cls, parts: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
@@ -84,7 +97,11 @@ class TrainingBatch:
         places = [place for part in parts for place in part.places]
         left_out = [each for part in parts for each in part.left_out]
         rewards = np.concatenate([part.rewards for part in parts])
-        return cls(sequences, owners, outcomes, places, left_out, rewards)
+        right = np.concatenate([part.right for part in parts])
+        masked = [
+            replace(each, owner=each.owner + int(start)) for part, start in zip(parts, starts) for each in part.masked
+        ]
+        return cls(sequences, owners, outcomes, places, left_out, rewards, right, masked)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
         """Return one field of every sequence."""
@@ -101,7 +118,8 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
     """Return the samples of groups, and the outcome of each task.
 
     Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline. A group
-    left with none is dropped, a uniform one may be filtered.
+    left with none is dropped, one that teaches nothing may be filtered. Rollouts that were cut may be masked: they
+    reach no update, but count in baselines.
 
     version: of the weights that are trained; then sequences tell how many steps old each token is.
     """
@@ -112,21 +130,49 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
         left_out += bad.values()
         scored = _scored(group, bad)
         if not scored:
-            reason = NOT_FINITE if bad else "no rollout could be scored"
-            outcomes.dropped.setdefault(reason, []).append(group.task.id)
+            why = NOT_FINITE if bad else "no rollout could be scored"
+            outcomes.dropped.setdefault(why, []).append(group.task.id)
             continue
-        if config.skip_uniform_groups and len({value for _, value in scored}) == 1:
-            outcomes.filtered.setdefault(UNIFORM, []).append(group.task.id)
+        if reason := why_left_out(scored, config):
+            outcomes.filtered.setdefault(reason, []).append(group.task.id)
             continue
         outcomes.trained.append(group.task.id)
         rewards += [value for _, value in scored]
         owners += [index] * len(scored)
         rollouts += [rollout for rollout, _ in scored]
     owner_array, reward_array = np.array(owners, np.int64), np.array(rewards, np.float64)
+    right_array = np.array([rollout.score is not None and rollout.score.right for rollout in rollouts], np.bool_)
     worth = advantages(reward_array, owner_array, config.advantage)
     samples = [training_sample(rollout, float(value), version) for rollout, value in zip(rollouts, worth)]
     places = [(rollout.id.task, rollout.id.index) for rollout in rollouts]
-    return TrainingBatch(samples, owner_array, outcomes, places, left_out, reward_array)
+    batch = TrainingBatch(samples, owner_array, outcomes, places, left_out, reward_array, right_array, [])
+    return _masked(batch, np.array([config.overlong.mask and is_cut(rollout) for rollout in rollouts], np.bool_))
+
+
+def _masked(batch: TrainingBatch, cut: NDArray[np.bool_]) -> TrainingBatch:
+    """Return the batch without the sequences that were cut, whose rewards it keeps. cut: of each sequence."""
+    rows = np.flatnonzero(~cut)
+    return replace(
+        batch,
+        sequences=[batch.sequences[row] for row in rows],
+        owners=batch.owners[rows],
+        places=[batch.places[row] for row in rows],
+        rewards=batch.rewards[rows],
+        right=batch.right[rows],
+        masked=[
+            MaskedRollout(int(batch.owners[row]), float(batch.rewards[row]), bool(batch.right[row]))
+            for row in np.flatnonzero(cut)
+        ],
+    )
+
+
+def why_it_teaches_nothing(config: GrpoSection, group: RolloutGroup) -> str | None:
+    """Return the reason for which another group is to be sampled in place of this one; None to keep it.
+
+    A group without a rollout that was scored is kept: it is dropped, and counted among the failures.
+    """
+    scored = _scored(group, _not_finite(group))
+    return why_left_out(scored, config) if scored and config.dynamic_sampling.filter else None
 
 
 def is_uniform(group: RolloutGroup) -> bool:
@@ -183,27 +229,40 @@ def add_log_probs(
 
 def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
     """Return the batch of these rows, with the advantages and outcomes that `make_batch` gives groups of them alone."""
-    values, owners = batch.rewards[kept], batch.owners[kept]
-    uniform = [each for each in np.unique(owners) if config.skip_uniform_groups and not np.ptp(values[owners == each])]
-    equal = np.isin(owners, uniform)
-    filtered = {batch.places[row][0] for row in kept[equal]}
-    rows, values, owners = kept[~equal], values[~equal], owners[~equal]
+    # Masked rollouts follow the sequences: they count in the baselines.
+    values = np.append(batch.rewards[kept], [each.reward for each in batch.masked])
+    right = np.append(batch.right[kept], np.array([each.right for each in batch.masked], np.bool_))
+    owners = np.append(batch.owners[kept], np.array([each.owner for each in batch.masked], np.int64))
+    reasons = {
+        int(each): reason
+        for each in np.unique(batch.owners[kept])
+        if (
+            reason := why_nothing(
+                list(values[owners == each]), list(right[owners == each]), config.dynamic_sampling.filter
+            )
+        )
+    }
+    filtered = {batch.places[row][0]: reasons[owner] for row in kept if (owner := int(batch.owners[row])) in reasons}
+    worth = advantages(values, owners, config.advantage)
+    rows = [(row, value) for row, value in zip(kept, worth) if int(batch.owners[row]) not in reasons]
     sequences = [
         replace(one, fields={**one.fields, "advantage": np.where(one.mask, value, np.float32(0))})
-        for one, value in zip((batch.sequences[row] for row in rows), advantages(values, owners, config.advantage))
+        for one, value in ((batch.sequences[row], value) for row, value in rows)
     ]
-    places = [batch.places[row] for row in rows]
+    left = np.array([row for row, _ in rows], np.int64)
+    places = [batch.places[row] for row in left]
     outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
-    return TrainingBatch(sequences, owners, outcomes, places, batch.left_out, values)
+    taken = (batch.owners[left], outcomes, places, batch.left_out, batch.rewards[left], batch.right[left])
+    return TrainingBatch(sequences, *taken, batch.masked)
 
 
-def _without(outcomes: TaskOutcomes, left: set[str], filtered: set[str]) -> TaskOutcomes:
-    """Return the outcomes where trained prompts that are not `left` are filtered or dropped."""
+def _without(outcomes: TaskOutcomes, left: set[str], filtered: Mapping[str, str]) -> TaskOutcomes:
+    """Return the outcomes where trained prompts that are not `left` are filtered or dropped. filtered: id -> reason."""
     now = TaskOutcomes([name for name in outcomes.trained if name in left])
     now.add(TaskOutcomes(filtered=outcomes.filtered, dropped=outcomes.dropped))
     for name in outcomes.trained:
         if name in filtered:
-            now.filtered.setdefault(UNIFORM, []).append(name)
+            now.filtered.setdefault(filtered[name], []).append(name)
         elif name not in left:
             now.dropped.setdefault(NOT_FINITE, []).append(name)
     return now

@@ -6,15 +6,17 @@ between two steps: validation, checkpoints, health.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.batch import TrainingBatch, add_log_probs
+from rlctl.grpo.batch import TrainingBatch, add_log_probs, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.losses.base import make_loss
 from rlctl.grpo.metrics import validation_metrics
+from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.preflight.resolved import Resolved
@@ -39,8 +41,16 @@ class GrpoLoop(Loop):
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
         # log-prob pass, and advantages of a group's scope.
         self._streams = Resolved(config).streams_training and not self._needs_log_probs
+        self._warned_of_budget = False
         self._drains = config.async_.enabled and not config.async_.in_flight_weight_updates
-        self._buffer = RolloutBuffer(config, parts.source, parts.dispatcher, parts.score, parts.recorder.events.emit)
+        self._buffer = RolloutBuffer(
+            config,
+            parts.source,
+            parts.dispatcher,
+            training_score(config, parts.score),
+            parts.recorder.events.emit,
+            teaches_nothing=partial(why_it_teaches_nothing, config.grpo),
+        )
 
     def step(self) -> None:
         parts, version = self._parts, self.done
@@ -64,8 +74,21 @@ class GrpoLoop(Loop):
         self._check_parity(step)
         step.measured |= self._skipped_updates(self.done, step.skipped_updates)
         step.record(self._buffer, refit)
+        self._say_not_replaced(step)
         if step.left_out:
             self._details["non_finite"] = f"first {step.left_out[0]}"
+
+    def _say_not_replaced(self, step: GrpoStep) -> None:
+        """Warn of the run's first step that has fewer groups to train on than it should, its budget being used up."""
+        rules, size = self._config.grpo.dynamic_sampling, self._config.grpo.num_prompts_per_step
+        if rules.filter and rules.max_extra and step.not_replaced and not self._warned_of_budget:
+            self._warned_of_budget = True
+            what = (
+                f"step {self.done}: {step.not_replaced} of {size} groups teach nothing and are not replaced, for "
+                f"grpo.dynamic_sampling.max_extra={rules.max_extra:g} is used up; raise it, or choose prompts of "
+                "another difficulty; further steps are counted only (groups/missing)"
+            )
+            self._parts.recorder.events.emit("warning", what=what)
 
     def _updates(self, step: GrpoStep) -> Iterator[Iterable[list[TrainingSample]]]:
         """Yield each update of the step, as the parts it consists of."""
@@ -144,8 +167,7 @@ class GrpoLoop(Loop):
             self._buffer.load(checkpoint.state["groups"], checkpoint.path, checkpoint.step)
 
     def save(self) -> None:
-        state, write = self._buffer.snapshot()
-        self.save_with({"groups": state}, write)
+        self.save_with(*self._buffer.snapshot())
 
     def close(self) -> None:
         self._buffer.close()

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rlctl.config.grpo_schema import GrpoSection
 from rlctl.generation.active_requests import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.types import RolloutGroup
+from rlctl.rollout.types import RolloutGroup, Waste
 from rlctl.telemetry import throughput
 
 GENERATOR_PHASES = ("generation", "refit")
@@ -32,6 +33,34 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
         "tokens/prompt": float(sum(len(rollout.tokens) for rollout in rollouts) - lengths.sum()),
         "tokens/generated": float(lengths.sum()),
         "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
+    }
+
+
+def sampling_metrics(
+    ended: Rows[RolloutGroup], batch: TrainingBatch, waste: Waste, config: GrpoSection
+) -> dict[str, float]:
+    """Return what dynamic sampling filtered, replaced and wasted, and how many rollouts were masked; empty while both
+    are off.
+
+    ended: the groups of the step and those that were replaced.
+    """
+    metrics = {"rollouts/masked": float(len(batch.masked))} if config.overlong.mask else {}
+    if config.dynamic_sampling.filter is None:
+        return metrics
+    kept = {name for names in batch.outcomes.filtered.values() for name in names}
+    kept |= {group.task.id for group, _ in waste.filtered}
+    filtered = sum(one.num_sampled for group in ended if group.task.id in kept for one in group.rollouts)
+    generated = sum(one.num_sampled for group in ended for one in group.rollouts) + waste.surplus_tokens
+    trained = len(batch.outcomes.trained)
+    return metrics | {
+        "groups/trained": float(trained),
+        "groups/missing": float(config.num_prompts_per_step - trained),
+        "groups/filtered": float(len(kept)),
+        "groups/replaced": float(len(waste.filtered)),
+        "groups/surplus": float(waste.surplus),
+        "tokens/filtered": float(filtered),
+        "tokens/surplus": float(waste.surplus_tokens),
+        "tokens/wasted": (filtered + waste.surplus_tokens) / max(1, generated),
     }
 
 
@@ -78,9 +107,9 @@ def speed_metrics(
     tokens: Mapping[str, float], times: Mapping[str, float], trainers: int, devices: int
 ) -> dict[str, float]:
     """Return the throughput end to end and of training, tokens/s/device, and the trainer's idle share of the step."""
-    prompt, generated, trained = (int(tokens[f"tokens/{name}"]) for name in ("prompt", "generated", "trained"))
+    trained = int(tokens["tokens/trained"])
     return {
-        "throughput/effective": throughput.effective(prompt, generated, times, devices),
+        "throughput/effective": throughput.effective(trained, times, devices),
         "throughput/training": throughput.training_only(trained, times, trainers),
         "idle/trainer": throughput.idle_share(times, TRAINER_PHASES),
     }
@@ -88,8 +117,9 @@ def speed_metrics(
 
 def turn_metrics(tokens: Mapping[str, float], times: Mapping[str, float], generators: int) -> dict[str, float]:
     """Return the throughput of generation, tokens/s/device, and its idle share, where it takes turns with training."""
+    generated = int(tokens["tokens/generated"] + tokens.get("tokens/surplus", 0.0))
     return {
-        "throughput/generation": throughput.generation_only(int(tokens["tokens/generated"]), times, generators),
+        "throughput/generation": throughput.generation_only(generated, times, generators),
         "idle/generator": throughput.idle_share(times, GENERATOR_PHASES),
     }
 

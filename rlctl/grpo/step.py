@@ -5,7 +5,7 @@ from dataclasses import asdict
 from functools import partial
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.batch import LeftOut, TrainingBatch, make_batch
+from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import step_records
 from rlctl.grpo.metrics import (
@@ -15,6 +15,7 @@ from rlctl.grpo.metrics import (
     length_metrics,
     refit_metrics,
     rollout_metrics,
+    sampling_metrics,
     speed_metrics,
     turn_metrics,
     update_metrics,
@@ -77,6 +78,11 @@ class GrpoStep:
         return [each for batch in self._batches for each in batch.left_out]
 
     @property
+    def not_replaced(self) -> int:
+        """Number of groups that teach nothing and kept their place in the step."""
+        return sum(len(ids) for batch in self._batches for ids in batch.outcomes.filtered.values())
+
+    @property
     def skipped_updates(self) -> int:
         """Number of updates without a token to train on, for which no optimizer step was made."""
         return sum(not update.metrics for update in self.updates) if self.updates else 1
@@ -86,8 +92,10 @@ class GrpoStep:
         parts, number = self._parts, self.version + 1
         groups = [group for part in self._groups for group in part]
         batch = TrainingBatch.joined(self._batches, list(map(len, self._groups)))
-        updates = [update.metrics for update in self.updates]
-        metrics = rollout_metrics(groups, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
+        waste, updates = buffer.waste(), [update.metrics for update in self.updates]
+        ended = groups + [group for group, _ in waste.filtered]
+        metrics = rollout_metrics(ended, batch) | update_metrics(updates) | self.measured | refit_metrics(refit)
+        metrics |= sampling_metrics(ended, batch, waste, self._config.grpo)
         # Taken in any case: they would pile up.
         lengths = buffer.sampled_lengths()
         if self._async:
@@ -96,8 +104,10 @@ class GrpoStep:
         if Resolved(self._config).streams_training:
             metrics["train/parts"] = float(max(update.parts for update in self.updates))
         left_out = {"left_out": [asdict(each) for each in batch.left_out]} if batch.left_out else {}
+        for group, reason in waste.filtered:
+            batch.outcomes.add(TaskOutcomes(filtered={reason: [group.task.id]}))
         parts.recorder.outcomes(number, asdict(batch.outcomes) | left_out)
-        parts.recorder.groups(number, "train", lambda count: step_records(groups[:count], batch, parts.decode))
+        parts.recorder.groups(number, "train", lambda count: step_records(ended[:count], batch, parts.decode))
         monitor, times = parts.monitor.read(), self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
         parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})

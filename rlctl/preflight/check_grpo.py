@@ -19,7 +19,7 @@ from rlctl.config.algorithm_schema import (
 )
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.plugin_options import load_plugin, plugin_options
-from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, LOSS_BASE, LOSSES
+from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, LOSS_BASE, LOSSES, OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
@@ -79,6 +79,19 @@ def check_sampling(config: GrpoConfig) -> Violations:
             yield Violation("generation.top_p", why.format("1"), (_PROXIMAL,))
         if config.generation.top_k > 0:
             yield Violation("generation.top_k", why.format("0"), (_PROXIMAL,))
+
+
+def check_overlong(config: GrpoConfig) -> Violations:
+    """Find penalties that leave no answer without one, or that a reward has the name of."""
+    tokens, longest = config.grpo.overlong.penalty_tokens, config.generation.max_new_tokens
+    if tokens is None:
+        return
+    if tokens >= longest:
+        what = f"must be below generation.max_new_tokens={longest}, not {tokens}: every answer would lose reward"
+        yield Violation("grpo.overlong.penalty_tokens", what, ("generation.max_new_tokens",))
+    if OVERLONG in (names := reward_names(config.rewards)):
+        what = f"{OVERLONG} is the name of the penalty of grpo.overlong.penalty_tokens in metrics; rename the function"
+        yield Violation(f"rewards.{names.index(OVERLONG)}.name", what, ("grpo.overlong.penalty_tokens",))
 
 
 def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:

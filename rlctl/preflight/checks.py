@@ -17,6 +17,7 @@ from rlctl.preflight.check_grpo import (
     check_async,
     check_corrections,
     check_engines,
+    check_overlong,
     check_rewards,
     check_sampling,
 )
@@ -56,6 +57,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
             check_rewards(config),
             check_algorithm(config, away),
             check_sampling(config),
+            check_overlong(config),
             check_engines(config, sizes),
         ]
         checks += [check_async(config), check_corrections(config)]

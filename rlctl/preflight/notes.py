@@ -6,7 +6,7 @@ A checkpoint is ranked by metrics of its own weights alone, in its step's record
 import re
 
 from rlctl.config.errors import did_you_mean
-from rlctl.config.plugins import reward_names
+from rlctl.config.plugins import OVERLONG, reward_names
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.preflight.backend import backend_of
@@ -38,6 +38,7 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
 def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
     """Return key -> the reason why it has no effect, if it has none."""
     loss, schedule, updates = config.grpo.loss, config.trainer.optimizer.schedule, config.grpo.updates_per_step
+    sampling, overlong = config.grpo.dynamic_sampling, config.grpo.overlong
     rollout = Resolved(config).proximal == "rollout" and "grpo.loss.proximal is rollout"
     whole: str | None = None
     if config.async_.streamed_training and not Resolved(config).streams_training:
@@ -51,6 +52,8 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
         **dict.fromkeys(("grpo.loss.kl_estimator", "grpo.loss.kl_max"), loss.kl_coef == 0 and "grpo.loss.kl_coef is 0"),
         "grpo.loss.force_on_policy_ratio": rollout,
         "grpo.loss.importance_cap": rollout,
+        "grpo.dynamic_sampling.max_extra": sampling.filter is None and "grpo.dynamic_sampling.filter is null",
+        "grpo.overlong.penalty": overlong.penalty_tokens is None and "grpo.overlong.penalty_tokens is null",
         "async.streamed_training": whole,
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
@@ -97,7 +100,8 @@ def _metrics(config: RunConfig) -> list[str]:
     if isinstance(config, GrpoConfig):
         held_out = ["accuracy", "reward", "failed_rewards", "length", "prompts"]
         held_out += ["pass_at_k"] * (config.validation.num_generations > 1)
-        own = [f"reward/{name}/{what}" for name in reward_names(config.rewards) for what in ("mean", "failed")]
+        rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
+        own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
     else:
         held_out, own = ["loss", "prompts"], []
     patterns = ("_K", "/NAME/mean", "/NAME/failed")

@@ -2,7 +2,8 @@
 
 `GroupTable` has the states of all groups, under this module's one lock; `StalenessRule` decides who trains when. With
 `max_trajectory_age_steps` 0 this is the synchronous loop. A group's seeds are a function of its number, so that a
-resume samples the same. Contract 8: a wait that lasts says who waits for whom.
+resume samples the same. Where a group teaches nothing, `RefillRule` says how many others are sampled in its place.
+Contract 8: a wait that lasts says who waits for whom.
 """
 
 import threading
@@ -20,15 +21,21 @@ from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience
 from rlctl.rollout.prefetch import AdaptivePrefetch
+from rlctl.rollout.refill import RefillRule
 from rlctl.rollout.staleness import StalenessRule
-from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
+from rlctl.rollout.types import Rollout, RolloutGroup, Sampling, Waste
 
 Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
+# The reason for which a scored group teaches nothing and is replaced; None if it is kept.
+WhyNothing = Callable[[RolloutGroup], str | None]
 
 
 class RolloutBuffer:
-    """The groups of a run. Methods are called from the loop's thread; sampling and scoring go on meanwhile."""
+    """The groups of a run. Methods are called from the loop's thread; sampling and scoring go on meanwhile.
+
+    teaches_nothing: pure; called for every group that is scored.
+    """
 
     def __init__(
         self,
@@ -38,12 +45,16 @@ class RolloutBuffer:
         score: ScoreGroups,
         emit: Emit,
         clock: Clock | None = None,
+        teaches_nothing: WhyNothing = lambda group: None,
     ) -> None:
         self._config, self._source, self._dispatcher = config, source, dispatcher
         self._score, self._emit, self._clock = score, emit, clock or Clock()
+        self._teaches_nothing = teaches_nothing
         size, asynchronous = config.grpo.num_prompts_per_step, config.async_
         rule = StalenessRule(size, Resolved(config).max_age, asynchronous.policy, asynchronous.window_fraction)
-        self._groups = GroupTable(rule)
+        sampling = config.grpo.dynamic_sampling
+        self._refill = RefillRule(size, sampling.max_extra if sampling.filter else 0.0)
+        self._groups = GroupTable(rule, self._refill.budget)
         shape = (config.grpo.num_generations_per_prompt, config.generation.max_new_tokens)
         self._sampling = Sampling("train", config.run.seed, size, *shape, config.generation.temperature)
         self._prefetch = AdaptivePrefetch(size, rule.capacity, adaptive=asynchronous.prefetch == "auto")
@@ -51,30 +62,33 @@ class RolloutBuffer:
         self._version = 0
         # Tokens of every rollout of the groups that were sampled since `sampled_lengths` was last called.
         self._lengths: list[int] = []
+        self._waste = Waste()
         # Seconds that the step under way waited, and when it began.
         self._waited, self._step_began = 0.0, self._clock.now()
         self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
+        # Held from the choice of groups to begin until they are submitted, which must not happen under `_changed`.
+        self._admitting = threading.RLock()
         self._clock.spawn("scoring", self._score_sampled)
 
     def admit(self, version: int) -> None:
         """Begin as many groups as there is room for, but no more than the run still trains; the engines serve
         `version`."""
-        self._version, self._step_began = version, self._clock.now()
-        config = self._config.grpo
         with self._changed:
-            left = (config.num_steps - version) * config.num_prompts_per_step - self._groups.active
-            count = max(0, min(self._prefetch.target - self._groups.active, self._groups.room, left))
-            tasks = {group.number: group.task for group in self._groups.in_state(GroupState.DEFERRED)[:count]}
-            first = self._source.cursor.position
-            tasks |= dict(enumerate(self._source.draw(count - len(tasks)), first))
-            groups = self._groups.admit(tasks, version)
-        self._submit(groups)
+            self._version, self._step_began = version, self._clock.now()
+        self._admit()
 
     def take(self, version: int, span: Span) -> list[RolloutGroup]:
-        """Wait for the groups of the step at `version` that were not taken yet to be scored, and take them."""
-        return self._take(self._wait(version, lambda: self._groups.select(version), span), version)
+        """Wait for the groups of the step at `version` that were not taken yet to be scored, and take them.
+
+        What a synchronous step does not need is put off, and no engine samples any more.
+        """
+        numbers = self._wait(version, lambda: self._groups.select(version), span)
+        with self._admitting:
+            groups = self._take(numbers, version)
+            self._put_off_surplus(span)
+        return groups
 
     def take_part(self, version: int, tokens: int, span: Span) -> list[RolloutGroup]:
         """Wait until scored groups of the step at `version` have so many tokens, and take them; none once the step's
@@ -113,8 +127,12 @@ class RolloutBuffer:
         with self._changed:
             complete = len(self._groups.in_state(GroupState.SAMPLED, GroupState.READY))
             self._prefetch.step_over(waited, complete)
-            self._groups.release()
-        self._version = version
+            filtered = self._groups.in_state(GroupState.FILTERED)
+            self._waste.filtered += [(_group(each), each.reason) for each in filtered]
+            nothing = sum(bool(group.reason) for group in self._groups.in_state(GroupState.TAKEN, GroupState.FILTERED))
+            self._refill.step_over(nothing, len(self._groups.release()))
+            # Whoever is admitted from here on, by whichever thread, is sampled by this version.
+            self._version = version
         self._dispatcher.resume()
         if self._config.async_.enabled:
             self.admit(version)
@@ -135,18 +153,30 @@ class RolloutBuffer:
             lengths, self._lengths = self._lengths, []
             return lengths
 
-    def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
-        """Return what a resume needs: the state, and a function that writes the READY groups into a folder."""
+    def waste(self) -> Waste:
+        """Return what was sampled in vain since the last call."""
         with self._changed:
-            state = {**self._groups.state_dict(), "prefetch": self._prefetch.target}
+            waste, self._waste = self._waste, Waste()
+            return waste
+
+    def snapshot(self) -> tuple[dict[str, Any], Callable[[Path], None]]:
+        """Return what a resume needs, and a function that writes the READY groups into a folder.
+
+        groups: the state of `load`. cursor: of the same moment, since a refill may draw at any time.
+        """
+        with self._changed:
+            groups = {**self._groups.state_dict(), "prefetch": self._prefetch.target}
+            groups["refill"] = self._refill.state_dict()
+            state = {"groups": groups, "cursor": self._source.cursor.state_dict()}
             ready = {group.number: list(group.rollouts.values()) for group in self._groups.in_state(GroupState.READY)}
         return state, lambda folder: save_groups(folder, ready)
 
     def load(self, state: dict[str, Any], folder: Path, version: int) -> None:
-        """Take up a `snapshot`: READY groups are so again, the others are sampled again at `version`."""
+        """Take up the groups of a `snapshot`: READY ones are so again, the others are sampled again at `version`."""
         self._version, saved = version, load_groups(folder)
         with self._changed:
             self._prefetch.resume(state["prefetch"])
+            self._refill.load_state_dict(state.get("refill", []))
             again = self._groups.load_state_dict(state, version, self._source.at, saved)
         self._submit(again)
 
@@ -194,14 +224,56 @@ class RolloutBuffer:
     def explanation(self) -> str:
         """Return who waits for whom, since when, at which versions."""
         with self._changed:
-            sampling, sampled, ready, taken = (self._groups.in_state(state) for state in list(GroupState)[1:])
+            sampling, sampled, ready, filtered, taken = (self._groups.in_state(s) for s in list(GroupState)[1:])
             held = ", ".join(f"{count} of version {version}" for version, count in self._groups.occupancy().items())
             what = f"step {self._version + 1} waits for {self._groups.waits_for()}"
         if oldest := min(sampling, key=lambda group: group.began, default=None):
             since = self._clock.now() - oldest.began
             what += f"; the oldest, prompt {oldest.task.id}, began {since:.0f} s ago"
         counts = f"{len(sampling)} groups sampling, {len(sampled)} to score, {len(ready)} ready"
+        counts += f", {len(filtered)} filtered" if filtered else ""
         return f"{what}; {counts}, {len(taken)} taken for the step ({held}); {self._dispatcher.describe()}"
+
+    def _admit(self) -> None:
+        """Begin the groups that are wanted now, deferred ones first."""
+        with self._admitting:
+            with self._changed:
+                count = max(0, min(self._wanted(), self._groups.room))
+                tasks = {group.number: group.task for group in self._groups.in_state(GroupState.DEFERRED)[:count]}
+                first = self._source.cursor.position
+                tasks |= dict(enumerate(self._source.draw(count - len(tasks)), first))
+                groups = self._groups.admit(tasks, self._version)
+            self._submit(groups)
+
+    def _wanted(self) -> int:
+        """Return how many groups are to be begun, if there is room."""
+        config, groups = self._config.grpo, self._groups
+        left = (config.num_steps - self._version) * config.num_prompts_per_step - groups.active
+        if self._config.async_.enabled:
+            return min(self._prefetch.target - groups.active, left)
+        if not groups.places or self._version >= config.num_steps:
+            return 0
+        filtered, ready = (len(groups.in_state(state)) for state in (GroupState.FILTERED, GroupState.READY))
+        return self._refill.in_flight(filtered, ready) - groups.active
+
+    def _put_off_surplus(self, span: Span) -> None:
+        """Stop what a synchronous step does not need, and wait until no engine samples it any more."""
+        with self._changed:
+            surplus = self._groups.surplus()
+            rollouts = [rollout for group in surplus for rollout in group.rollouts.values()]
+            running = [group for group in surplus if group.state is GroupState.SAMPLING]
+            self._groups.put_off(surplus)
+        if not surplus:
+            return
+        before = self._dispatcher.aborted_tokens
+        with span("drain"):
+            self._dispatcher.abort([request.id for group in running for request in self._requests(group)])
+        # Not before they are gone may the same requests be submitted again.
+        self.drain(span)
+        aborted = self._dispatcher.aborted_tokens - before
+        with self._changed:
+            self._waste.surplus += len(surplus)
+            self._waste.surplus_tokens += sum(rollout.num_sampled for rollout in rollouts) + aborted
 
     def _submit(self, groups: list[GroupRecord]) -> None:
         for group in groups:
@@ -221,16 +293,25 @@ class RolloutBuffer:
             if self._closed or self._failure:
                 return False
         try:
-            scored = self._score([_group(each) for each in sampled])
+            if self._note_scores(sampled, self._score([_group(each) for each in sampled])):
+                self._admit()
         except Exception as error:
-            scored, self._failure = [], error
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+        return True
+
+    def _note_scores(self, sampled: list[GroupRecord], scored: list[RolloutGroup]) -> bool:
+        """Move groups on that were scored; return whether any of them is to be replaced."""
         with self._changed:
-            for group, found in zip(sampled, scored):
+            # Some may have been put off meanwhile; then another record has their number.
+            still = [(group, found) for group, found in zip(sampled, scored) if group.state is GroupState.SAMPLED]
+            for group, found in still:
                 group.rollouts = dict(enumerate(found.rollouts))
-                group.move(GroupState.READY)
+                self._groups.scored(group.number, self._teaches_nothing(found))
             self._patience.news()
             self._changed.notify_all()
-        return True
+            return any(group.state is GroupState.FILTERED for group, _ in still)
 
     def _wait(self, version: int, choice: Callable[[], list[int] | None], span: Span) -> list[int]:
         """Wait until there is something to choose; return the choice."""

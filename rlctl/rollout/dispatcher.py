@@ -35,7 +35,7 @@ from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
 Answer = tuple[TurnRequest, Completion]
-_Order = Callable[[Engine, list[Any]], None]
+_Order = Callable[[Engine, list[Any]], int | None]
 _LOST = (WorkerDied, WorkerError, WorkerTimeout)
 _POLL_S = 1.0
 _ABORT_S = 5.0
@@ -110,6 +110,8 @@ class RolloutDispatcher:
         # Groups, in the order in which they begin.
         self._pending: deque[list[_Submitted]] = deque()
         self._held = self._closed = False
+        # Tokens that engines had sampled of requests when they were aborted, of all engines so far.
+        self.aborted_tokens = 0
         self._changed = threading.Condition(threading.RLock())
         self._threads = [
             self._clock.spawn(f"{step.__name__.strip('_')}-{index}", partial(step, index))
@@ -279,12 +281,13 @@ class RolloutDispatcher:
                 return True
             method, what = queue.orders.popleft()
         try:
-            queue.worker.start(method, what).wait(self._deadline_s)
+            (answer,) = queue.worker.start(method, what).wait(self._deadline_s)
         except _LOST as error:
             self._lose(queue, error)
             return True
         if method is Engine.abort:
             with self._changed:
+                self.aborted_tokens += answer or 0
                 for each in what:
                     queue.requests.pop(each, None)
                 self._hand_out()
@@ -310,9 +313,11 @@ class RolloutDispatcher:
             queue.stats = finished.stats
             if not finished.ids:
                 return True
-            ended = [queue.requests.pop(each, None) for each in finished.ids]
-            pairs = [(one, answer) for one, answer in zip(ended, finished.columns.unpack()) if one]
-            wanted = [(one, answer) for one, answer in pairs if one.state is RequestState.SAMPLING]
+            pairs = [(queue.requests.get(each), one) for each, one in zip(finished.ids, finished.columns.unpack())]
+            wanted = [(one, answer) for one, answer in pairs if one and one.state is RequestState.SAMPLING]
+            # One that is ABORTING stays until the engine confirms: the order must not reach it when it begins again.
+            for one, _ in wanted:
+                del queue.requests[one.request.id]
             self._hand_out()
             # Under the lock: an abort, or a restart, must not overtake an answer.
             for submitter in {one.submitter for one, _ in wanted} if not self._closed else ():

@@ -3,14 +3,15 @@
     load -> DEFERRED -- admit --+
                                 v                                        trained or filtered
             draw -- admit --> SAMPLING -- last rollout --> SAMPLED -- scored --> READY -- take --> TAKEN -- release -->
-                              ^  |  |                                              ^
-          engine lost, resume |  |  +----- dropped: failed too often, no rollout --+
-          or resample (due) --+--+
+                              ^  |  |                         |                    ^                 ^
+          engine lost, resume |  |  +----- dropped: failed too often, no rollout --+                 | no budget left
+          or resample (due) --+--+                            +-- scored, teaches nothing --> FILTERED -- release -->
 
-DEFERRED: drawn, but a resume found no room, as after a change of N or S. SAMPLING: its rollouts are in an engine or
-wait for one. SAMPLED: every rollout is there. READY: every rollout is scored; a dropped group has none. TAKEN: in the
-step under way. A group leaves by `release` alone, so none is lost, and with its number, so none is trained twice.
-Validation and the parity check have no groups here.
+DEFERRED: drawn, but a resume found no room, as after a change of N or S; or a synchronous step did not need it, in
+whichever state it was (`put_off`). SAMPLING: its rollouts are in an engine or wait for one. SAMPLED: every rollout is
+there. READY: every rollout is scored; a dropped group has none. FILTERED: scored, but it teaches nothing, and another
+group is sampled in its place. TAKEN: in the step under way. A group leaves by `release` alone, so none is lost, and
+with its number, so none is trained twice. Validation and the parity check have no groups here.
 
 Worked example: N = 2 groups a step, S = 1 (`max_trajectory_age_steps`), hence at most 4 groups.
 
@@ -41,17 +42,23 @@ class GroupState(Enum):
     SAMPLING = "sampling"
     SAMPLED = "sampled"
     READY = "ready"
+    FILTERED = "filtered"
     TAKEN = "taken"
 
 
 _NEXT = {
     GroupState.DEFERRED: {GroupState.SAMPLING},
-    GroupState.SAMPLING: {GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY},
-    GroupState.SAMPLED: {GroupState.READY},
-    GroupState.READY: {GroupState.TAKEN},
+    GroupState.SAMPLING: {GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY, GroupState.DEFERRED},
+    GroupState.SAMPLED: {GroupState.READY, GroupState.FILTERED, GroupState.DEFERRED},
+    GroupState.READY: {GroupState.TAKEN, GroupState.DEFERRED},
+    GroupState.FILTERED: {GroupState.TAKEN, GroupState.DEFERRED},
     GroupState.TAKEN: set[GroupState](),
 }
-_SAVED = ("number", "version", "place", "finished", "attempt", "failures")
+# States of groups that have no place on the way to a step.
+_ASIDE = (GroupState.DEFERRED, GroupState.FILTERED)
+# States of groups that the step under way may still take.
+_NOT_TAKEN = (GroupState.SAMPLING, GroupState.SAMPLED, GroupState.READY, GroupState.FILTERED)
+_SAVED = ("number", "version", "place", "finished", "attempt", "failures", "reason")
 
 
 @dataclass
@@ -72,6 +79,8 @@ class GroupRecord:
     attempt: int = 0
     # How often an engine was lost that was sampling it.
     failures: int = 0
+    # Reason for which it is FILTERED.
+    reason: str = ""
     # When it was admitted or last restarted, seconds of the buffer's clock.
     began: float = 0.0
     # Rollouts that are there, by index.
@@ -85,10 +94,13 @@ class GroupRecord:
 
 
 class GroupTable:
-    """Groups of a run by number, in the order of their places. Raises KeyError for a number that it lacks."""
+    """Groups of a run by number, in the order of their places. Raises KeyError for a number that it lacks.
 
-    def __init__(self, rule: StalenessRule) -> None:
-        self.rule = rule
+    budget: largest number of groups that teach nothing and are replaced in a step.
+    """
+
+    def __init__(self, rule: StalenessRule, budget: int = 0) -> None:
+        self.rule, self._budget = rule, budget
         self._groups: dict[int, GroupRecord] = {}
         self._placed = self._sampled = 0
 
@@ -101,13 +113,22 @@ class GroupTable:
 
     @property
     def active(self) -> int:
-        """Number of groups between admission and release."""
-        return len(self._groups) - len(self.in_state(GroupState.DEFERRED))
+        """Number of groups between admission and release, without those that are FILTERED."""
+        return len(self._groups) - len(self.in_state(*_ASIDE))
 
     @property
     def room(self) -> int:
-        """Number of groups that may be admitted."""
-        return self.rule.capacity - self.active
+        """Number of groups that may be admitted.
+
+        A synchronous step may have as many as it may replace beyond its own: it puts off those that it does not need.
+        """
+        surplus = 0 if self.rule.max_age else self._budget - len(self.in_state(GroupState.FILTERED))
+        return self.rule.capacity + surplus - self.active
+
+    @property
+    def places(self) -> int:
+        """Places of the step under way that no group was taken for yet."""
+        return self.rule.groups_per_step - len(self.in_state(GroupState.TAKEN))
 
     def in_state(self, *states: GroupState) -> list[GroupRecord]:
         """Return the groups in any of these states, oldest first."""
@@ -115,14 +136,14 @@ class GroupTable:
 
     def occupancy(self) -> dict[int, int]:
         """Return the number of active groups by the version at which they were admitted."""
-        groups = [group for group in self._groups.values() if group.state is not GroupState.DEFERRED]
+        groups = [group for group in self._groups.values() if group.state not in _ASIDE]
         return dict(sorted(Counter(group.version for group in groups).items()))
 
     def admit(self, tasks: Mapping[int, Task], version: int) -> list[GroupRecord]:
         """Begin new or deferred groups, by number, while the generator serves `version`. Raises ValueError if they do
         not fit."""
         if len(tasks) > self.room:
-            limit = self.rule.capacity
+            limit = self.active + self.room
             raise ValueError(f"{len(tasks)} groups do not fit beside {self.active} of at most {limit}")
         for number, task in tasks.items():
             if deferred := self._groups.pop(number, None):
@@ -136,6 +157,22 @@ class GroupTable:
         group.move(GroupState.SAMPLED)
         group.finished = self._sampled
         self._sampled += 1
+
+    def scored(self, number: int, nothing: str | None) -> None:
+        """Note that every rollout of a group is scored. nothing: the reason for which it teaches nothing, if it does.
+
+        Such a group is FILTERED while the budget of the step lasts. In a synchronous run `select` counts the budget, in
+        the order of the draws.
+        """
+        group, replaced = self._groups[number], len(self.in_state(GroupState.FILTERED))
+        filtered = nothing and self._budget and (not self.rule.max_age or replaced < self._budget)
+        group.move(GroupState.FILTERED if filtered else GroupState.READY)
+        group.reason = nothing or ""
+        if filtered:
+            # Its place closes up: else the window of `windowed_fifo` would hold fewer groups than a step needs.
+            for later in self._left():
+                later.place -= later.place > group.place
+            self._placed -= 1
 
     def drop(self, number: int) -> None:
         """Make a group that is being sampled READY with no rollouts: its step counts it as dropped."""
@@ -164,19 +201,51 @@ class GroupTable:
         return group
 
     def select(self, version: int) -> list[int] | None:
-        """Return the numbers of the READY groups for the places left in the step at `version`, oldest first; None while
-        some have to be waited for."""
+        """Return the numbers of the groups for the places left in the step at `version`, oldest first; None while some
+        have to be waited for."""
         # Less work than the choice, which would be made for every group that ends.
-        if len(self.in_state(GroupState.READY)) < self._places:
+        if len(self.in_state(GroupState.READY, GroupState.FILTERED)) < self.places:
             return None
         chosen = self.select_part(version)
-        return chosen if len(chosen) == self._places else None
+        return chosen if len(chosen) == self.places else None
 
     def select_part(self, version: int) -> list[int]:
-        """Return the numbers of those READY groups that may train at `version` whatever becomes of the others, oldest
-        first: fewer than the step has places left, if some have to be waited for."""
-        chosen = self.rule.choose(self._left(), lambda group: group.state is GroupState.READY, version, self._places)
+        """Return the numbers of those groups that may train at `version` whatever becomes of the others, oldest first:
+        fewer than the step has places left, if some have to be waited for."""
+        if not self.rule.max_age:
+            return self._first_drawn()
+        chosen = self.rule.choose(self._left(), lambda group: group.state is GroupState.READY, version, self.places)
         return sorted(group.number for group in chosen)
+
+    def _first_drawn(self) -> list[int]:
+        """Return the groups of a synchronous step in the order of their draws, up to the first that is not scored.
+
+        FILTERED ones are passed over while the budget lasts, and then take places. So the choice depends on the draws
+        alone, not on who ended first.
+        """
+        chosen, replaced = list[int](), 0
+        for group in self.in_state(*_NOT_TAKEN):
+            if group.state not in (GroupState.READY, GroupState.FILTERED) or len(chosen) == self.places:
+                break
+            # A resume has the rollouts of no FILTERED group.
+            if group.state is GroupState.FILTERED and (replaced < self._budget or not group.rollouts):
+                replaced += 1
+            else:
+                chosen.append(group.number)
+        return chosen
+
+    def surplus(self) -> list[GroupRecord]:
+        """Return the groups that a synchronous step did not need: it is full, and they were drawn later."""
+        if self.rule.max_age or self.places:
+            return []
+        last = max(group.number for group in self.in_state(GroupState.TAKEN))
+        return [group for group in self.in_state(*_NOT_TAKEN) if group.number > last]
+
+    def put_off(self, groups: list[GroupRecord]) -> None:
+        """Defer groups to the next step, which samples them with its own weights, and with the same seeds."""
+        for group in groups:
+            group.move(GroupState.DEFERRED)
+            group.rollouts, group.reason = {}, ""
 
     def take(self, numbers: list[int], version: int) -> list[GroupRecord]:
         """Put groups into the step that trains at `version`. Raises RuntimeError rather than break the bound."""
@@ -188,8 +257,8 @@ class GroupTable:
         return groups
 
     def release(self) -> list[int]:
-        """Remove the groups of the step that ended; return their numbers."""
-        gone = [group.number for group in self.in_state(GroupState.TAKEN)]
+        """Remove the groups of the step that ended, and those that are FILTERED; return their numbers."""
+        gone = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
         for number in gone:
             del self._groups[number]
         return gone
@@ -203,7 +272,7 @@ class GroupTable:
         left = self._left()
         due = [g for g in left if self.rule.deadline(g) == version and g.state is GroupState.SAMPLING]
         complete = sum(group.state is not GroupState.SAMPLING for group in left)
-        if self.rule.max_age == 0 or complete < self._places or any(group.attempt for group in due):
+        if self.rule.max_age == 0 or complete < self.places or any(group.attempt for group in due):
             return []
         return [group.number for group in due]
 
@@ -211,9 +280,9 @@ class GroupTable:
         """Return what keeps the next step from starting: too few groups are sampled, or scored, or older ones come
         first."""
         counts = Counter(group.state for group in self._groups.values())
-        if counts[GroupState.READY] + counts[GroupState.SAMPLED] < self._places:
+        if counts[GroupState.READY] + counts[GroupState.SAMPLED] < self.places:
             return "rollouts"
-        return "scores" if counts[GroupState.READY] < self._places else "oldest"
+        return "scores" if counts[GroupState.READY] < self.places else "oldest"
 
     def state_dict(self) -> dict[str, Any]:
         """Return every group for a checkpoint between two steps, but for tasks and rollouts."""
@@ -238,12 +307,14 @@ class GroupTable:
         self._placed, self._sampled = state["placed"], len(state["groups"])
         again = []
         for fields in state["groups"]:
-            fields, was = {name: fields[name] for name in _SAVED}, GroupState(fields["state"])
+            fields, was = {name: fields[name] for name in _SAVED if name in fields}, GroupState(fields["state"])
             group = GroupRecord(task=task(fields["number"]), **fields)
-            if was is GroupState.DEFERRED or not self.room:
+            if was in _ASIDE:
+                group.state = was
+            elif not self.room:
                 group.state = GroupState.DEFERRED
             self._groups[group.number] = group
-            if group.state is GroupState.DEFERRED:
+            if group.state in _ASIDE:
                 continue
             if was is GroupState.READY and self.rule.is_feasible(self._left(), version):
                 group.state, group.rollouts = was, dict(enumerate(rollouts[group.number]))
@@ -252,14 +323,8 @@ class GroupTable:
                 again.append(group)
         return again
 
-    @property
-    def _places(self) -> int:
-        """Places of the step under way that no group was taken for yet."""
-        return self.rule.groups_per_step - len(self.in_state(GroupState.TAKEN))
-
     def _left(self) -> list[GroupRecord]:
-        out = (GroupState.TAKEN, GroupState.DEFERRED)
-        return [group for group in self._groups.values() if group.state not in out]
+        return [group for group in self._groups.values() if group.state not in (GroupState.TAKEN, *_ASIDE)]
 
     def _next_place(self) -> int:
         self._placed += 1

@@ -4,7 +4,7 @@ Task -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +99,17 @@ class RolloutGroup:
     def scores(self) -> list[Score]:
         """Scores of the rollouts that were scored."""
         return [rollout.score for rollout in self.rollouts if rollout.score]
+
+
+@dataclass
+class Waste:
+    """Groups that were sampled and are not trained (dynamic sampling)."""
+
+    # Groups that teach nothing and were replaced, with the reason.
+    filtered: list[tuple[RolloutGroup, str]] = field(default_factory=list)
+    # Groups that a synchronous step did not need, and tokens that were sampled of them.
+    surplus: int = 0
+    surplus_tokens: int = 0
 
 
 @dataclass(frozen=True)

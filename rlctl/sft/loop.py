@@ -57,7 +57,7 @@ class SftLoop(Loop):
         tokens, times = sum(batch.lengths), record.finish()
         speed = {
             "tokens/trained": float(tokens),
-            "throughput/effective": throughput.effective(tokens, 0, times, self._parts.devices),
+            "throughput/effective": throughput.effective(tokens, times, self._parts.devices),
             "throughput/training": throughput.training_only(tokens, times, self._parts.devices),
             "idle/trainer": throughput.idle_share(times, ("train",)),
         }

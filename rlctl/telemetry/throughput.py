@@ -16,13 +16,14 @@ PEAK_FLOPS = {"A100": 312e12, "H100": 989.4e12, "H200": 989.4e12, "B200": 2250e1
 _LESSER = {name: {"PCIE", "NVL", "MIG"} for name in PEAK_FLOPS} | {"A100": {"MIG"}}
 
 
-def effective(prompt_tokens: int, generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
+def effective(trained_tokens: int, times: Mapping[str, float], devices: int) -> float:
     """Return the end-to-end throughput, tokens/s/device.
 
-    Prompt and generated tokens of the step's rollouts, divided by the step's wall time without validation and
-    checkpoint, divided by ALL distinct devices, trainer's and generator's.
+    Tokens that went through the update, prompts included, divided by the step's wall time without validation and
+    checkpoint, divided by ALL distinct devices, trainer's and generator's. What was sampled and not trained counts in
+    the time alone.
     """
-    return _rate(prompt_tokens + generated_tokens, productive_seconds(dict(times)), devices)
+    return _rate(trained_tokens, productive_seconds(dict(times)), devices)
 
 
 def training_only(trained_tokens: int, times: Mapping[str, float], devices: int) -> float:
@@ -37,7 +38,7 @@ def training_only(trained_tokens: int, times: Mapping[str, float], devices: int)
 def generation_only(generated_tokens: int, times: Mapping[str, float], devices: int) -> float:
     """Return the throughput of generation alone, tokens/s/device.
 
-    Generated tokens (no prompts), divided by `time/generation`, divided by the generator's devices.
+    Generated tokens (no prompts), trained or not, divided by `time/generation`, divided by the generator's devices.
     """
     return _rate(generated_tokens, times.get("time/generation", 0.0), devices)
 

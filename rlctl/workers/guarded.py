@@ -99,8 +99,12 @@ class GuardedProcess:
 
     def start(self) -> Channel:
         """Start the process, and return the channel to it."""
+        self._channel = Channel(self.launch(), self._max_reply)
+        return self._channel
+
+    def launch(self) -> socket.socket:
+        """Start the process, and return the connection to it, for a caller with a channel of its own."""
         ours, theirs = socket.socketpair()
-        self._channel = Channel(ours, self._max_reply)
         self._process = subprocess.Popen(
             [sys.executable, "-m", self._module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -111,7 +115,7 @@ class GuardedProcess:
             start_new_session=True,
         )
         theirs.close()
-        return self._channel
+        return ours
 
     def stop(self) -> None:
         """End the process, and whatever it started."""

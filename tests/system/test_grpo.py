@@ -36,7 +36,7 @@ def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> No
         "grpo.updates_per_step=2",
         "grpo.loss.proximal=recompute",
         "grpo.loss.kl_coef=0.01",
-        "grpo.skip_uniform_groups=true",
+        "grpo.dynamic_sampling={filter: rewards, max_extra: 0}",
         "trainer.num_ranks=2",
         "generation.num_engines=2",
         "validation.num_generations=2",

@@ -41,6 +41,8 @@ METRICS = {
         Metric("clip low", "ratio/clipped_low", percent),
         Metric("clip high", "ratio/clipped_high", percent),
         Metric("uniform", "groups/uniform", percent),
+        Metric("wasted", "tokens/wasted", percent),
+        Metric("missing", "groups/missing"),
         Metric("pass@k", "validation/pass_at_k", percent, "magenta"),
         Metric("learn rate", "train/lr"),
     ),

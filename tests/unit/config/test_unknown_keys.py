@@ -54,6 +54,18 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
          "...}]"),
         ("telemetry.tensorboard=true", "telemetry.tensorboard is now telemetry.trackers: [{name: tensorboard}]"),
         ("async.lookahead=full", "async.lookahead is now async.prefetch"),
+        (
+            "grpo.skip_uniform_groups=true",
+            "grpo.skip_uniform_groups is now grpo.dynamic_sampling.filter: rewards, with "
+            "grpo.dynamic_sampling.max_extra at 0",
+        ),
+        ("algorithm.filter_groups.metric=acc", "verl's algorithm.filter_groups.metric is "
+         "grpo.dynamic_sampling.filter: its acc is accuracy, its score and seq_reward are rewards; null is off"),
+        ("reward_model.overlong_buffer.len=4096", "rlctl has no reward model: a reward is a function, which may call "
+         "one; its overlong_buffer is grpo.overlong"),
+        ("mask_truncated_completions=true", "TRL's mask_truncated_completions is grpo.overlong.mask"),
+        ("grpo.use_dynamic_sampling=true", "NeMo-RL's grpo.use_dynamic_sampling is grpo.dynamic_sampling.filter: "
+         "rewards is its true"),
         # In whatever section, and by the end of its path.
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),

@@ -86,7 +86,7 @@ def test_versions_never_fall_and_every_token_has_the_one_that_was_live(steps: li
 def test_an_aborted_request_is_forgotten_whether_it_ended_or_not_and_leaves_the_others() -> None:
     requests, names = begun(0, 1, 2)
     requests.finish(names[0], Output([7]))
-    assert requests.abort([turn(0).id, turn(1).id, turn(9).id]) == names[:2]
+    assert requests.abort([turn(0).id, turn(1).id, turn(9).id]).keys() == set(names[:2])
     assert requests.collect(0.0) == []
     requests.change([(names[2], 1)], version=1)
     assert ended(requests, names[2], 2) == [0, 1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
-from rlctl.config.grpo_schema import GrpoSection
+from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
@@ -17,11 +17,13 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 
+OVERLONG = OverlongSection(None, 1.0, False)
 LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
 
 
 def config(skip: bool) -> GrpoSection:
-    return GrpoSection(1, 4, 4, 1, skip, GroupMeanSection("group_mean", False), LOSS)
+    sampling = DynamicSamplingSection("rewards" if skip else None, 0.0)
+    return GrpoSection(1, 4, 4, 1, sampling, OVERLONG, GroupMeanSection("group_mean", False), LOSS)
 
 
 def group(name: str, values: list[float | None]) -> RolloutGroup:

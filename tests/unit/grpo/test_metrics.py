@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
-from rlctl.config.grpo_schema import GrpoSection
+from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.requests import Completion, Finish
@@ -24,8 +24,10 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 
+FILTER = DynamicSamplingSection("rewards", 0.0)
+OVERLONG = OverlongSection(None, 1.0, False)
 LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
-CONFIG = GrpoSection(1, 4, 4, 1, True, GroupMeanSection("group_mean", False), LOSS)
+CONFIG = GrpoSection(1, 4, 4, 1, FILTER, OVERLONG, GroupMeanSection("group_mean", False), LOSS)
 TIMES = {"time/step": 12.0, "time/generation": 4.0, "time/train": 3.0, "time/refit": 1.0, "time/checkpoint": 2.0}
 
 
@@ -143,7 +145,7 @@ def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> No
     measured = speed_metrics(tokens, TIMES, trainers=2, devices=5) | turn_metrics(tokens, TIMES, generators=4)
     assert measured == pytest.approx(
         {
-            "throughput/effective": (100 + 400) / (12 - 2) / 5,
+            "throughput/effective": 600 / (12 - 2) / 5,
             "throughput/training": 600 / 3 / 2,
             "throughput/generation": 400 / 4 / 4,
             "idle/trainer": 1 - (3 + 1) / 10,

@@ -283,6 +283,8 @@ OLD = "async.max_trajectory_age_steps=2"
         ([ASYNC, "grpo.loss.force_on_policy_ratio=true", "grpo.updates_per_step=2"],
          "grpo.loss.force_on_policy_ratio", "the second of 2 updates"),
         (["generation.forced_lengths=[600]"], "generation.forced_lengths", "must be [mean, sigma], not [600.0]"),
+        (["grpo.overlong.penalty_tokens=64"], "grpo.overlong.penalty_tokens",
+         "must be below generation.max_new_tokens=64, not 64"),
         (["async.max_trajectory_age_steps=0"], "async.max_trajectory_age_steps", "must be at least 1, not 0"),
     ],
 )  # fmt: skip
@@ -316,6 +318,23 @@ def test_an_override_without_effect_is_a_note_and_a_default_without_effect_is_no
     assert load("grpo", "grpo.recipe.yaml", ["grpo.loss.importance_cap=4"]).notes == [
         "override 1: grpo.loss.importance_cap=4: no effect while grpo.loss.proximal is rollout"
     ]
+    unused = ["grpo.dynamic_sampling.max_extra=1", "grpo.overlong.penalty=2"]
+    assert load("grpo", "grpo.recipe.yaml", unused).notes == [
+        f"override 1: {unused[0]}: no effect while grpo.dynamic_sampling.filter is null",
+        f"override 2: {unused[1]}: no effect while grpo.overlong.penalty_tokens is null",
+    ]
+    used = ["grpo.dynamic_sampling.filter=accuracy", "grpo.overlong.penalty_tokens=9"]
+    assert load("grpo", "grpo.recipe.yaml", [*unused, *used]).notes == []
+
+
+def test_no_reward_has_the_name_of_the_penalty(home: Path) -> None:
+    Path("long.py").write_text("def overlong(prompt, completion, answer, row):\n    return 0.0\n")
+    own, penalty = "rewards=[{name: exact}, {name: long.py:overlong}]", "grpo.overlong.penalty_tokens=9"
+    load("grpo", "grpo.recipe.yaml", [own])
+    with pytest.raises(ConfigError) as caught:
+        load("grpo", "grpo.recipe.yaml", [own, penalty])
+    assert [problem.key for problem in caught.value.problems] == ["rewards.1.name"]
+    assert caught.value.problems[0].what.startswith("overlong is the name of the penalty")
 
 
 MEGATRON = ["trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true"]

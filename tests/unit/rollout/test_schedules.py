@@ -1,343 +1,25 @@
 """Contracts 1, 2, 3 and 8 of buffer, dispatcher and pool under random schedules, each reproducible by its seed.
 
-A schedule is a whole run: engines die, hang, break and miss deadlines; requests are aborted and resampled; weights
-change drained or in flight; the run is killed and resumed from its newest checkpoint; validation comes in between.
-After each event every contract is looked at. A second set of tests takes one rule away at a time: the schedules notice.
+`Schedule` is a whole run, and looks at every contract after each event. A second set of tests takes one rule away at a
+time: the schedules notice.
 """
 
-import json
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rlctl.config.schema import GrpoConfig
-from rlctl.data.cursor import Cursor, TaskSource
-from rlctl.data.tasks import Task
-from rlctl.generation import active_requests, engine, pool
-from rlctl.generation.pool import EngineSlot, GeneratorPool
-from rlctl.generation.requests import rollout_seed
-from rlctl.preflight.load import load
-from rlctl.rewards.scorer import Score
-from rlctl.rollout import buffer
+from rlctl.generation import active_requests, engine
+from rlctl.generation.pool import GeneratorPool
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.groups import GroupRecord, GroupTable
+from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Patience
 from rlctl.rollout.staleness import StalenessRule
-from rlctl.rollout.types import RolloutGroup, Sampling
-from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, VirtualClock
+from rlctl.rollout.types import Waste
+from tests.unit.rollout.schedule import ContractBroken, run_all
 
 SCHEDULES, CHUNKS = 10_000, 20
-DEADLINE, EXPLAIN = 12.0, 3.0
-ROWS = [Task(f"r{i}", [5, 9], "", None) for i in range(7)]
-HELD_OUT = [Task(f"v{i}", [5, 9], "", None) for i in range(2)]
-
-
-@lru_cache
-def base() -> GrpoConfig:
-    config = load("grpo", None, ["async.enabled=true", f"run.deadline_s={DEADLINE}"]).config
-    assert isinstance(config, GrpoConfig)
-    return replace(config, run=replace(config.run, explain_after_s=EXPLAIN, deadline_s=DEADLINE))
-
-
-class ContractBroken(AssertionError):
-    """A contract that a schedule found broken."""
-
-
-class Killed(BaseException):
-    """The driver's end in the midst of anything."""
-
-
-class Schedule:
-    """One run, in which everything random is drawn from one seed."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed, self.random, self.version = seed, random.Random(seed), 0
-        draw = self.random
-        self.size, self.rollouts, self.max_age = (
-            draw.choice([1, 2, 2, 3]),
-            draw.randint(1, 2),
-            draw.choice([0, 1, 1, 2]),
-        )
-        self.engines, self.last = draw.choice([1, 2, 2, 3]), draw.choice([2, 3, 3, 4])
-        self.in_flight, self.parts = draw.random() < 0.5, draw.random() < 0.3
-        self.trouble = draw.choice([0.0, 0.01, 0.03])
-        self.config = self._config()
-        # Numbers of the groups that ended, by the step that they ended in; of them those that were dropped.
-        self.ended: dict[int, int] = {}
-        self.dropped: set[int] = set()
-        self.scoring_hangs = False
-        self.syncing = False
-        self.saved: Any = None
-        self.files: dict[str, Any] = {}
-
-    def _config(self) -> GrpoConfig:
-        config, draw = base(), self.random
-        sizes = {"num_steps": self.last, "num_prompts_per_step": self.size, "num_generations_per_prompt": self.rollouts}
-        asynchronous = replace(
-            config.async_,
-            enabled=self.max_age > 0,
-            max_trajectory_age_steps=self.max_age,
-            policy=draw.choice(["windowed_fifo", "in_order", "ready_first"]),
-            on_bound=draw.choice(["wait", "requeue"]),
-            in_flight_weight_updates=self.in_flight,
-        )
-        generation = replace(config.generation, max_generation_failures=draw.randint(0, 2), max_new_tokens=12)
-        return replace(config, grpo=replace(config.grpo, **sizes), async_=asynchronous, generation=generation)
-
-    def run(self) -> None:
-        """Run to the last step through whatever happens, and look at what became of every task."""
-        while True:
-            try:
-                self.start()
-                self.steps()
-                break
-            except Killed:
-                self.files = dict(self.saved[2]) if self.saved else {}
-            except RuntimeError as error:
-                # Only a reward that hangs or engines that die too often end a run, and both are named.
-                if "were sampled" in str(error) or not self.ends_explained(str(error)):
-                    raise
-                self.scoring_hangs = False
-        numbers = set(self.ended)
-        active = {group.number for group in self.buffer._groups._groups.values()}
-        self.demand(len(numbers) == self.last * self.size, 2, f"{len(numbers)} groups ended")
-        self.demand(not numbers & active and numbers | active == set(range(self.drawn)), 2, "a task is lost")
-
-    def ends_explained(self, text: str) -> bool:
-        used_up = "generation.max_restarts" in text
-        stuck = self.scoring_hangs and "nothing was sampled or scored" in text and "to score" in text
-        return used_up or stuck
-
-    def start(self) -> None:
-        """Begin, or begin again from the newest checkpoint."""
-        FakeWorker.made = []
-        self.clock = VirtualClock(self.event)
-        spec = SimpleNamespace(tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32")
-        slots, restarts = [EngineSlot({})] * self.engines, self.random.choice([2, 50])
-        arguments: Any = (spec, slots, "", DEADLINE, restarts, self.emit)
-        self.pool, self.refit = GeneratorPool(*arguments), FakeRefit(self.refit_fault, self.engines_go_on)
-        refit: Any = self.refit
-        self.pool.connect(refit)
-        self.source = TaskSource(ROWS, Cursor(len(ROWS), 1, True))
-        self.version = self.saved[0] if self.saved else 0
-        self.refit.trainer = self.version
-        self.sync(self.version)
-        self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.clock)
-        self.buffer = RolloutBuffer(self.config, self.source, self.dispatcher, self.score, self.emit, self.clock)
-        self.ended = {number: step for number, step in self.ended.items() if step < self.version}
-        self.dropped &= set(self.ended)
-        if self.saved:
-            state, cursor = json.loads(self.saved[1])
-            self.source.cursor.load_state_dict(cursor)
-            self.buffer.load(state, Path("newest"), self.version)
-
-    def steps(self) -> None:
-        while self.version < self.last:
-            self.buffer.admit(self.version)
-            groups: list[RolloutGroup] = []
-            while self.parts and (part := self.buffer.take_part(self.version, 6, span)):
-                groups += part
-            groups += self.buffer.take(self.version, span)
-            self.look_at_trained(groups)
-            # The optimizer's step: the trainer has new weights, and the engines go on meanwhile.
-            self.refit.trainer += 1
-            for _ in range(self.random.randint(0, 2)):
-                self.clock.anything_happens()
-            if not self.in_flight:
-                self.buffer.drain(span)
-            self.sync(self.version + 1)
-            for group in groups:
-                number = self.number(group)
-                self.demand(number not in self.ended, 2, f"group {number} is trained twice")
-                self.ended[number] = self.version
-                self.dropped |= set() if group.rollouts else {number}
-            self.version += 1
-            self.buffer.advance(self.version)
-            self.look()
-            if self.random.random() < 0.2:
-                self.validate()
-            if self.random.random() < 0.5:
-                self.save()
-
-    def number(self, group: RolloutGroup) -> int:
-        """Number of a group's draw: of the draws there are it is the active one with that task."""
-        table = self.buffer._groups._groups
-        return next(number for number, record in table.items() if record.task is group.task)
-
-    def sync(self, version: int) -> None:
-        self.syncing = True
-        self.pool.sync(version)
-        self.syncing = False
-        self.demand(all(worker.engine._version == version for worker in self.live()), 3, "an engine is behind")
-
-    def save(self) -> None:
-        state, write = self.buffer.snapshot()
-        write(Path("newest"))
-        cursor = self.source.cursor.state_dict()
-        self.saved = (self.version, json.dumps([state, cursor]), dict(self.files))
-
-    def validate(self) -> None:
-        sampling = Sampling("validation", 0, len(HELD_OUT), 2, 12, 1.0)
-        groups = self.dispatcher.sample(sampling, HELD_OUT, self.version)
-        self.demand([group.task for group in groups] == HELD_OUT, 2, "validation got other answers")
-        tokens = [one.sampled_tokens for group in groups for one in group.rollouts]
-        self.demand(all((each == self.version).all() for each in tokens), 3, "validation mixes versions")
-        self.demand(all(len(group.rollouts) == 2 for group in groups), 2, "validation lost a rollout")
-
-    # What happens while somebody waits.
-
-    def event(self) -> None:
-        luck = self.random.random()
-        if luck < self.trouble:
-            self.fault()
-        elif luck < 0.4:
-            self.random.choice(self.threads())()
-        elif luck < 0.5:
-            self.engines_step()
-        else:
-            self.a_while_passes()
-        self.look()
-
-    def threads(self) -> list[Callable[[], bool]]:
-        scoring = [] if self.scoring_hangs else self.clock.steps[-1:]
-        return self.clock.steps[:-1] + scoring
-
-    def engines_step(self) -> None:
-        for worker in self.live():
-            if self.random.random() < 0.7:
-                worker.engine.step()
-
-    def a_while_passes(self) -> None:
-        self.clock.time += 1.0
-        for worker in self.live():
-            worker.engine.step()
-        for step in self.random.sample(self.threads(), len(self.threads())):
-            step()
-
-    def fault(self) -> None:
-        worker, what = self.random.choice(FakeWorker.made), self.random.random()
-        if what < 0.25:
-            worker.dead = True
-        elif what < 0.5:
-            worker.hangs = True
-        elif what < 0.65:
-            worker.late = True
-        elif what < 0.8:
-            worker.engine._llm.broken = True
-        elif what < 0.85:
-            self.scoring_hangs = True
-        else:
-            raise Killed
-
-    def engines_go_on(self) -> None:
-        """In the midst of a sync: some engines have the new weights."""
-        if self.pool.version >= 0:
-            self.engines_step()
-            self.look()
-
-    def refit_fault(self) -> str:
-        return self.random.choice(["torn", "untouched"]) if self.random.random() < self.trouble else ""
-
-    def live(self) -> list[Any]:
-        workers: list[Any] = self.pool.engines
-        return [worker for worker in workers if worker.steps]
-
-    def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        score = Score(1.0, {}, None, True)
-        return [replace(group, rollouts=[replace(one, score=score) for one in group.rollouts]) for group in groups]
-
-    def emit(self, kind: str, **fields: Any) -> None:
-        pass
-
-    # The contracts.
-
-    def demand(self, kept: bool, contract: int, what: str) -> None:
-        if not kept:
-            raise ContractBroken(f"contract {contract} in schedule {self.seed}: {what}")
-
-    @property
-    def drawn(self) -> int:
-        return self.source.cursor.position
-
-    def look(self) -> None:
-        """After each event."""
-        table = self.buffer._groups
-        self.demand(table.active <= (self.max_age + 1) * self.size, 1, "more groups than the bound allows")
-        self.demand(len(table._groups) + len(self.ended) >= self.drawn, 2, "a task is lost")
-        for worker in self.live():
-            self.demand(worker.engine.is_whole(), 3, f"{worker.name} serves a mixture")
-            expected = {self.pool.version, self.pool.version + 1} if self.syncing else {self.pool.version}
-            # One that is being rebuilt has no weights yet, and no request.
-            expected |= set() if worker.engine._requests else {-1}
-            self.demand(worker.engine._version in expected, 3, f"{worker.name} serves {worker.engine._version}")
-        self.look_at_wait()
-
-    def look_at_wait(self) -> None:
-        """A wait in which nothing comes is explained, and ends at its deadline."""
-        waits = (self.buffer._patience, self.dispatcher._patience)
-        news = max(wait._news for wait in waits)
-        silence, explained = self.clock.time - news, max(wait._explained for wait in waits) > news
-        # An abort waits 5 s for engines, and what comes between two waits takes a while too.
-        self.demand(explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
-        # An engine that does nothing has a deadline of its own, and so has the one that replaces it.
-        self.demand(silence <= 4 * DEADLINE, 8, f"a wait of {silence} s does not end")
-
-    def look_at_trained(self, groups: list[RolloutGroup]) -> None:
-        self.demand(len(groups) == self.size, 2, f"{len(groups)} groups in a step")
-        for group in groups:
-            if not group.rollouts:
-                continue
-            record = self.buffer._groups[self.number(group)]
-            self.demand(len(group.rollouts) == self.rollouts, 2, "a rollout is missing")
-            for index, one in enumerate(group.rollouts):
-                ids = (one.id.index, one.id.group, one.id.attempt)
-                self.demand(ids == (index, record.number, record.attempt), 2, "a rollout of another group")
-                self.demand(rollout_seed(0, one.id, self.size) >= 0 and one.score is not None, 2, "not scored")
-                tokens, versions = one.sampled_tokens.tolist(), one.sampled_versions.tolist()
-                self.demand(tokens == versions, 3, "tokens are said to be of another version")
-                age = self.version - min(tokens)
-                self.demand(0 <= age <= self.max_age, 1, f"trained at age {age}")
-                self.demand(self.in_flight or len(set(tokens)) == 1, 3, "drained, yet of two versions")
-
-
-def length(seed: int) -> int:
-    """Tokens of an answer: one in eleven is long."""
-    return 1 + seed % 7 + (seed % 11 == 0) * 12
-
-
-def span(why: str) -> Any:
-    return nullcontext()
-
-
-@contextmanager
-def fakes() -> Iterator[None]:
-    """Put the stand-ins in place of processes and files."""
-    files: dict[str, Any] = {}
-
-    def save(folder: Path, groups: Any) -> None:
-        files[str(folder)] = groups
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool, "Worker", FakeWorker)
-        patch.setattr(engine, "sampling_params", lambda spec, request: length(request.seed))
-        patch.setattr(active_requests, "_GATHER_S", 0.0)
-        patch.setattr(buffer, "save_groups", save)
-        patch.setattr(buffer, "load_groups", lambda folder: dict(files.get(str(folder), {})))
-        yield
-
-
-def run_all(seeds: range) -> None:
-    with fakes():
-        for seed in seeds:
-            Schedule(seed).run()
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -383,11 +65,31 @@ def deadline_alone(self: Patience, last_step: float, explain: Callable[[], str])
         raise RuntimeError(f"nothing was sampled or scored for 12 s (run.deadline_s): {explain()}")
 
 
+def forget_surplus(self: GroupTable, groups: list[GroupRecord]) -> None:
+    for group in groups:
+        del self._groups[group.number]
+
+
+def fill_every_place(self: GroupTable, number: int, nothing: str | None) -> None:
+    self[number].move(GroupState.READY)
+
+
+def first_to_end(self: GroupTable) -> list[int]:
+    ready = sorted(self.in_state(GroupState.READY), key=lambda group: group.finished)
+    return [group.number for group in ready][: self.places]
+
+
+def replace_none(self: RolloutBuffer, *arguments: Any) -> bool:
+    note_scores(self, *arguments)
+    return False
+
+
 def nothing(*arguments: Any) -> None:
     pass
 
 
 adopt, load_state_dict, drain = RolloutDispatcher._adopt, GroupTable.load_state_dict, RolloutBuffer.drain
+note_scores = RolloutBuffer._note_scores
 MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "1 the rule keeps no deadline": (StalenessRule, "_latest", nothing),
     "1 the bound is a step wider": (StalenessRule, "deadline", lambda self, group: group.version + self.max_age + 1),
@@ -396,12 +98,18 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
     "2 a resume forgets what was being sampled": (GroupTable, "load_state_dict", forget_sampling),
     "2 groups that are taken may be taken again": (GroupTable, "take", take_twice),
     "2 groups that were trained stay": (GroupTable, "release", release_nothing),
+    "2 surplus groups are forgotten": (GroupTable, "put_off", forget_surplus),
+    "2 surplus groups go on": (RolloutBuffer, "_put_off_surplus", nothing),
+    "2 groups that teach nothing are not told": (RolloutBuffer, "waste", lambda self: Waste()),
+    "2 groups that teach nothing fill the step": (GroupTable, "scored", fill_every_place),
+    "2 whoever ends first trains": (GroupTable, "_first_drawn", first_to_end),
     "3 a torn engine goes on": (engine.Engine, "_poison", nothing),
     "3 an engine that missed a version is kept": (GeneratorPool, "_rebuild", lambda *arguments: []),
     "3 engines are rebuilt beside the optimizer": (RolloutBuffer, "drain", repair_beside_the_trainer),
     "3 nobody notes when weights changed": (active_requests.ActiveRequests, "change", nothing),
     "8 a wait has no deadline": (Patience, "check", nothing),
     "8 a long wait is not explained": (Patience, "check", deadline_alone),
+    "8 no group is sampled in place of another": (RolloutBuffer, "_note_scores", replace_none),
     "8 an engine that does nothing is trusted": (RolloutDispatcher, "_lose_silent", nothing),
 }
 

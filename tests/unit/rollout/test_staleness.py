@@ -294,7 +294,7 @@ def test_a_dropped_group_takes_its_place_in_a_step_with_no_rollouts() -> None:
     assert staleness[0].rollouts == {}
 
 
-@pytest.mark.parametrize("late", [GroupState.SAMPLING, GroupState.SAMPLED, GroupState.DEFERRED])
+@pytest.mark.parametrize("late", [GroupState.SAMPLING, GroupState.SAMPLED, GroupState.FILTERED])
 def test_a_group_goes_through_its_states_in_order(late: GroupState) -> None:
     staleness = Numbered(1, 0, "windowed_fifo", 0.3)
     staleness.fill(0)

@@ -25,8 +25,8 @@ TIMES = {
 }
 
 
-def test_effective_counts_prompts_and_all_devices_but_neither_validation_nor_checkpoint() -> None:
-    assert effective(1000, 3000, TIMES, devices=5) == 4000 / 8.0 / 5
+def test_effective_counts_trained_tokens_and_all_devices_but_neither_validation_nor_checkpoint() -> None:
+    assert effective(4000, TIMES, devices=5) == 4000 / 8.0 / 5
 
 
 def test_training_only_divides_by_the_time_of_training_and_the_trainers_devices() -> None:
@@ -39,7 +39,7 @@ def test_generation_only_divides_by_the_time_of_generation_and_the_generators_de
 
 def test_no_time_is_no_throughput() -> None:
     assert training_only(100, {"time/step": 1.0}, devices=1) == 0.0
-    assert effective(1, 1, {"time/step": 0.0}, devices=1) == 0.0
+    assert effective(2, {"time/step": 0.0}, devices=1) == 0.0
 
 
 def test_flops_a_token_are_those_of_palm_appendix_b() -> None:

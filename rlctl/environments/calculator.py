@@ -1,0 +1,93 @@
+"""Arithmetic with a calculator: a tool that computes, and one that takes the answer."""
+
+import ast
+import operator
+import random
+from collections.abc import Iterator
+from typing import Any
+
+_OPERATORS: dict[type[ast.AST], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+_LONGEST = 200
+_LARGEST = 1e10
+
+
+class Calculator:
+    """One problem, which is an expression."""
+
+    def reset(self, expression: str, **row: Any) -> str:
+        """Pose the problem of a row."""
+        self._right = compute(expression)
+        self._given: float | None = None
+        return f"Compute {expression}. Use the tool calculate, then give the result to the tool answer."
+
+    def calculate(self, expression: str) -> str:
+        """Compute an arithmetic expression.
+
+        Args:
+            expression: Numbers, brackets and the operators + - * / // %.
+
+        Returns:
+            The result.
+        """
+        return f"{compute(expression):.10g}"
+
+    def answer(self, value: float) -> str:
+        """Give the final answer.
+
+        Args:
+            value: The number that was asked for.
+
+        Returns:
+            A confirmation.
+        """
+        self._given = float(value)
+        return "Thank you."
+
+    def get_reward(self) -> float:
+        """Return 1 if the last answer is right, else 0."""
+        return float(self._given is not None and abs(self._given - self._right) <= 1e-6 * max(1.0, abs(self._right)))
+
+
+def compute(expression: str) -> float:
+    """Return the value of an expression. Nothing else of Python is run. Raises ValueError with the reason."""
+    if len(expression) > _LONGEST:
+        raise ValueError(f"an expression may have {_LONGEST} characters")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"{expression!r} is no arithmetic expression") from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+
+
+def _value(node: ast.AST) -> float:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        result: float = node.value  # type: ignore[assignment]
+    elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    elif isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        result = _OPERATORS[type(node.op)](_value(node.operand))
+    else:
+        raise ValueError("only numbers, brackets and + - * / // % are allowed")
+    if abs(result) > _LARGEST:
+        raise ValueError("a number is too large")
+    return result
+
+
+def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield rows without end. Those whose first number is a multiple of 5 are held out: never among the others."""
+    draw = random.Random(seed)
+    while True:
+        numbers = [draw.randint(2, 99) for _ in range(draw.randint(2, 4))]
+        if (numbers[0] % 5 == 0) == held_out:
+            rest = (f" {draw.choice('+-*')} {number}" for number in numbers[1:])
+            yield {"expression": f"{numbers[0]}{''.join(rest)}"}

@@ -1,0 +1,107 @@
+"""Process that runs episodes, below its supervisor: `python -m rlctl.environments.child FD`.
+
+    parent -> child: the environments, once; then (action id, episode id, kind, payload), pickled
+    child -> parent: {pid}, {contracts}, then {action, value or failure} in the order in which actions end, as JSON
+The parent never unpickles what comes from here, since the user's code runs here.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.environments import seeding
+from rlctl.environments.contract import EnvironmentContract, read_contract
+from rlctl.environments.episode import CoroutineLoop, Episode
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import import_error, shortened
+from rlctl.workers.supervisor import run_guarded
+
+# Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
+MAX_REPLY = 8 << 20
+# The kernel ends this process before others when the machine has no memory left.
+_OOM_SCORE = "500"
+
+
+class _Child:
+    """The process: classes by key, episodes by number."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._lock, self._own = connection, threading.Lock(), os.getpid()
+        self._environments: dict[str, tuple[type, dict[str, Any]]] = {}
+        self._episodes: dict[int, Episode] = {}
+        self._loop = CoroutineLoop()
+
+    def work(self) -> None:
+        requests = self._connection.makefile("rb")
+        self._send({"pid": self._own})
+        specs: dict[str, EnvironmentSpec] = pickle.load(requests)
+        self._send({"contracts": {key: asdict(self._load(key, spec)) for key, spec in specs.items()}})
+        while True:
+            try:
+                action, number, kind, payload = pickle.load(requests)
+            except (EOFError, OSError):
+                return
+            if kind == "reset":
+                key, payload = payload[0], payload[1:]
+                self._episodes[number] = Episode(*self._environments[key], self._loop, self._reply)
+                self._episodes[number].start()
+            episode = self._episodes.pop(number) if kind == "close" else self._episodes[number]
+            episode.submit(action, kind, payload)
+
+    def _load(self, key: str, spec: EnvironmentSpec) -> EnvironmentContract:
+        """Import an environment, and return its contract."""
+        name = ENVIRONMENTS.get(spec.name, spec.name)
+        try:
+            found = load_object(name)
+        except AttributeError as error:
+            problem = (
+                error.name and name.endswith(f":{error.name}") and f"{name.rpartition(':')[0]} has no {error.name}"
+            )
+            return _unusable(name, problem or import_error(error, __file__))
+        except (Exception, SystemExit) as error:  # whatever the user's module does at import
+            return _unusable(name, import_error(error, __file__))
+        contract = read_contract(found, spec.args)
+        if not contract.problems:
+            self._environments[key] = (found, spec.args)
+        return contract
+
+    def _reply(self, action: int, outcome: Any) -> None:
+        if os.getpid() != self._own:
+            os._exit(0)  # forked by the environment, however: its parent answers
+        told = {"failure": asdict(outcome)} if isinstance(outcome, EnvironmentFailure) else {"value": outcome}
+        try:
+            self._send({"action": action, **told})
+        except (TypeError, ValueError, RecursionError) as error:
+            failure = EnvironmentFailure("contract", "returned what is no JSON", shortened(str(error)))
+            self._send({"action": action, "failure": asdict(failure)})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        line = json.dumps(message, allow_nan=False).encode() + b"\n"
+        if len(line) > MAX_REPLY:
+            raise ValueError(f"{len(line):,} bytes, and at most {MAX_REPLY:,} can be sent")
+        with self._lock, contextlib.suppress(OSError):  # the parent has hung up: the process is about to end
+            self._connection.sendall(line)
+
+
+def _unusable(name: str, problem: str) -> EnvironmentContract:
+    return EnvironmentContract(name.rpartition(":")[2], [], False, False, False, [problem], [])
+
+
+def work(connection: socket.socket) -> None:
+    """Serve episodes until the parent hangs up."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    seeding.install()
+    _Child(connection).work()
+
+
+if __name__ == "__main__":
+    run_guarded(work)

@@ -1,0 +1,162 @@
+"""One episode in an environment's process: a thread that owns an instance and does one action after another.
+
+A thread of its own, from the constructor to `close`, since some resources (a connection of sqlite3) serve only the
+thread that made them. Coroutines of all episodes run on one loop, which their clients may share, and which goes on
+between actions.
+"""
+
+import asyncio
+import inspect
+import random
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from functools import cached_property
+from queue import SimpleQueue
+from typing import Any
+
+from rlctl.environments import seeding
+from rlctl.environments.contract import (
+    RESERVED,
+    ContractError,
+    checked_observation,
+    checked_reward,
+    checked_step,
+    reset_arguments,
+    tool_text,
+)
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.utils.user_code import error_text, raised_at, shortened, trace_of
+
+# Characters of all results of an action.
+MAX_TEXT = 1 << 18
+_CUT = "... [cut: a tool may answer with {} characters]"
+Reply = Callable[[int, Any], None]
+
+
+class CoroutineLoop:
+    """The event loop of the process, on a thread that starts with the first coroutine."""
+
+    @cached_property
+    def running(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+        return loop
+
+    def gather(self, coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+        """Return the result or exception of each, awaited side by side."""
+
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*coroutines, return_exceptions=True)
+
+        return asyncio.run_coroutine_threadsafe(all_of_them(), self.running).result()
+
+
+class Episode(threading.Thread):
+    """An instance of the environment and the actions that wait for it.
+
+    reply: called with (id of the action, value or EnvironmentFailure).
+    """
+
+    def __init__(self, environment: type, arguments: Mapping[str, Any], loop: CoroutineLoop, reply: Reply) -> None:
+        super().__init__(name="episode", daemon=True)
+        self._class, self._arguments, self._loop, self._reply = environment, arguments, loop, reply
+        self._actions: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
+        self._generator = random.Random()
+        self._environment: Any = None
+
+    def submit(self, action: int, kind: str, payload: Any) -> None:
+        """Queue an action: reset, call, step, reward or close, which is the last."""
+        self._actions.put((action, kind, payload))
+
+    def run(self) -> None:
+        seeding.use(self._generator)
+        kind = ""
+        while kind != "close":
+            action, kind, payload = self._actions.get()
+            self._reply(action, self._attempt(kind, payload))
+
+    def _attempt(self, kind: str, payload: Any) -> Any:
+        """Return the value of an action, or its failure. Nothing that the user's code raises gets out."""
+        try:
+            return getattr(self, f"_{kind}")(payload)
+        except ContractError as error:
+            return EnvironmentFailure("contract", f"{kind} broke the contract", shortened(str(error)))
+        except MemoryError as error:
+            return EnvironmentFailure("memory", f"{kind} raised MemoryError", error_text(error), trace_of(error))
+        except BaseException as error:  # SystemExit and CancelledError too
+            where = raised_at(error, getattr(self._class, "reset", self._class), __file__)
+            cause = f"{kind} raised {type(error).__name__}" + f" at {where}" * bool(where)
+            return EnvironmentFailure("raised", cause, error_text(error), trace_of(error))
+
+    def _reset(self, payload: tuple[Mapping[str, Any], int]) -> Any:
+        row, seed = payload
+        self._generator.seed(seed)
+        self._environment = self._class(**self._arguments)
+        reset = self._environment.reset
+        return checked_observation(self._finished(reset(**reset_arguments(reset, row, seed))))
+
+    def _step(self, message: str) -> Any:
+        return checked_step(self._finished(self._method("step")(message)))
+
+    def _reward(self, payload: None) -> Any:
+        return checked_reward(self._finished(self._method("get_reward")()))
+
+    def _close(self, payload: None) -> None:
+        if hasattr(self._environment, "close"):
+            self._finished(self._environment.close())
+
+    def _call(self, calls: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
+        """Return [text, failed] a call, in order. Coroutines run side by side, after all others."""
+        outcomes = [self._begun(name, arguments) for name, arguments in calls]
+        waiting = [index for index, each in enumerate(outcomes) if inspect.iscoroutine(each)]
+        if waiting:
+            coroutines = [seeding.using(self._generator, outcomes[index]) for index in waiting]
+            for index, outcome in zip(waiting, self._loop.gather(coroutines), strict=True):
+                outcomes[index] = outcome
+        left, results = MAX_TEXT, []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and (
+                isinstance(outcome, MemoryError) or not isinstance(outcome, Exception)
+            ):
+                raise outcome
+            failed = isinstance(outcome, Exception)
+            text = f"Error: {_raised_text(outcome)}" if failed else tool_text(outcome)
+            if len(text) > left:
+                text = text[:left] + _CUT.format(f"{MAX_TEXT:,}")
+            left -= min(left, len(text))
+            results.append([text, failed])
+        return results
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        """Return a method that the class may lack. Raises ContractError."""
+        method: Callable[..., Any] | None = getattr(self._environment, name, None)
+        if method is None:
+            raise ContractError(f"{self._class.__name__} has no method {name}")
+        return method
+
+    def _begun(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return a tool's result, its coroutine, or the exception that it raised."""
+        try:
+            tool = None if name in RESERVED or name.startswith("_") else getattr(self._environment, name, None)
+            if not inspect.ismethod(tool):
+                return ValueError(f"there is no tool {name!r}")
+            return tool(**arguments)
+        except Exception as error:
+            return error
+
+    def _finished(self, value: Any) -> Any:
+        """Return a value, awaited if it is a coroutine."""
+        if not inspect.iscoroutine(value):
+            return value
+        (outcome,) = self._loop.gather([seeding.using(self._generator, value)])
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+def _raised_text(error: Exception) -> str:
+    """Return an exception's text for the model; its type's name where it has none."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # an exception of the user's, whose text is the user's code
+        return type(error).__name__

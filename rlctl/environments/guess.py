@@ -1,0 +1,58 @@
+"""Higher or lower: guess a number within a range. A game without tools, for models of any size.
+
+With 15 numbers and 5 guesses, guessing blindly wins 29% of the games, guessing at random among what the hints leave
+80%, and halving the range all of them.
+"""
+
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_PROMPT = "I am thinking of a number from {low} to {high}. You have {guesses} guesses. Answer with one number."
+
+
+class Guess:
+    """One game. guesses: how many there are. prompt, higher, lower, unclear: what the model reads."""
+
+    def __init__(
+        self,
+        guesses: int = 5,
+        prompt: str = _PROMPT,
+        higher: str = "higher",
+        lower: str = "lower",
+        unclear: str = "Answer with one number.",
+    ) -> None:
+        self._guesses, self._prompt = guesses, prompt
+        self._higher, self._lower, self._unclear = higher, lower, unclear
+
+    def reset(self, low: int = 1, high: int = 15, secret: int | None = None, **row: Any) -> str:
+        """Begin a game. The secret is drawn unless the row has one."""
+        self._secret = random.randint(low, high) if secret is None else secret
+        self._left, self._won = self._guesses, False
+        return self._prompt.format(low=low, high=high, guesses=self._guesses)
+
+    def step(self, message: str) -> str | None:
+        """Judge a guess, the last number of the message. A message without a number is a guess too."""
+        self._left -= 1
+        # Longer ones are no guess, and Python converts no number of thousands of digits.
+        numbers = re.findall(r"-?\d{1,18}", message)
+        self._won = bool(numbers) and int(numbers[-1]) == self._secret
+        if self._won or self._left <= 0:
+            return None
+        if not numbers:
+            return self._unclear
+        return self._higher if int(numbers[-1]) < self._secret else self._lower
+
+    def get_reward(self) -> float:
+        """Return 1 for a game that was won, else 0."""
+        return float(self._won)
+
+
+def tasks(seed: int, held_out: bool = False, numbers: int = 15, highest: int = 99) -> Iterator[dict[str, Any]]:
+    """Yield rows without end. Ranges that begin at a multiple of 5 are held out: never among the others."""
+    draw = random.Random(seed)
+    lows = [low for low in range(1, highest - numbers + 2) if (low % 5 == 0) == held_out]
+    while True:
+        low = draw.choice(lows)
+        yield {"low": low, "high": low + numbers - 1, "secret": draw.randint(low, low + numbers - 1)}

@@ -1,0 +1,55 @@
+"""Outcomes of an environment's actions, as plain data on both sides of the connection: results of tools, failures."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlctl.environments.contract import Message
+
+FailureKind = Literal["raised", "timeout", "died", "memory", "contract"]
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """One environment of a run."""
+
+    # A name of ENVIRONMENTS in config/plugins.py, module:Class or file.py:Class.
+    name: str
+    # Seconds that a reset, a tool, a step or a reward may take.
+    timeout_s: float
+    # Keyword arguments of the class.
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EnvironmentFailure:
+    """Reason why an episode ended without a value. It is no reward of 0: the rollout is tried again or left out."""
+
+    # raised: by reset, step or get_reward (a tool's exception goes to the model instead). timeout: past its deadline.
+    # died: its process ended. memory: its process used more than its bound. contract: a value of the wrong type.
+    kind: FailureKind
+    # Action and place, free of the rollout's own text. Failures of one cause are counted together.
+    cause: str
+    # One line of the failure's own text.
+    detail: str = ""
+    # Traceback in the user's code.
+    trace: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.detail}" if self.detail else self.cause
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """Answer to one call."""
+
+    # Name of the tool; empty for a malformed call.
+    name: str
+    # Text that the model reads.
+    content: str
+    # True if the tool raised, is unknown, or the call was malformed.
+    failed: bool
+
+    def message(self) -> Message:
+        """Return the message of role `tool`."""
+        named = {"name": self.name} if self.name else {}
+        return {"role": "tool", **named, "content": self.content}

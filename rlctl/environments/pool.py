@@ -1,0 +1,258 @@
+"""Pool of processes that run environments: submit an action from any thread, get a future of its outcome.
+
+An episode is whatever the caller names it by. Its actions are submitted one after another: reset, then calls or steps,
+then the reward, then close. An `EnvironmentFailure` ends the episode; nothing more needs to be submitted for it.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rlctl.environments.contract import (
+    ENVIRONMENT_COLUMN,
+    ContractError,
+    EnvironmentContract,
+    Observation,
+    Reward,
+    checked_observation,
+    checked_reward,
+    checked_step,
+)
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
+from rlctl.environments.process import EnvironmentProcess
+from rlctl.environments.tool_calls import Call, MalformedCall
+from rlctl.utils.cores import usable_cores
+from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
+
+Value = TypeVar("Value")
+
+MAX_PROCESSES = 4
+# Seconds between two looks at the memory of all processes; children are counted in every fifth.
+_MEMORY_EVERY_S = 0.2
+_CLOSED = EnvironmentFailure("died", "the pool was closed")
+
+
+class UnusableEnvironmentError(ValueError):
+    """Environments that cannot be used. problems: (key of the environment, reason)."""
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("\n".join(f"{key}: {reason}" for key, reason in problems))
+        self.problems = problems
+
+
+class EnvironmentPool:
+    """Environments of a run with their processes. Close it, or use it in a `with`.
+
+    specs: environments by key; with several, a row's column `environment` chooses by it. memory_mib: most resident
+    memory of a process with its children. processes: at most so many; None: one a core, up to `MAX_PROCESSES`.
+    logs: folder for environments.log (output, up to a bound) and environment-errors.log (tracebacks); None: the
+    standard error. emit: writes an event at the first failure of each cause.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, EnvironmentSpec],
+        memory_mib: int,
+        processes: int | None = None,
+        logs: Path | None = None,
+        emit: Emit | None = None,
+    ) -> None:
+        self._specs, self._memory_bytes = dict(specs), memory_mib << 20
+        self._size = processes or min(MAX_PROCESSES, usable_cores())
+        self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit)
+        self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
+        # Below here everything belongs to the loop's thread.
+        self._loop = asyncio.new_event_loop()
+        self._processes: list[EnvironmentProcess] = []
+        self._episodes: dict[Hashable, tuple[EnvironmentProcess, int, str]] = {}
+        self._numbers = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._thread.start()
+        self._submit(self._begin())
+
+    def contracts(self) -> dict[str, EnvironmentContract]:
+        """Return the contract of each environment by its key. Starts a process, and waits for it.
+
+        Raises UnusableEnvironmentError with every problem of every environment.
+        """
+        told = self._submit(self._contracts()).result()
+        if isinstance(told, EnvironmentFailure):
+            raise UnusableEnvironmentError([(key, str(told)) for key in self._specs])
+        problems = [(key, problem) for key, contract in told.items() for problem in contract.problems]
+        if problems:
+            raise UnusableEnvironmentError(problems)
+        return told
+
+    def reset(self, episode: Hashable, row: Mapping[str, Any], seed: int) -> "Future[Observation | EnvironmentFailure]":
+        """Make an instance and begin an episode. seed: the group's, equal for all of its rollouts."""
+        return self._submit(self._reset(episode, dict(row), seed))
+
+    def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
+        """Call tools; one result a call, in order. What a tool raises is a result, and so is a malformed call."""
+        return self._submit(self._call(episode, list(calls)))
+
+    def step(self, episode: Hashable, message: str) -> "Future[str | EnvironmentFailure | None]":
+        """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
+        return self._submit(self._act(episode, "step", message, checked_step))
+
+    def reward(self, episode: Hashable) -> "Future[Reward | EnvironmentFailure]":
+        """Return the value of the episode."""
+        return self._submit(self._act(episode, "reward", None, checked_reward))
+
+    def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
+        """End an episode: its instance's `close` is called, if it has one. Without effect where it has ended."""
+        return self._submit(self._close(episode))
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the supervisors."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def shutdown(self) -> None:
+        """End all processes. Actions that still wait fail."""
+        self._submit(self._end()).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._log is not None:
+            self._log.close()
+
+    def __enter__(self) -> "EnvironmentPool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _submit(self, work: Coroutine[Any, Any, Value]) -> "Future[Value]":
+        if self._loop.is_closed():
+            work.close()
+            raise RuntimeError("the pool of environments is shut down")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _begin(self) -> None:
+        self._spawn(self._watch_memory())
+
+    async def _contracts(self) -> dict[str, EnvironmentContract] | EnvironmentFailure:
+        return await asyncio.shield(self._place().ready)
+
+    async def _reset(self, episode: Hashable, row: dict[str, Any], seed: int) -> Observation | EnvironmentFailure:
+        key = self._key_of(row)
+        if key not in self._specs:
+            known = ", ".join(self._specs)
+            failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
+            return self._failed(str(key), failure)
+        if episode in self._episodes:
+            return self._failed(
+                key, EnvironmentFailure("contract", "reset of an episode that is going on", repr(episode))
+            )
+        process, number = self._place(), next(self._numbers)
+        process.episodes.add(number)
+        self._episodes[episode] = (process, number, key)
+        ready = await asyncio.shield(process.ready)
+        refused = ready if isinstance(ready, EnvironmentFailure) else _refused(ready[key])
+        if refused is None:
+            return await self._act(episode, "reset", (key, row, seed), checked_observation)
+        self._episodes.pop(episode, None)
+        process.episodes.discard(number)
+        return self._failed(key, refused)
+
+    async def _call(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
+        formed = [(each.name, each.arguments) for each in calls if not isinstance(each, MalformedCall)]
+
+        def checked(value: Any) -> list[tuple[str, bool]]:
+            if not isinstance(value, list) or len(value) != len(formed):
+                raise ContractError("not one result a call")
+            return [(str(text), bool(failed)) for text, failed in value]
+
+        told = await self._act(episode, "call", formed, checked) if formed else []
+        if isinstance(told, EnvironmentFailure):
+            return told
+        answers = iter(told)
+        return [
+            ToolResult("", f"Error: the tool call is {each.error}", failed=True)
+            if isinstance(each, MalformedCall)
+            else ToolResult(each.name, *next(answers))
+            for each in calls
+        ]
+
+    async def _act(
+        self, episode: Hashable, kind: str, payload: Any, checked: Callable[[Any], Value]
+    ) -> Value | EnvironmentFailure:
+        """Return the checked value of an action. A failure is counted, and ends the episode."""
+        if episode not in self._episodes:
+            return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
+        process, number, key = self._episodes[episode]
+        outcome = await process.act(number, kind, payload, self._specs[key].timeout_s)
+        if not isinstance(outcome, EnvironmentFailure):
+            with suppress(ContractError, TypeError, ValueError):
+                return checked(outcome)
+            outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
+        self._episodes.pop(episode, None)
+        self._spawn(self._leave(process, number, None if outcome.kind == "timeout" else key))
+        return self._failed(key, outcome)
+
+    async def _close(self, episode: Hashable) -> EnvironmentFailure | None:
+        if episode not in self._episodes:
+            return None
+        process, number, key = self._episodes.pop(episode)
+        failure = await self._leave(process, number, key)
+        return failure and self._failed(key, failure)
+
+    async def _leave(self, process: EnvironmentProcess, number: int, key: str | None) -> EnvironmentFailure | None:
+        """Take an episode out of its process, closed first unless it hangs (key None). End a process that is to end."""
+        outcome = None
+        if key is not None and not process.ended:
+            outcome = await process.act(number, "close", None, self._specs[key].timeout_s)
+        process.episodes.discard(number)
+        if process.hangs and not process.episodes and not process.ended:
+            await process.stop(EnvironmentFailure("timeout", "an episode of its process hung"))
+        return outcome if isinstance(outcome, EnvironmentFailure) else None
+
+    def _key_of(self, row: Mapping[str, Any]) -> Any:
+        """Return the key of a row's environment: its column `environment` where there are several."""
+        return row.get(ENVIRONMENT_COLUMN) if len(self._specs) > 1 else next(iter(self._specs))
+
+    def _place(self) -> EnvironmentProcess:
+        """Return the process with the fewest episodes; a new one while all have some and there may be more."""
+        self._processes = [each for each in self._processes if not each.ended]
+        usable = [each for each in self._processes if not each.hangs]
+        if usable and (len(usable) >= self._size or any(not each.episodes for each in usable)):
+            return min(usable, key=lambda each: len(each.episodes))
+        process = EnvironmentProcess(self._specs, self._memory_bytes, self._log.descriptor if self._log else None)
+        self._processes.append(process)
+        return process
+
+    def _failed(self, key: str, failure: EnvironmentFailure) -> EnvironmentFailure:
+        self.failures.add(key, failure)
+        return failure
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch_memory(self) -> None:
+        for count in itertools.count():
+            await asyncio.sleep(_MEMORY_EVERY_S)
+            for process in list(self._processes):
+                await process.check_memory(deep=count % 5 == 0)
+
+    async def _end(self) -> None:
+        await asyncio.gather(*(process.stop(_CLOSED) for process in self._processes), return_exceptions=True)
+        await asyncio.sleep(0)  # whoever waited for an action gets its failure first
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+
+
+def _refused(contract: EnvironmentContract) -> EnvironmentFailure | None:
+    return EnvironmentFailure("contract", contract.problems[0]) if contract.problems else None

@@ -1,0 +1,185 @@
+"""Driver's end of a process that runs episodes: actions with deadlines, memory, and the end of the process.
+
+All of it runs on the pool's event loop, so that many episodes wait side by side. An action past its deadline costs its
+episode; the process then gets no new ones, and ends when its others have. A process that dies costs its episodes.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+from rlctl.environments.child import MAX_REPLY
+from rlctl.environments.contract import EnvironmentContract
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.workers.guarded import GuardedProcess
+
+START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+Started = dict[str, EnvironmentContract] | EnvironmentFailure
+_FOREIGN = "wrote to a file descriptor that is not its own"
+
+
+class EnvironmentProcess:
+    """One child process and the episodes in it.
+
+    specs: environments by key. memory_bytes: most resident memory of the process and its children. output: descriptor
+    for what environments print; None: the standard error.
+    """
+
+    def __init__(self, specs: dict[str, EnvironmentSpec], memory_bytes: int, output: int | None) -> None:
+        self._specs, self._memory_bytes = specs, memory_bytes
+        self._process = GuardedProcess("rlctl.environments.child", MAX_REPLY, output)
+        self._writer: asyncio.StreamWriter | None = None
+        self._actions = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        # Actions whose replies nobody waits for any more.
+        self._given_up: set[int] = set()
+        self._ending: asyncio.Task[Any] | None = None
+        self._worker: int | None = None
+        self._reason: EnvironmentFailure | None = None
+        # Numbers of the episodes that are in it.
+        self.episodes: set[int] = set()
+        # True from the first action past its deadline on: a thread of it hangs, and cannot be ended alone.
+        self.hangs = False
+        # True when it has ended, or is about to.
+        self.ended = False
+        self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
+        # Contracts by key, or the reason why it could not start.
+        self.ready: asyncio.Task[Started] = asyncio.create_task(self._start())
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor."""
+        return self._process.pid
+
+    async def _start(self) -> Started:
+        reader, self._writer = await asyncio.open_connection(sock=await self._launched, limit=MAX_REPLY)
+        self._writer.write(pickle.dumps(self._specs))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self._worker = int((await _message(reader))["pid"])
+                told = (await _message(reader))["contracts"]
+                contracts = {key: EnvironmentContract(**told[key]) for key in self._specs}
+        except TimeoutError:
+            failure = EnvironmentFailure("timeout", f"environments took longer than {START_TIMEOUT_S:g} s to load")
+        except (EOFError, ConnectionError):
+            failure = EnvironmentFailure("died", "an environment ended its process while loading", await self._how())
+        except (ValueError, KeyError, TypeError) as error:
+            failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", str(error)[:200])
+        else:
+            self._reading = asyncio.create_task(self._read(reader))
+            return contracts
+        await self.stop(failure)
+        return failure
+
+    async def act(self, episode: int, kind: str, payload: Any, timeout_s: float) -> Any:
+        """Return the value of an action, or the EnvironmentFailure that ended its episode."""
+        if self.ended or self._writer is None:
+            return self._reason or EnvironmentFailure("died", "its process has ended")
+        action = next(self._actions)
+        outcome = self._waiting[action] = asyncio.get_running_loop().create_future()
+        self._writer.write(pickle.dumps((action, episode, kind, payload)))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await outcome
+        except TimeoutError:
+            self.hangs = True
+            return EnvironmentFailure("timeout", f"{kind} took longer than {timeout_s:g} s")
+        finally:
+            del self._waiting[action]
+            if not outcome.done() or outcome.cancelled():
+                self._given_up.add(action)
+
+    async def check_memory(self, deep: bool) -> None:
+        """End the process if it uses too much memory. deep: count the memory of its children too."""
+        if self._worker is None or self.ended:
+            return
+        used = _resident_bytes(self._worker, deep)
+        if used > self._memory_bytes:
+            bound = f"{self._memory_bytes >> 20:,} MiB"
+            detail = (
+                f"{used >> 20:,} MiB in a process of {len(self.episodes)} episodes, and at most {bound} are allowed"
+            )
+            await self.stop(EnvironmentFailure("memory", f"its process used more than {bound}", detail))
+
+    async def stop(self, reason: EnvironmentFailure) -> None:
+        """End the process. Actions that still wait fail for this reason."""
+        self._fail(reason)
+        await self._launched
+        if self._ending is None:
+            self._ending = asyncio.create_task(asyncio.to_thread(self._process.stop))
+        await asyncio.shield(self._ending)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _fail(self, reason: EnvironmentFailure) -> None:
+        self.ended, self._reason = True, self._reason or reason
+        for outcome in self._waiting.values():
+            if not outcome.done():
+                outcome.set_result(self._reason)
+
+    async def _how(self) -> str:
+        """Return how a process ended that has hung up, in words."""
+        self.ended = True
+        if self._ending is None:
+            self._ending = asyncio.create_task(asyncio.to_thread(self._process.ending))
+        return str(await asyncio.shield(self._ending))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand each reply to its action, until the process ends."""
+        try:
+            while True:
+                self._deliver(await _message(reader))
+        except (EOFError, ConnectionError):
+            reason = EnvironmentFailure("died", "its process ended", await self._how())
+        except (ValueError, KeyError, TypeError) as error:
+            reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", str(error)[:200])
+        await self.stop(reason)
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        """Raises ValueError, KeyError or TypeError for what is no reply to an action of this process."""
+        action = message["action"]
+        told = message.get("failure")
+        value = message.get("value") if told is None else EnvironmentFailure(**told)
+        if action in self._given_up:
+            self._given_up.discard(action)
+        elif not (outcome := self._waiting[action]).done():
+            outcome.set_result(value)
+
+
+async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
+    """Return the next message. Raises EOFError at the end, ValueError for a line that is none."""
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError
+    try:
+        message: Any = json.loads(line)
+    except RecursionError as error:  # one that is nested too deep
+        raise ValueError("nested too deep") from error
+    if not isinstance(message, dict):
+        raise ValueError("a message is a JSON object")
+    if b"\\ud" in line or b"\\uD" in line:  # half of a character, which no tokenizer takes
+        message = json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace"))
+    return dict(message)
+
+
+def _resident_bytes(pid: int, deep: bool) -> int:
+    """Return the resident memory of a process, with all that descend from it if `deep`; 0 if it is gone.
+
+    Memory that several of them share counts several times.
+    """
+    total, left = 0, [pid]
+    while left:
+        folder = Path("/proc", str(left.pop()))
+        try:
+            total += int((folder / "statm").read_text().split()[1]) * _PAGE
+            if deep:
+                for task in (folder / "task").iterdir():
+                    left += map(int, (task / "children").read_text().split())
+        except (OSError, ValueError, IndexError):  # it has ended, or the kernel keeps no list of children
+            continue
+    return total

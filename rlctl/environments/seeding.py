@@ -1,0 +1,57 @@
+"""Python's `random`, seeded for each episode by itself, although many run as threads of one process.
+
+All rollouts of a group have the same seed. An environment that draws its task with `random` in `reset`, as TRL's
+examples do, so gives all of them the same task, whatever runs beside them. NumPy's global generator is not seeded: an
+environment that uses NumPy takes the parameter `seed` in `reset`.
+"""
+
+import random
+from collections.abc import Awaitable
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+_fallback = random.Random()
+_current: ContextVar[random.Random] = ContextVar("generator of the episode", default=_fallback)
+
+
+class _EpisodeRandom(random.Random):
+    """The generator behind the functions of `random`. Each call draws from the generator of the caller's episode."""
+
+    def random(self) -> float:
+        return _current.get().random()
+
+    def getrandbits(self, k: int, /) -> int:
+        return _current.get().getrandbits(k)
+
+    def seed(self, a: Any = None, version: int = 2) -> None:
+        _current.get().seed(a, version)
+
+    def getstate(self) -> tuple[Any, ...]:
+        return _current.get().getstate()
+
+    def setstate(self, state: tuple[Any, ...]) -> None:
+        _current.get().setstate(state)
+
+    def gauss(self, mu: float = 0.0, sigma: float = 1.0) -> float:
+        return _current.get().gauss(mu, sigma)
+
+
+def install() -> None:
+    """Replace the functions of `random`. Call it before the user's code is imported, which may hold on to them."""
+    shared, ours = random.seed.__self__, _EpisodeRandom()  # type: ignore[attr-defined]
+    for name in random.__all__:
+        if getattr(getattr(random, name), "__self__", None) is shared:
+            setattr(random, name, getattr(ours, name))
+
+
+def use(generator: random.Random) -> None:
+    """Draw from `generator` in this thread from now on."""
+    _current.set(generator)
+
+
+async def using(generator: random.Random, awaited: Awaitable[Result]) -> Result:
+    """Await something that draws from `generator`, beside others on the same loop that have their own."""
+    use(generator)
+    return await awaited

@@ -1,0 +1,122 @@
+"""Text to SQL: a question about a small shop, a tool that queries its database, and one that takes the query."""
+
+import random
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+
+SCHEMA = """
+CREATE TABLE customers (id INTEGER PRIMARY KEY, name TEXT, city TEXT);
+CREATE TABLE orders (id INTEGER PRIMARY KEY, customer_id INTEGER, product TEXT, quantity INTEGER, price REAL);
+"""
+_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jon", "Kira", "Leo")
+_CITIES = ("Oslo", "Porto", "Lyon", "Graz", "Turin")
+_PRODUCTS = ("lamp", "chair", "desk", "shelf", "rug", "clock")
+# Rows that are shown; steps of SQLite's machine that a query may take, some 0.1 s.
+_SHOWN, _STEPS = 20, 10_000_000
+
+
+class Sqlite:
+    """One question about a database in memory, which is made from the row's number `shop`."""
+
+    def reset(self, question: str, sql: str, shop: int = 0, **row: Any) -> str:
+        """Make the database, and ask."""
+        self._database = sqlite3.connect(":memory:")
+        self._database.executescript(SCHEMA)
+        _fill(self._database, shop)
+        self._database.execute("PRAGMA query_only = ON")
+        self._ordered, self._right = "order by" in sql.lower(), self._rows(sql)
+        self._given: str | None = None
+        return f"A SQLite database has these tables:{SCHEMA}\n{question}\nTry queries, then submit the right one."
+
+    def query(self, sql: str) -> str:
+        """Run a SELECT statement.
+
+        Args:
+            sql: One statement of SQLite.
+
+        Returns:
+            The rows, one a line.
+        """
+        rows = self._rows(sql)
+        more = [f"... and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+        return "\n".join([*("|".join(map(str, row)) for row in rows[:_SHOWN]), *more]) or "no rows"
+
+    def submit(self, sql: str) -> str:
+        """Submit the statement that answers the question.
+
+        Args:
+            sql: One SELECT statement of SQLite.
+
+        Returns:
+            A confirmation.
+        """
+        self._given = sql
+        return "Submitted."
+
+    def get_reward(self) -> float:
+        """Return 1 if the submitted statement gives the rows that were asked for, else 0."""
+        try:
+            given = self._rows(self._given or "")
+        except sqlite3.Error:
+            return 0.0
+        return float(
+            given == self._right if self._ordered else sorted(map(repr, given)) == sorted(map(repr, self._right))
+        )
+
+    def close(self) -> None:
+        """Free the database."""
+        self._database.close()
+
+    def _rows(self, sql: str) -> list[tuple[Any, ...]]:
+        """Return all rows. Raises sqlite3.Error, also for a statement that takes too long or changes anything."""
+        self._database.set_progress_handler(lambda: 1, _STEPS)
+        return self._database.execute(sql).fetchall()
+
+
+def _fill(database: sqlite3.Connection, shop: int) -> None:
+    draw = random.Random(shop)
+    names = draw.sample(_NAMES, draw.randint(6, len(_NAMES)))
+    database.executemany(
+        "INSERT INTO customers (name, city) VALUES (?, ?)", [(each, draw.choice(_CITIES)) for each in names]
+    )
+    orders = [
+        (draw.randint(1, len(names)), draw.choice(_PRODUCTS), draw.randint(1, 9), draw.randint(5, 80) / 2)
+        for _ in range(draw.randint(20, 40))
+    ]
+    database.executemany("INSERT INTO orders (customer_id, product, quantity, price) VALUES (?, ?, ?, ?)", orders)
+
+
+_QUESTIONS = (
+    ("How many customers live in {city}?", "SELECT count(*) FROM customers WHERE city = '{city}'"),
+    ("How many orders have more than {number} pieces?", "SELECT count(*) FROM orders WHERE quantity > {number}"),
+    (
+        "How many pieces of the product {product} were ordered?",
+        "SELECT coalesce(sum(quantity), 0) FROM orders WHERE product = '{product}'",
+    ),
+    (
+        "Which customers (name) have ordered the product {product}? List each once.",
+        "SELECT DISTINCT name FROM customers JOIN orders ON customers.id = customer_id WHERE product = '{product}'",
+    ),
+    (
+        "What did the orders from {city} bring in all, as quantity times price?",
+        "SELECT coalesce(sum(quantity * price), 0) FROM customers JOIN orders ON customers.id = customer_id "
+        "WHERE city = '{city}'",
+    ),
+    (
+        "List the {number} products with the most pieces ordered, product and pieces, most first, ties by name.",
+        "SELECT product, sum(quantity) AS pieces FROM orders GROUP BY product "
+        "ORDER BY pieces DESC, product LIMIT {number}",
+    ),
+)
+
+
+def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield rows without end. Shops with a number that is a multiple of 5 are held out: never among the others."""
+    draw = random.Random(seed)
+    while True:
+        shop = draw.randrange(100_000)
+        if (shop % 5 == 0) == held_out:
+            question, sql = draw.choice(_QUESTIONS)
+            words = {"city": draw.choice(_CITIES), "product": draw.choice(_PRODUCTS), "number": draw.randint(2, 6)}
+            yield {"question": question.format(**words), "sql": sql.format(**words), "shop": shop}

@@ -1,0 +1,46 @@
+"""Groups that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2). Pure.
+
+A rollout whose advantage is 0 has no gradient. Where a step is full of such groups, it learns from few rollouts, and
+its gradient is noisier from step to step. `RolloutBuffer` samples other groups in their place.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rlctl.config.grpo_schema import GrpoSection
+from rlctl.rollout.types import Rollout
+
+UNIFORM = "all rewards equal"
+RIGHT, WRONG = "all answers right", "all answers wrong"
+TRUNCATED = "all answers cut at generation.max_new_tokens"
+Filter = Literal["rewards", "accuracy"] | None
+
+
+def why_nothing(rewards: Sequence[float], right: Sequence[bool], by: Filter) -> str | None:
+    """Return the reason for which a group teaches nothing; None if it does teach, or `by` is None.
+
+    rewards, right: of the rollouts that count in the group's baseline. rewards: all are equal, so that every advantage
+    is 0. accuracy: 0 < number of right answers < group size fails (arXiv 2503.14476, equation 11); a reward for
+    anything else than the answer, such as its length, does not keep such a group.
+    """
+    if by == "rewards":
+        return UNIFORM if len(set(rewards)) == 1 else None
+    if by == "accuracy" and len(set(right)) == 1:
+        return RIGHT if right[0] else WRONG
+    return None
+
+
+def is_cut(rollout: Rollout) -> bool:
+    """Return whether a rollout was cut at generation.max_new_tokens."""
+    return rollout.finish == "length"
+
+
+def why_left_out(scored: Sequence[tuple[Rollout, float]], config: GrpoSection) -> str | None:
+    """Return the reason for which none of a group's rollouts is trained; None if some are.
+
+    scored: the rollouts that count in the group's baseline, and their rewards.
+    """
+    if config.overlong.mask and all(is_cut(rollout) for rollout, _ in scored):
+        return TRUNCATED
+    right = [rollout.score is not None and rollout.score.right for rollout, _ in scored]
+    return why_nothing([reward for _, reward in scored], right, config.dynamic_sampling.filter)

@@ -1,0 +1,55 @@
+"""Soft punishment of answers that come near the longest one (DAPO, arXiv 2503.14476, section 3.4). Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlctl.config.plugins import OVERLONG
+from rlctl.config.schema import GrpoConfig
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.buffer import ScoreGroups
+from rlctl.rollout.types import Rollout, RolloutGroup
+
+
+def soft_penalty(length: int, longest: int, tokens: int, penalty: float) -> float:
+    """Return what is added to the reward of an answer of `length` sampled tokens, from -penalty to 0.
+
+    With L_max = `longest` and L_cache = `tokens` (DAPO, arXiv 2503.14476, equation 13, times `penalty`):
+
+        0                                         length <= L_max - L_cache
+        ((L_max - L_cache) - length) / L_cache    L_max - L_cache < length <= L_max
+        -1                                        L_max < length
+    """
+    return -penalty * min(1.0, max(0.0, (length - (longest - tokens)) / tokens))
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """Scores the groups that are trained: the rewards, and what their lengths cost. Validation is scored without."""
+
+    score: ScoreGroups
+    longest: int
+    tokens: int
+    penalty: float
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with scores, of which the penalty is a part named `overlong`. A failed reward stays so."""
+        return [
+            replace(group, rollouts=[replace(each, score=self._punished(each)) for each in group.rollouts])
+            for group in self.score(groups)
+        ]
+
+    def _punished(self, rollout: Rollout) -> Score | None:
+        score = rollout.score
+        if score is None:
+            return None
+        penalty = soft_penalty(rollout.num_sampled, self.longest, self.tokens, self.penalty)
+        value = None if score.value is None else score.value + penalty
+        return replace(score, value=value, parts={**score.parts, OVERLONG: penalty})
+
+
+def training_score(config: GrpoConfig, score: ScoreGroups) -> ScoreGroups:
+    """Return what scores the groups that are trained."""
+    rules = config.grpo.overlong
+    if rules.penalty_tokens is None:
+        return score
+    return OverlongPenalty(score, config.generation.max_new_tokens, rules.penalty_tokens, rules.penalty)

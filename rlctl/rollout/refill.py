@@ -1,0 +1,49 @@
+"""Number of groups that a step samples in place of those that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476).
+
+A step of N groups replaces at most B = floor(max_extra N) of them; further ones keep their place, so that no step waits
+for ever. An asynchronous run has others on their way and begins one more for each that is filtered. A synchronous step
+has none: were it to begin a replacement only when a group is filtered, it would wait for one group after another. So it
+begins more than it needs, as many as the share of the last steps asks for. It takes the first N that teach something
+in the order of their draws, so that its choice does not depend on how many it began, nor on who ended first. Pure.
+"""
+
+from collections import deque
+from math import ceil
+
+# Steps that the expected share is measured over.
+STEPS = 4
+
+
+class RefillRule:
+    """Replacements of the groups of a step: how many there may be, and how many to begin ahead of need."""
+
+    def __init__(self, groups_per_step: int, max_extra: float) -> None:
+        self._step = groups_per_step
+        # Largest number of groups of a step that are replaced.
+        self.budget = int(max_extra * groups_per_step)
+        # (groups filtered, groups that ended) of the last steps.
+        self._last: deque[tuple[int, int]] = deque(maxlen=STEPS)
+
+    def in_flight(self, filtered: int, ready: int) -> int:
+        """Return how many groups a synchronous step keeps that are not filtered: `ready` ones, and for each of the
+        N - ready places left, 1 / (1 - share) that are sampled.
+
+        filtered, ready: groups of the step under way that were scored so far. A step's worth of groups that teach
+        something is presumed, so that the first few groups of a run do not decide alone.
+        """
+        ended = sum(ended for _, ended in self._last) + filtered + ready + self._step
+        taught = ended - sum(filtered for filtered, _ in self._last) - filtered
+        wanted = ready + ceil(max(0, self._step - ready) * ended / taught)
+        return min(wanted, self._step + self.budget - filtered)
+
+    def step_over(self, filtered: int, ended: int) -> None:
+        """Note how many of the groups that ended with a step taught nothing."""
+        self._last.append((filtered, ended))
+
+    def state_dict(self) -> list[list[int]]:
+        """Return the last steps, for a checkpoint."""
+        return [list(each) for each in self._last]
+
+    def load_state_dict(self, state: list[list[int]]) -> None:
+        """Go on with the steps of a checkpoint."""
+        self._last.extend((filtered, ended) for filtered, ended in state)

@@ -1,0 +1,335 @@
+"""Environments that raise, hang, die, print or eat memory cost their own episodes, never the driver or another's."""
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
+from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.environments.tool_calls import MalformedCall, ToolCall
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.workers.user_logs import MAX_LOG_BYTES
+
+OWN = """
+import asyncio, ctypes, json, os, random, sqlite3, subprocess, sys, threading, time
+
+def speak(line):
+    for number in os.listdir("/proc/self/fd"):
+        if os.path.islink(link := f"/proc/self/fd/{number}") and "socket" in os.readlink(link):
+            os.write(int(number), line.encode() + b"\\n")
+
+class Own:
+    def __init__(self, end=None):
+        if end == "exit":
+            sys.exit(3)
+        if end == "os._exit":
+            os._exit(3)
+
+    def reset(self, hang=False, raises=False, value="ready", **row):
+        if hang:
+            time.sleep(100)
+        if raises:
+            raise KeyError("no such board")
+        self.database, self.closed = sqlite3.connect(":memory:"), row.get("closed")
+        self.row = row
+        return value
+
+    def get_reward(self):
+        return self.row.get("reward", 1.0)
+
+    def step(self, message):
+        if message == "wrong":
+            return 3
+        return None if message == "end" else message.upper()
+
+    def close(self):
+        if self.closed:
+            open(self.closed, "w").close()
+        self.database.close()
+
+    def select(self) -> str:
+        \"\"\"Ask a database that serves the thread that opened it.\"\"\"
+        return self.database.execute("select 6 * 7").fetchone()[0]
+
+    def sleep(self, seconds: float) -> str:
+        \"\"\"Sleep.
+
+        Args:
+            seconds: How long.
+        \"\"\"
+        time.sleep(seconds)
+        return "slept"
+
+    async def wait(self, seconds: float) -> str:
+        \"\"\"Wait.
+
+        Args:
+            seconds: How long.
+        \"\"\"
+        await asyncio.sleep(seconds)
+        return f"waited, {random.random()}"
+
+    def run(self, code: str) -> object:
+        \"\"\"Run Python.
+
+        Args:
+            code: An expression.
+        \"\"\"
+        return eval(code)
+"""
+FINE = [ToolResult("select", "42", failed=False)]
+
+
+@contextmanager
+def pool_of(
+    timeout_s: float = 30.0, processes: int = 1, memory_mib: int = 2048, **more: Any
+) -> Iterator[EnvironmentPool]:
+    spec = EnvironmentSpec("own.py:Own", timeout_s, more.pop("args", {}))
+    with EnvironmentPool({"own": spec}, memory_mib, processes, **more) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+
+def begun(pool: EnvironmentPool, *episodes: object, **row: Any) -> None:
+    outcomes = [each.result() for each in [pool.reset(episode, row, seed=1) for episode in episodes]]
+    assert outcomes == ["ready"] * len(episodes)
+
+
+def select(pool: EnvironmentPool, episode: object) -> object:
+    return pool.call(episode, [ToolCall("select", {})]).result()
+
+
+def run(pool: EnvironmentPool, episode: object, code: str) -> "Future[Any]":
+    return pool.call(episode, [ToolCall("run", {"code": code})])
+
+
+def failed(outcome: object) -> EnvironmentFailure:
+    assert isinstance(outcome, EnvironmentFailure), outcome
+    return outcome
+
+
+def worker_of(pool: EnvironmentPool) -> psutil.Process:
+    (supervisor,) = pool.pids()
+    (process,) = psutil.Process(supervisor).children()
+    return process
+
+
+def test_an_episode_has_one_thread_from_its_beginning_to_its_end(tmp_path: Path) -> None:
+    with pool_of() as pool:
+        begun(pool, "a", closed=str(tmp_path / "closed"))
+        assert [select(pool, "a"), select(pool, "a")] == [FINE, FINE]
+        assert pool.step("a", "hello").result() == "HELLO" and pool.step("a", "end").result() is None
+        assert pool.reward("a").result() == 1.0
+        assert pool.close("a").result() is None and (tmp_path / "closed").exists()
+        assert failed(pool.reward("a").result()).kind == "contract"
+        assert pool.close("a").result() is None
+
+
+def test_a_slow_tool_holds_up_nobody_else() -> None:
+    with pool_of() as pool:
+        begun(pool, *range(8))
+        slow = [pool.call(episode, [ToolCall("sleep", {"seconds": 0.6})]) for episode in range(7)]
+        slow.append(pool.call(7, [ToolCall("wait", {"seconds": 0.6}), ToolCall("wait", {"seconds": 0.6})]))
+        begun(pool, "quick")
+        assert select(pool, "quick") == FINE
+        assert not any(each.done() for each in slow)
+        start = time.monotonic()
+        assert all(isinstance(each.result(), list) for each in slow)
+        assert time.monotonic() - start < 3 * 0.6
+
+
+def test_a_coroutine_draws_from_its_own_episodes_generator() -> None:
+    with pool_of() as pool:
+        begun(pool, "a", "b")
+        calls = [pool.call(episode, [ToolCall("wait", {"seconds": 0.05})]) for episode in ("a", "b")]
+        first, second = (each.result() for each in calls)
+        assert first == second and select(pool, "a") == FINE
+
+
+def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones() -> None:
+    with pool_of(timeout_s=1.0) as pool:
+        begun(pool, "before")
+        (first,) = pool.pids()
+        failure = failed(pool.reset("hangs", {"hang": True}, seed=1).result())
+        assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 1 s")
+        # What was in it goes on; what is new begins elsewhere.
+        assert select(pool, "before") == FINE
+        begun(pool, "after")
+        assert len(pool.pids()) == 2 and psutil.pid_exists(first)
+        assert pool.close("before").result() is None
+        assert not psutil.pid_exists(first)
+        assert select(pool, "after") == FINE
+
+
+def test_a_tool_that_hangs_is_no_answer_of_its_own_kind() -> None:
+    with pool_of(timeout_s=0.5) as pool:
+        begun(pool, "a")
+        failure = failed(pool.call("a", [ToolCall("sleep", {"seconds": 100})]).result())
+        assert (failure.kind, failure.cause) == ("timeout", "call took longer than 0.5 s")
+        assert pool.failures.counts == {"own: call took longer than 0.5 s": 1}
+
+
+def test_a_process_that_is_killed_costs_its_episodes_and_is_replaced() -> None:
+    with pool_of() as pool:
+        begun(pool, "a", "b")
+        waiting = pool.call("a", [ToolCall("sleep", {"seconds": 100})])
+        worker_of(pool).send_signal(signal.SIGKILL)
+        for outcome in (waiting.result(), pool.reward("b").result()):
+            assert (failed(outcome).kind, failed(outcome).detail) == ("died", "SIGKILL")
+        begun(pool, "c")
+        assert select(pool, "c") == FINE
+
+
+def test_memory_without_end_ends_the_process_and_the_bound_is_told() -> None:
+    with pool_of(memory_mib=256) as pool:
+        begun(pool, "a")
+        code = "[(time.sleep(0.01), b'x' * (8 << 20))[1] for _ in iter(int, 1)]"
+        failure = failed(run(pool, "a", code).result())
+        assert (failure.kind, failure.cause) == ("memory", "its process used more than 256 MiB")
+        begun(pool, "b")
+        # What Python itself refuses is the same failure, and no text for the model.
+        assert failed(run(pool, "b", "bytearray(1 << 60)").result()).cause == "call raised MemoryError"
+
+
+def test_memory_of_children_counts() -> None:
+    with pool_of(memory_mib=256) as pool:
+        begun(pool, "a")
+        hungry = "import time; x = b'x' * (400 << 20); time.sleep(100)"
+        failure = failed(run(pool, "a", f"subprocess.run([sys.executable, '-c', {hungry!r}])").result())
+        assert failure.kind == "memory"
+
+
+@pytest.mark.parametrize(("end", "kind"), [("exit", "raised"), ("os._exit", "died")])
+def test_an_end_in_the_constructor_is_a_failure(end: str, kind: str) -> None:
+    with pool_of(args={"end": end}) as pool:
+        failure = failed(pool.reset("a", {}, seed=1).result())
+        assert failure.kind == kind
+        assert "own.py:12" in str(failure) if kind == "raised" else failure.detail == "exit code 3"
+
+
+def test_what_a_reset_raises_has_its_place_and_its_traceback(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    with pool_of(logs=tmp_path, emit=events.emit) as pool:
+        failure = failed(pool.reset("a", {"raises": True}, seed=1).result())
+        begun(pool, "b")
+    assert str(failure) == "reset raised KeyError at own.py:20: 'no such board'"
+    assert failure.kind == "raised" and "KeyError" in (tmp_path / "environment-errors.log").read_text()
+    (event,) = read_records(tmp_path / "events.jsonl")
+    assert event["what"].startswith(
+        "environment own: reset raised KeyError at own.py:20: 'no such board'; its rollouts"
+    )
+
+
+@pytest.mark.parametrize("row", [{"value": 3}, {"value": [{"type": "image"}]}])
+def test_a_value_of_the_wrong_type_breaks_the_contract(row: dict[str, Any]) -> None:
+    with pool_of() as pool:
+        assert failed(pool.reset("a", row, seed=1).result()).kind == "contract"
+        begun(pool, "b", reward="high")
+        assert "get_reward must return a finite number" in str(failed(pool.reward("b").result()))
+        begun(pool, "c")
+        assert failed(pool.step("c", "wrong").result()).kind == "contract"
+
+
+def test_output_without_end_is_bounded_and_waits_for_nobody(tmp_path: Path) -> None:
+    with pool_of(logs=tmp_path) as pool:
+        begun(pool, "a", "b")
+        run(pool, "a", "[print('x' * 100_000) for _ in iter(int, 1)]")
+        time.sleep(0.5)
+        assert select(pool, "b") == FINE
+    assert MAX_LOG_BYTES * 0.01 < (tmp_path / "environments.log").stat().st_size <= MAX_LOG_BYTES + 1000
+
+
+def test_long_results_and_odd_characters_reach_the_driver_as_text() -> None:
+    with pool_of() as pool:
+        begun(pool, "a")
+        (long,) = run(pool, "a", "'é' * 1_000_000").result()
+        assert len(long.content) < 300_000 and long.content.endswith("characters]")
+        (odd,) = run(pool, "a", """json.loads('"\\\\ud83d"')""").result()
+        assert odd.content.encode() == b"?"
+        (raised,) = run(pool, "a", "1 / 0").result()
+        assert raised == ToolResult("run", "Error: division by zero", failed=True)
+
+
+def test_calls_are_answered_in_order_the_malformed_ones_too() -> None:
+    with pool_of() as pool:
+        begun(pool, "a")
+        calls = [
+            MalformedCall("not JSON"),
+            ToolCall("wait", {"seconds": 0}),
+            ToolCall("select", {}),
+            ToolCall("reset", {}),
+        ]
+        first, second, third, fourth = pool.call("a", calls).result()  # type: ignore[misc]
+        assert first.message() == {"role": "tool", "content": "Error: the tool call is not JSON"}
+        assert second.content.startswith("waited") and third == FINE[0]
+        assert fourth.message() == {"role": "tool", "name": "reset", "content": "Error: there is no tool 'reset'"}
+
+
+@pytest.mark.parametrize("line", ["hello", '{"action": 99, "value": 1}', '{"action": [], "value": 1}', "[" * 100_000])
+def test_whoever_writes_into_the_connection_ends_the_process(line: str) -> None:
+    with pool_of() as pool:
+        begun(pool, "a")
+        failure = failed(run(pool, "a", f"speak({line!r})").result())
+        assert failure.kind == "died" and "not its own" in failure.cause
+        begun(pool, "b")
+
+
+def test_what_an_environment_forks_never_answers_for_it() -> None:
+    with pool_of() as pool:
+        begun(pool, "a")
+        (result,) = run(pool, "a", "os.fork() and 'parent' or 'child'").result()
+        assert result.content == "parent" and select(pool, "a") == FINE
+
+
+def test_everything_ends_with_the_pool() -> None:
+    with pool_of(processes=2) as pool:
+        begun(pool, "a", "b")
+        waiting = pool.call("a", [ToolCall("sleep", {"seconds": 100})])
+        pids = pool.pids()
+        assert len(pids) == 2
+    assert failed(waiting.result()).kind == "died"
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.reset("c", {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("own.py:Nothing", "own.py has no Nothing"),
+        ("nowhere.py:Own", "cannot import: FileNotFoundError"),
+        ("broken.py:Own", "cannot import: ZeroDivisionError: division by zero at broken.py:2"),
+        ("ends.py:Own", "an environment ended its process while loading: exit code 4"),
+        ("bare.py:Bare", "has no method reset"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_says_why(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "broken.py").write_text("\n1 / 0\n")
+    (tmp_path / "ends.py").write_text("import os\nos._exit(4)\n")
+    (tmp_path / "bare.py").write_text("class Bare:\n    pass\n")
+    with EnvironmentPool({"own": EnvironmentSpec(name, 5.0)}, 1024, 1) as pool:
+        with pytest.raises(UnusableEnvironmentError) as error:
+            pool.contracts()
+        assert said in str(error.value)
+        assert failed(pool.reset("a", {}, 1).result()).kind in ("contract", "died")
+
+
+def test_a_row_must_name_one_of_several(tmp_path: Path) -> None:
+    specs = {"one": EnvironmentSpec("own.py:Own", 5.0), "two": EnvironmentSpec("own.py:Own", 5.0)}
+    with EnvironmentPool(specs, 1024, 1) as pool:
+        failure = failed(pool.reset("a", {"environment": "three"}, 1).result())
+        assert str(failure) == "no such environment: a row must name one of one, two: 'three'"
+        assert pool.reset("b", {"environment": "two"}, 1).result() == "ready"

@@ -1,0 +1,95 @@
+"""Which groups teach nothing, and what becomes of answers that were cut."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
+from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
+from rlctl.data.tasks import Task
+from rlctl.generation.requests import Completion
+from rlctl.grpo.batch import add_log_probs, make_batch, why_it_teaches_nothing
+from rlctl.grpo.group_filter import RIGHT, TRUNCATED, UNIFORM, WRONG, Filter, why_nothing
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.types import Rollout, RolloutGroup
+from tests.turns import turn
+
+LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
+
+
+def config(by: Filter = None, mask: bool = False) -> GrpoSection:
+    parts = (DynamicSamplingSection(by, 3.0), OverlongSection(None, 1.0, mask), GroupMeanSection("group_mean", False))
+    return GrpoSection(1, 4, 4, 1, *parts, LOSS)
+
+
+def group(name: str, *rollouts: tuple[float | None, bool, bool]) -> RolloutGroup:
+    """Reward, right and cut of each rollout."""
+    task, found = Task(name, [7, 8], "?", "!"), []
+    for index, (value, right, cut) in enumerate(rollouts):
+        answer = Completion(np.full(3, index, np.int32), np.full(3, -0.5, np.float32), np.zeros(3, np.int32), "stop")
+        one = Rollout.of_turn(turn(0, index, task.tokens), replace(answer, finish="length" if cut else "stop"))
+        score = Score(value, {}, None, right)
+        found.append(replace(one, id=replace(one.id, task=name), score=score))
+    return RolloutGroup(task, found)
+
+
+rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6)
+
+
+@given(rewards)
+def test_a_group_of_equal_rewards_has_no_gradient_and_any_other_has(values: list[float]) -> None:
+    batch = make_batch([group("a", *((value, False, False) for value in values))], config())
+    still = all(not sequence.fields["advantage"].any() for sequence in batch.sequences)
+    assert (why_nothing(values, [False] * len(values), "rewards") == UNIFORM) == still
+
+
+def test_accuracy_is_not_blurred_by_rewards_for_other_things() -> None:
+    assert why_nothing([0.9, 0.7], [True, True], "accuracy") == RIGHT
+    assert why_nothing([0.1, 0.0], [False, False], "accuracy") == WRONG
+    assert why_nothing([0.5, 0.5], [True, False], "accuracy") is None
+    assert why_nothing([0.9, 0.7], [True, True], "rewards") is None
+    assert why_nothing([1.0, 1.0], [True, True], None) is None
+
+
+def test_rollouts_without_a_score_do_not_count_and_a_group_of_none_else_is_kept() -> None:
+    failed = (None, False, False)
+    assert why_it_teaches_nothing(config("rewards"), group("a", (1.0, True, False), failed)) == UNIFORM
+    assert why_it_teaches_nothing(config("rewards"), group("a", failed, failed)) is None
+    assert why_it_teaches_nothing(config(None, mask=True), group("a", (1.0, True, True))) is None
+    spoiled = group("a", (1.0, True, False), (0.0, False, False))
+    spoiled.rollouts[1].log_probs[-1] = np.nan
+    assert why_it_teaches_nothing(config("rewards"), spoiled) == UNIFORM
+
+
+def test_a_masked_rollout_is_not_trained_and_counts_in_the_baseline() -> None:
+    groups = [
+        group("a", (1.0, True, False), (0.0, False, True), (0.5, False, False)),
+        group("b", (1.0, True, True), (0.0, False, True)),
+    ]
+    batch = make_batch(groups, config(mask=True))
+    assert batch.places == [("a", 0), ("a", 2)]
+    assert [one.fields["advantage"][-1] for one in batch.sequences] == [0.5, 0.0]
+    assert [(one.owner, one.reward) for one in batch.masked] == [(0, 0.0)]
+    assert batch.outcomes.trained == ["a"] and batch.outcomes.filtered == {TRUNCATED: ["b"]}
+    assert len(make_batch(groups, config(mask=False)).sequences) == 5
+
+
+@pytest.mark.parametrize("by", ["rewards", "accuracy"])
+def test_a_group_that_teaches_nothing_once_a_pass_left_a_rollout_out_is_filtered(by: Filter) -> None:
+    groups = [
+        group("a", (1.0, True, False), (0.0, False, False), (1.0, True, False)),
+        group("b", (1.0, True, False), (0.0, False, True), (1.0, True, False)),
+        group("c", (0.0, False, False), (1.0, True, False)),
+    ]
+    batch = make_batch(groups, config(by, mask=True))
+    assert batch.places == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 2), ("c", 0), ("c", 1)]
+    columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
+    columns[1][4] = columns[3][4] = np.nan
+    after = add_log_probs(batch, columns, "trainer", config(by, mask=True))
+    # What was masked in b still tells its rollouts apart.
+    assert after.places == [("b", 2), ("c", 0), ("c", 1)]
+    assert after.outcomes.filtered == {UNIFORM if by == "rewards" else RIGHT: ["a"]}
+    assert [one.fields["advantage"][-1] for one in after.sequences] == [0.5, -0.5, 0.5]

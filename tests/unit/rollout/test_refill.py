@@ -1,0 +1,118 @@
+"""How many groups a step begins in place of those that teach nothing, and which of them a synchronous step takes."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.data.tasks import Task
+from rlctl.rollout.groups import GroupState, GroupTable
+from rlctl.rollout.refill import STEPS, RefillRule
+from rlctl.rollout.staleness import StalenessRule
+from tests.turns import turn
+
+
+@given(st.integers(1, 64), st.floats(0, 5), st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), max_size=8))
+def test_it_begins_what_is_missing_at_least_and_no_more_than_the_budget(
+    size: int, max_extra: float, steps: list[tuple[int, int]]
+) -> None:
+    rule = RefillRule(size, max_extra)
+    for filtered, taught in steps:
+        rule.step_over(filtered, filtered + taught)
+    for ready in range(size + 1):
+        for filtered in range(rule.budget + 1):
+            most = size + rule.budget - filtered
+            assert min(size, most) <= rule.in_flight(filtered, ready) <= most
+
+
+def test_before_anything_was_filtered_it_begins_one_for_one() -> None:
+    rule = RefillRule(8, 3.0)
+    assert [rule.in_flight(0, ready) for ready in range(9)] == [8] * 9
+
+
+def test_it_expects_the_share_of_the_last_steps_and_less_of_it_as_places_fill() -> None:
+    rule = RefillRule(10, 3.0)
+    for _ in range(20):
+        rule.step_over(15, 25)
+    # 60 of 100 groups were filtered; with a step's worth that is presumed to teach, 60 of 110.
+    assert rule.in_flight(0, 0) == 22
+    assert rule.in_flight(6, 4) < rule.in_flight(0, 0)
+    assert rule.in_flight(15, 10) == 10
+    assert rule.in_flight(29, 0) == 10 + 30 - 29
+    again = RefillRule(10, 3.0)
+    again.load_state_dict(rule.state_dict())
+    assert again.in_flight(3, 2) == rule.in_flight(3, 2)
+    assert len(rule.state_dict()) == STEPS
+
+
+def table(size: int, budget: int, numbers: int) -> GroupTable:
+    found = GroupTable(StalenessRule(size, 0, "windowed_fifo", 0.3), budget)
+    found.admit({number: Task(f"t{number}", [1], "", None) for number in range(numbers)}, 0)
+    return found
+
+
+def end(groups: GroupTable, number: int, nothing: bool) -> None:
+    groups[number].rollouts = {0: turn(number)}  # type: ignore[dict-item]
+    groups.sampled(number)
+    groups.scored(number, "nothing" if nothing else None)
+
+
+@given(st.integers(1, 4), st.integers(0, 6), st.lists(st.booleans(), min_size=10, max_size=10), st.randoms())
+def test_a_synchronous_step_takes_the_first_that_teach_whoever_ends_first(
+    size: int, budget: int, nothing: list[bool], order: random.Random
+) -> None:
+    groups = table(size, budget, size + budget)
+    expected, replaced = list[int](), 0
+    for number in range(size + budget):
+        if nothing[number] and replaced < budget:
+            replaced += 1
+        else:
+            expected.append(number)
+    expected = expected[:size]
+    while (chosen := groups.select(0)) is None:
+        number = order.choice([each.number for each in groups.in_state(GroupState.SAMPLING)])
+        end(groups, number, nothing[number])
+    assert chosen == expected
+    groups.take(chosen, 0)
+    surplus = groups.surplus()
+    assert [group.number for group in surplus] == sorted(set(range(expected[-1] + 1, size + budget)))
+    groups.put_off(surplus)
+    assert groups.release() == list(range(expected[-1] + 1))
+    assert [group.number for group in groups.in_state(GroupState.DEFERRED)] == [group.number for group in surplus]
+    assert groups.room == size + budget
+
+
+def test_without_budget_a_group_that_teaches_nothing_takes_its_place() -> None:
+    groups = table(2, 0, 2)
+    end(groups, 1, nothing=True)
+    end(groups, 0, nothing=True)
+    assert groups.select(0) == [0, 1]
+
+
+def test_an_asynchronous_step_replaces_no_more_than_its_budget_and_the_window_closes_up() -> None:
+    groups = GroupTable(StalenessRule(2, 1, "windowed_fifo", 0.0), budget=1)
+    groups.admit({number: Task(f"t{number}", [1], "", None) for number in range(4)}, 0)
+    assert groups.room == 0
+    end(groups, 1, nothing=True)
+    assert groups[1].state is GroupState.FILTERED and groups.room == 1
+    groups.admit({4: Task("t4", [1], "", None)}, 0)
+    # The window is of two groups from the oldest on, 0 and 2.
+    assert [group.place for group in groups.in_state(GroupState.SAMPLING)] == [0, 1, 2, 3]
+    end(groups, 2, nothing=True)
+    assert groups[2].state is GroupState.READY
+    assert groups.select_part(0) == [2]
+    groups.take([2], 0)
+    assert groups.release() == [1, 2]
+
+
+@pytest.mark.parametrize("state", ["filtered", "deferred"])
+def test_a_checkpoint_between_steps_has_who_was_filtered_and_who_was_put_off(state: str) -> None:
+    groups = table(1, 2, 3)
+    end(groups, 0, nothing=True)
+    if state == "deferred":
+        groups.put_off([groups[0]])
+    again = table(1, 2, 0)
+    again.load_state_dict(groups.state_dict(), 0, lambda number: Task(f"t{number}", [1], "", None), {})
+    assert again[0].state is GroupState(state)
+    assert again[0].reason == ("nothing" if state == "filtered" else "")
