@@ -19,9 +19,11 @@ from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, words
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.load import load
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.resolved import Device, Resolved
+from rlctl.preflight.tuning import tune
 
 if TYPE_CHECKING:
     from rlctl.training.worker import RankBatch
@@ -53,8 +55,10 @@ class OffloadBench(Bench):
     @cached_property
     def section(self) -> TrainerSection:
         """Trainer section with the settings, its dtype resolved. Raises ConfigError."""
-        config = load("sft", None, [f"trainer.backend={self.backend}", *self.settings]).config
-        return replace(config.trainer, dtype=Resolved(config, "cpu" if self.device == "cpu" else "cuda").dtype)
+        config = load("sft", None, [f"trainer.backend={self.backend}", "trainer.compile=false", *self.settings]).config
+        device: Device = "cpu" if self.device == "cpu" else "cuda"
+        config = tune(config, device, None, None).config
+        return replace(config.trainer, dtype=Resolved(config, device).dtype)
 
     @property
     def places(self) -> list[str]:
@@ -68,7 +72,7 @@ class OffloadBench(Bench):
         if problems := [*problems, *model_problems(self.model)]:
             return problems
         try:
-            most = min(longest(self.model), self.section.micro_batch_tokens)
+            most = min(longest(self.model), stated(self.section.micro_batch_tokens))
         except ConfigError as error:
             return error.problems
         what = f"{self.tokens}: the model, or a pass, holds {most} at most"
@@ -304,7 +308,7 @@ def _random_batch(bench: OffloadBench, folder: Path) -> "RankBatch":
     data = [
         TrainingSample(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)
     ]
-    [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, bench.section.micro_batch_tokens)
+    [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, stated(bench.section.micro_batch_tokens))
     return RankBatch.of([[data[index] for index in batch] for batch in plan])
 
 

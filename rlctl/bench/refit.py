@@ -145,7 +145,7 @@ class RefitBench(Bench):
             max_num_seqs=_REQUESTS,
             # The rest is for staging, and for a trainer on the same device.
             gpu_memory_utilization=0.5,
-            kv_cache_mib=512,
+            kv_cache_mib=512 if self.cpu else None,
             enforce_eager=self.enforce_eager or self.cpu,
             top_p=1.0,
             top_k=0,

@@ -18,10 +18,10 @@ from rlctl.config.errors import Problem, did_you_mean
 from rlctl.dashboard.formats import count
 from rlctl.training.profile import Cost
 
-_COMPILE, _GRAPH = "trainer.compile=true", "ray_compiled_graph.enabled=require"
+_EAGER, _COMPILE, _GRAPH = "trainer.compile=false", "trainer.compile=true", "ray_compiled_graph.enabled=require"
 MODES = {
-    "eager": (),
-    "eager-graph": (_GRAPH,),
+    "eager": (_EAGER,),
+    "eager-graph": (_EAGER, _GRAPH),
     "compiled": (_COMPILE,),
     "compiled-graph": (_COMPILE, _GRAPH),
 }
@@ -48,7 +48,7 @@ def mode_settings(mode: str) -> tuple[str, ...] | None:
         return None
     sizes = re.findall(r"([a-z]+)(\d+)", found[1])
     shared = (f"trainer.megatron.{_SIZES[name]}_parallel_size={size}" for name, size in sizes)
-    return ("trainer.backend=megatron", *shared, *[_COMPILE] * bool(found[2]), *[_GRAPH] * bool(found[3]))
+    return ("trainer.backend=megatron", *shared, _COMPILE if found[2] else _EAGER, *[_GRAPH] * bool(found[3]))
 
 
 @dataclass(frozen=True)

@@ -87,12 +87,15 @@ class _Seen:
 
 
 def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
+    from rlctl.config.fields import stated
     from rlctl.data.load import load_samples, read_rows
     from rlctl.data.preview import Lengths, pieces, step_lengths
     from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.backend import layout_of
-    from rlctl.preflight.plan import longest_sequence
+    from rlctl.preflight.resolved import device_of, longest_sequence
+    from rlctl.preflight.tuning import tune
     from rlctl.training.micro_batching import packing
+    from rlctl.utils.devices import count_gpus, device_memory
 
     listed, chat = read_rows(config, section), run_chat(config)
     longest = longest_sequence(config, sizes_of(config.model.path))
@@ -101,7 +104,9 @@ def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _
         raise ConfigError([Problem("model.max_length", "", what)])
     rows, report = load_samples(config, section, chat, listed, longest)
     texts = [_sample(sample.id, pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
-    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, config.trainer.micro_batch_tokens)
+    tuned = tune(config, device_of(count_gpus()), sizes_of(config.model.path), device_memory()).config
+    tokens = stated(tuned.trainer.micro_batch_tokens)
+    packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
     return _Seen(report, chat.ends, lengths, texts, trained, packs)

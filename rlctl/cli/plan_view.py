@@ -1,5 +1,6 @@
 """The plan of a run as tables that fit 80 columns."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rlctl.preflight.backend import STATES
 from rlctl.preflight.memory import Memory, PlacedState
 from rlctl.preflight.placement import Placement
 from rlctl.preflight.plan import RunPlan, Schedule
+from rlctl.preflight.tuning import Choice
 
 if TYPE_CHECKING:
     from rlctl.data.ends import EndTokens
@@ -26,6 +28,8 @@ def format_plan(plan: RunPlan) -> Group:
     if plan.memory:
         parts["memory a device"] = _memory(plan.memory)
         parts["state of a rank"] = _placed_states(plan.memory)
+    if plan.chosen:
+        parts["chosen, where the config says auto"] = _chosen(plan.chosen)
     parts["whole run"] = _rows(_run(plan.schedule))
     shown = [each for title, table in parts.items() for each in (Text(title, "bold"), Padding(table, (0, 0, 0, 2)))]
     return Group(*shown, *(Text.assemble(("note: ", "yellow"), note) for note in plan.notes))
@@ -104,6 +108,17 @@ def _step(plan: RunPlan) -> list[tuple[str, str]]:
     if plan.refit is not None:
         rows.append(("refit", f"{size(plan.refit)} to each engine"))
     return rows
+
+
+def _chosen(choices: Sequence[Choice]) -> Table:
+    """Return each value with its reason. Writing it into the recipe keeps it on any machine."""
+    table = Table(
+        Column(style="cyan", no_wrap=True), Column(overflow="fold"), box=None, show_header=False, pad_edge=False
+    )
+    for each in choices:
+        value = str(each.value).lower() if isinstance(each.value, bool) else f"{each.value:g}"
+        table.add_row(f"{each.key}={value}", each.why)
+    return table
 
 
 def _memory(memory: Memory) -> Table:

@@ -7,7 +7,9 @@ enforces both, `rlctl config show --doc` prints the meaning, and `configs/README
 from collections.abc import Iterator
 from dataclasses import Field, field, fields, is_dataclass
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+
+T = TypeVar("T")
 
 # Largest numbers that make sense: what is above is a slip, and its arithmetic would take for ever.
 MOST_PROCESSES = 1 << 14
@@ -32,6 +34,12 @@ def spec(doc: str, **limits: Any) -> Any:
 def seconds(doc: str, **limits: Any) -> Any:
     """Return a field of seconds, which waiting functions can take."""
     return spec(doc, **limits, most=MOST_SECONDS)
+
+
+def stated(value: T | Literal["auto"]) -> T:
+    """Return a value of a config in which preflight has replaced every `auto` (`tuning.tune`)."""
+    assert value != "auto", "an auto that nobody has chosen a value for"
+    return value
 
 
 def key_of(name: str) -> str:

@@ -117,8 +117,22 @@ class GenerationSection:
     stop_token_ids: list[int] = spec(
         "Tokens that end an answer, besides those of the model, the tokenizer and the chat template.", ge=0
     )
-    max_num_seqs: int = spec("The most sequences that an engine decodes at a time.", ge=1, most=MOST_SEQUENCES)
-    gpu_memory_utilization: float = spec("The share of a device's memory that an engine may use.", gt=0, le=1)
+    max_num_seqs: int | Literal["auto"] = spec(
+        "The most sequences that an engine decodes at a time. auto is 256 on a CPU, and on GPUs an engine's share of "
+        "the rollouts in flight, from 256 to 512.",
+        ge=1,
+        most=MOST_SEQUENCES,
+    )
+    gpu_memory_utilization: float | Literal["auto"] = spec(
+        "The share of a device's memory that an engine may use. auto is what max_num_seqs of the longest sequences "
+        "need where engines share the trainer's GPUs, and 0.85 elsewhere.",
+        gt=0,
+        le=1,
+    )
+    sleep: bool | Literal["auto"] = spec(
+        "Only if engines share the trainer's GPUs: they free their memory while the trainer works. auto is false where "
+        "both fit side by side."
+    )
     kv_cache_mib: int = spec("Only on a CPU: the key-value cache of an engine, in MiB.", ge=1, most=1 << 30)
     enforce_eager: bool | None = spec("Run engines without CUDA graphs. null is true on a CPU and false on GPUs.")
     max_restarts: int = spec("The run stops when more engines than this have died; until then each is replaced.", ge=0)

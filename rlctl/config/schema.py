@@ -120,15 +120,26 @@ class MegatronSection:
 class TrainerSection:
     backend: Literal["fsdp", "megatron"] = spec("The training backend: torch FSDP2 or Megatron-core.")
     num_ranks: int = spec("The trainer processes, each with one device.", ge=1, most=MOST_PROCESSES)
-    micro_batch_tokens: int = spec("The tokens that a rank packs into one forward pass.", ge=1)
+    micro_batch_tokens: int | Literal["auto"] = spec(
+        "The tokens that a rank packs into one forward pass. auto is 8192 on a CPU, and up to 32768 on GPUs, as memory "
+        "allows.",
+        ge=1,
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = spec(
         "The compute dtype. auto is float32 on a CPU and bfloat16 on GPUs."
     )
-    activation_checkpointing: bool = spec("Recompute layers in the backward pass, which saves memory.")
-    logprob_chunk_tokens: int = spec("The most tokens whose logits exist at one time.", ge=1)
-    compile: bool = spec(
+    activation_checkpointing: bool | Literal["auto"] = spec(
+        "Recompute layers in the backward pass, which saves memory. auto is true on GPUs whose memory does not hold "
+        "the activations."
+    )
+    logprob_chunk_tokens: int | Literal["auto"] = spec(
+        "The most tokens whose logits exist at one time. auto is 1024 on a CPU, and up to 8192 on GPUs, as memory "
+        "allows.",
+        ge=1,
+    )
+    compile: bool | Literal["auto"] = spec(
         "Use torch.compile for the loss and for each layer (fsdp), or for norms and rotary embeddings (megatron). The "
-        "first step takes up to a minute longer."
+        "first start takes up to a minute longer; what was compiled is kept. auto is true on GPUs."
     )
     threads: int | None = spec(
         "The CPU threads of a rank. null is its share of the cores that engines on the same machine leave.",

@@ -61,6 +61,18 @@ def _started(event: Record) -> str:
     return f"run resumed after step {done}" if done else f"run started: {event.get('model', '')}"
 
 
+def _start_up(event: Record) -> str:
+    parts = ", ".join(f"{what} {duration(seconds)}" for what, seconds in dict(event.get("parts") or {}).items())
+    return f"started in {duration(event['seconds'])}: {parts}"
+
+
+def _chosen(event: Record) -> str:
+    shown = {key: value for key, value in event.items() if key not in ("kind", "time")}
+    return ", ".join(
+        f"{key}={f'{value:g}' if type(value) is float else str(value).lower()}" for key, value in shown.items()
+    )
+
+
 def _opened(event: Record) -> str:
     extra = float(event.get("extra_bytes", 0)) / 2**30
     memory = f", {extra:.1f} GiB beyond the weights" if extra else ""
@@ -69,6 +81,8 @@ def _opened(event: Record) -> str:
 
 _WORDS: dict[str, Callable[[Record], str]] = {
     "run_started": _started,
+    "started": _start_up,
+    "chosen": lambda event: f"chosen: {_chosen(event)}",
     "processes": lambda event: f"process ids: {_fields(event)}",
     "checkpoint": lambda event: f"checkpoint of step {event.get('step')}{_took(event)} {event.get('path', '')}",
     "probe": lambda event: (

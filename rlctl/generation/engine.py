@@ -21,6 +21,7 @@ from rlctl.generation.weight_loader import LoadMode
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import EngineReport, Header, Mode, ReceiveReport, TransportSpec, Untouched
 from rlctl.refit.refit import ReceivesWeights
+from rlctl.utils.code_cache import keep_code
 
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
@@ -34,6 +35,9 @@ class MakeEngine:
     spec: EngineSpec
 
     def __call__(self) -> "Engine":
+        if self.spec.device != "cpu":
+            # On a CPU engines compile nothing.
+            keep_code(engine=True)
         return Engine(self.spec)
 
 

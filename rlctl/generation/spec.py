@@ -42,13 +42,14 @@ class EngineSpec:
     tensor_parallel_size: int
     max_num_seqs: int
     gpu_memory_utilization: float
-    kv_cache_mib: int
+    # Key-value cache of each device. None: what `gpu_memory_utilization` leaves, as vLLM measures it.
+    kv_cache_mib: int | None
     enforce_eager: bool
     top_p: float
     top_k: int
     # Tokens that end an answer, and are kept in it.
     stop_token_ids: tuple[int, ...]
-    # Engines share the trainer's devices and take turns with it.
+    # Engines share the trainer's devices and free their memory while it works.
     sleeps: bool
     seed: int
     # vLLM's; "dummy" needs no weights on disk.

@@ -13,9 +13,10 @@ def build_llm(spec: EngineSpec) -> Any:
     """Build vLLM's engine in this process."""
     engine_args, llm_engine = _classes()
     extra: dict[str, Any] = {}
+    if spec.kv_cache_mib is not None:
+        extra["kv_cache_memory_bytes"] = spec.kv_cache_mib << 20
     if spec.device == "cpu":
-        extra = {
-            "kv_cache_memory_bytes": spec.kv_cache_mib << 20,
+        extra |= {
             # Prompts share their prefix by whole blocks, and CPU's own default of 128 shares next to none.
             "block_size": 32,
             # A seeded request whose prompt is prefilled in chunks rewinds its generator by an offset, which CPU
@@ -24,7 +25,7 @@ def build_llm(spec: EngineSpec) -> Any:
             "max_num_batched_tokens": max(spec.max_model_len, _CPU_BATCH_TOKENS),
         }
     else:
-        extra = {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
+        extra |= {"gpu_memory_utilization": spec.gpu_memory_utilization, "enable_sleep_mode": spec.sleeps}
         if not spec.enforce_eager and _hopper():
             # vLLM's default has whole graphs for decoding alone: a step in which a prompt begins, every fifth of 128
             # sequences, takes 13 ms instead of 6 (Qwen3-1.7B, H200). FlashAttention 3 lets all steps have them.

@@ -13,8 +13,10 @@ from rlctl.data.tasks import Task
 from rlctl.launch.loading import DataLoading, RunData
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
+from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.tuning import Tuned
 from rlctl.run.fingerprint import digest_rows
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
@@ -37,12 +39,19 @@ class GrpoParts:
     files: ModelFiles
     scorer: "Scorer"
     probe_only: bool
+    # See `tuning.Tuned`.
+    kv_cache_mib: int | None = field(init=False)
     pool: "GeneratorPool" = field(init=False)
     chat: Chat = field(init=False)
 
     def __post_init__(self) -> None:
         self.updates = self.config.grpo.num_steps * self.config.grpo.updates_per_step
         self.temperature = self.config.generation.temperature
+
+    def settle(self, tuned: Tuned) -> None:
+        """Take over the values that were chosen, see `AlgorithmParts`."""
+        assert isinstance(tuned.config, GrpoConfig)
+        self.config, self.kv_cache_mib = tuned.config, tuned.kv_cache_mib
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
         """Tokenize the tasks, and try the rewards on the first one."""
@@ -69,7 +78,7 @@ class GrpoParts:
         session, config = self.session, self.config
         self.chat, ends = loading.chat.result()
         self.pool = GeneratorPool(
-            engine_spec(config, self.files, ends.stops, allocation.placement),
+            engine_spec(config, self.files, ends.stops, allocation.placement, self.kv_cache_mib),
             engine_slots(config, allocation, session.waits),
             str(session.logs),
             config.run.deadline_s,
@@ -94,6 +103,9 @@ class GrpoParts:
 
         session, config, pool, placement = self.session, self.config, self.pool, allocation.placement
         self._connect(allocation, trainer)
+        if pool.sleeps and warms_up(config):
+            pool.rest()
+            warm_up(session, config, trainer)
         score = GroupScorer(self.scorer, _decoder(self.chat.tokenizer, special=False))
         decode = _decoder(self.chat.tokenizer, special=True)
         devices = Devices(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import CompiledGraphSection, SftConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
@@ -17,6 +18,7 @@ from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.tuning import Tuned
 from rlctl.run.fingerprint import digest_rows
 from rlctl.utils.cores import usable_cores
 
@@ -41,6 +43,11 @@ class SftParts:
     def __post_init__(self) -> None:
         self.updates, self.temperature = self.config.sft.num_steps, 1.0
 
+    def settle(self, tuned: Tuned) -> None:
+        """Take over the values that were chosen, see `AlgorithmParts`."""
+        assert isinstance(tuned.config, SftConfig)
+        self.config = tuned.config
+
     def load(self, chat: Chat, rows: RunRows) -> RunData[SupervisedSample]:
         """Tokenize the samples, and report how they pack."""
         from rlctl.training.micro_batching import packing
@@ -53,7 +60,7 @@ class SftParts:
                 found[name], report = load_samples(config, section, chat, listed, length)
                 session.events.emit("data", what=f"{name}: {report}")
             shards = layout_of(config.trainer).data
-            packs = packing(step_lengths(found["train"], config), shards, config.trainer.micro_batch_tokens)
+            packs = packing(step_lengths(found["train"], config), shards, stated(config.trainer.micro_batch_tokens))
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(found["train"]))
         return RunData(found["train"], found["validation"][: config.validation.max_prompts])
@@ -87,7 +94,7 @@ class SftParts:
         with self.session.starting("warm-up"):
             length = graph.warmup_seq_len or longest
             # Dimensions of equal size are compiled as one: a second length keeps them apart.
-            lengths = (length, max(2, length // 2 - 1)) if config.trainer.compile else (length,)
+            lengths = (length, max(2, length // 2 - 1)) if stated(config.trainer.compile) else (length,)
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
 

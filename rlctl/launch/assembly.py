@@ -19,9 +19,12 @@ from rlctl.launch.assemble_sft import SftParts
 from rlctl.launch.loading import DataLoading, RunData, load_run_chat
 from rlctl.launch.runtime import Allocation, Runtime
 from rlctl.launch.session import Session, run_session
+from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.tuning import Tuned, tune
 from rlctl.rewards.scorer import Scorer
 from rlctl.run.fingerprint import made_with
 from rlctl.utils.process import identity
@@ -39,6 +42,9 @@ class AlgorithmParts(Protocol):
     updates: int
     # Sampling temperature, by which the trainer divides its logits.
     temperature: float
+
+    def settle(self, tuned: Tuned) -> None:
+        """Use a config in which the keys at `auto` have values, from now on."""
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Any]:
         """Tokenize the rows and check them, on a thread of their own. Raises DataError or RewardError."""
@@ -82,17 +88,21 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         else:
             parts = SftParts(session, config, files)
         threads = stack.enter_context(ThreadPoolExecutor(1))
-        begun: list[DataLoading[Any]] = []
+        begun: list[tuple[DataLoading[Any], RunConfig]] = []
 
-        def begin(placement: Placement) -> None:
+        def begin(placement: Placement, memory: int | None) -> None:
             announce(session, placement)
+            tuned = tune(config, placement.device, read_sizes(Path(files.folder) / "config.json"), memory)
+            parts.settle(tuned)
+            if placement.device == "cuda" and tuned.choices:
+                session.events.emit("chosen", **{choice.key: choice.value for choice in tuned.choices})
             chat = threads.submit(load_run_chat, session, files)
             data = threads.submit(lambda: parts.load(chat.result()[0], reader.take()))
-            begun.append(DataLoading(chat, data))
+            begun.append((DataLoading(chat, data), tuned.config))
 
         # Ray starts once the devices are chosen. The rows are tokenized meanwhile.
         allocation = stack.enter_context(runtime.allocation(session, resources(config), begin))
-        (loading,) = begun
+        ((loading, config),) = begun
         if loading.data.done():
             # An error in data or rewards is usually known by now.
             loading.data.result()
@@ -114,6 +124,10 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         session.recorder.end_tokens = loading.chat.result()[1].stops
         with session.starting("trainer"):
             group.built().wait(deadline_s)
+        trainer = TrainerGroup(group, config.trainer)
+        if warms_up(config) and not (pool and pool.sleeps):
+            # Engines start meanwhile.
+            warm_up(session, config, trainer)
         if pool:
             with session.starting("generator"):
                 for pending in pool.built():
@@ -126,13 +140,14 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         if session.checkpoint:
             group.call(TrainerWorker.load, str(session.checkpoint.trainer))
             source.cursor.load_state_dict(session.checkpoint.state["cursor"])
-        loop = parts.make_loop(allocation, TrainerGroup(group, config.trainer), source, data)
+        loop = parts.make_loop(allocation, trainer, source, data)
         if loop:
             session.waits.where = partial(_versions, loop, pool)
             with closing(loop):
                 if session.checkpoint:
                     loop.resume(session.checkpoint)
                 session.go_on()
+                session.started()
                 loop.run(session.start)
         if pool:
             # Ranks free what the refit holds. After a failure they may not answer, and are only killed.

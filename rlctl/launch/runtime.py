@@ -23,15 +23,17 @@ from rlctl.preflight.placement import (
 )
 from rlctl.preflight.resolved import Device
 from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
+from rlctl.utils.code_cache import forget_old_code
 from rlctl.utils.cores import usable_cores
-from rlctl.utils.devices import count_gpus, visible_gpus
+from rlctl.utils.devices import count_gpus, device_memory, visible_gpus
 from rlctl.workers.reaper import leftovers, sweep
 
 if TYPE_CHECKING:
     from rlctl.launch.session import Session
     from rlctl.workers.nodes import NodeLease, Reservation
 
-Announce = Callable[[Placement], None]
+# Called with the placement, and the bytes of its smallest GPU, None without GPUs.
+Announce = Callable[[Placement, int | None], None]
 _RESERVE_S = 120.0
 _POLL_S = 3.0
 
@@ -119,8 +121,9 @@ class LocalRuntime:
         from rlctl.launch.local_ray import local_ray
 
         placement = place(this_machine(count_gpus()), resources)
-        announce(placement)
+        announce(placement, device_memory() if placement.device == "cuda" else None)
         with ExitStack() as stack:
+            forget_old_code()
             # Drivers that were killed together with their reapers.
             for each in leftovers():
                 sweep([each.path])
@@ -154,7 +157,7 @@ class ClusterRuntime:
             stack.enter_context(ray_session(session.logs, address="auto"))
             placement, reservation = self._reserved(session, resources)
             stack.callback(reservation.release)
-            announce(placement)
+            announce(placement, min((node.memory for node in reservation.nodes if node.memory), default=None))
             nodes = dict(zip(placement.used, reservation.nodes))
             model = Path(session.config.model.path)
             others = [node for node in reservation.nodes if not node.is_the_drivers]

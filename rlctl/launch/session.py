@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from rlctl.config.errors import ModelError
@@ -79,6 +80,10 @@ class Session:
     checkpoint: Checkpoint | None = None
     # Newer checkpoints, by folder, each with a line that says what is wrong with it.
     damaged: dict[Path, str] = field(default_factory=dict)
+    # Seconds of each part of the start-up of this attempt.
+    startup: dict[str, float] = field(default_factory=dict)
+    # When this attempt began: at first with the process.
+    begun: float = field(default_factory=lambda: psutil.Process().create_time())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
 
@@ -151,8 +156,12 @@ class Session:
         """Start the next attempt in this process, which continues as a resume does."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
-        self.resumed = True
+        self.resumed, self.startup, self.begun = True, {}, time.time()
         self.attempts += 1
+
+    def started(self) -> None:
+        """Emit the end of the start-up: its seconds since the command, and those of its parts, which overlap."""
+        self.events.emit("started", seconds=time.time() - self.begun, parts=self.startup)
 
     @contextlib.contextmanager
     def starting(self, what: str) -> Iterator[None]:
@@ -165,7 +174,8 @@ class Session:
         self.events.emit("startup", what=what)
         begin = time.perf_counter()
         yield
-        self.events.emit("startup", what=what, seconds=time.perf_counter() - begin)
+        self.startup[what] = time.perf_counter() - begin
+        self.events.emit("startup", what=what, seconds=self.startup[what])
 
 
 def run_session(

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.generation.pool import EngineSlot
 from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
@@ -84,8 +85,13 @@ def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> li
     return slots
 
 
-def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement) -> EngineSpec:
-    """Return the spec that every engine is built from. stops: the tokens that end an answer."""
+def engine_spec(
+    config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], placement: Placement, kv_cache_mib: int | None
+) -> EngineSpec:
+    """Return the spec that every engine is built from.
+
+    stops: the tokens that end an answer. kv_cache_mib: see `tuning.Tuned`.
+    """
     generation, resolved = config.generation, Resolved(config, placement.device)
     longest = resolved.max_length(files.max_length)
     if config.data.max_prompt_length:
@@ -96,14 +102,14 @@ def engine_spec(config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], p
         device=placement.device,
         max_model_len=longest,
         tensor_parallel_size=generation.tensor_parallel_size,
-        max_num_seqs=generation.max_num_seqs,
-        gpu_memory_utilization=generation.gpu_memory_utilization,
-        kv_cache_mib=generation.kv_cache_mib,
+        max_num_seqs=stated(generation.max_num_seqs),
+        gpu_memory_utilization=stated(generation.gpu_memory_utilization),
+        kv_cache_mib=generation.kv_cache_mib if placement.device == "cpu" else kv_cache_mib,
         enforce_eager=resolved.enforce_eager,
         top_p=generation.top_p,
         top_k=generation.top_k,
         stop_token_ids=stops,
-        sleeps=placement.shared and placement.device != "cpu",
+        sleeps=placement.shared and placement.device != "cpu" and stated(generation.sleep),
         seed=config.run.seed,
         load_format="auto",
         extension="rlctl.generation.vllm_worker.RefitWorker",

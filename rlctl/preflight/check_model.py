@@ -8,7 +8,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.models.model_sizes import ModelSizes, config_file, read_sizes
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.plan import longest_sequence
+from rlctl.preflight.resolved import longest_sequence
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -71,7 +71,7 @@ def check_lengths(config: RunConfig, sizes: ModelSizes | None) -> Violations:
 def check_micro_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
     """Find micro-batches that do not hold the longest sequence."""
     tokens, longest = config.trainer.micro_batch_tokens, longest_sequence(config, sizes)
-    if longest is not None and tokens < longest:
+    if longest is not None and tokens != "auto" and tokens < longest:
         lower = ["model.max_length", *["data.max_prompt_length"] * isinstance(config, GrpoConfig)]
         advice = f"raise it, or lower {' or '.join(lower)}"
         what = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"

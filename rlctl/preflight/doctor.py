@@ -19,6 +19,7 @@ from typing import Literal
 from rlctl.preflight.machine import Machine, read_machine
 from rlctl.preflight.stub_wheels import LOCAL, STUBS
 from rlctl.preflight.version import installed_version, own_version, requirements
+from rlctl.utils.code_cache import cache_root, intruder, kept_bytes
 from rlctl.workers.reaper import leftovers
 
 CheckState = Literal["ok", "warning", "broken"]
@@ -65,6 +66,7 @@ def examine(folder: Path) -> list[Check]:
         *check_gpus(machine),
         *check_compiler(machine),
         *check_leftovers(),
+        check_kept_code(),
     ]
 
 
@@ -84,6 +86,16 @@ def check_leftovers(roots: Sequence[Path] | None = None) -> list[Check]:
     """Return a row for each folder of a run whose driver was killed together with the process that cleans up."""
     mend = "the next run here ends these processes and removes the folder"
     return [Check("killed run", "warning", str(each), mend) for each in leftovers(roots)]
+
+
+def check_kept_code() -> Check:
+    """Check the folder of compiled code: where it is, how large, and that nobody else can write to it."""
+    root = cache_root()
+    if not root.is_dir():
+        return Check("compiled code", "ok", f"{root}: none yet")
+    if why := intruder(root):
+        return Check("compiled code", "warning", f"not kept, so that each start compiles: {why}", f"rm -rf {root}")
+    return Check("compiled code", "ok", f"{root}: {_gib(kept_bytes())}, kept 30 days; rm -rf clears it")
 
 
 def check_packages(extra: str) -> list[Check]:

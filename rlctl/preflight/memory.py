@@ -9,6 +9,7 @@ take the policy's own place while they are needed.
 
 from dataclasses import dataclass
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
@@ -17,6 +18,8 @@ from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
 
 # Bytes a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
+# Bytes of an engine for CUDA's context, graphs and the longest prefill, and for each logit that it samples from.
+_ENGINE_BYTES, _SAMPLED_LOGIT_BYTES = 6 << 30, 12
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class Memory:
     capacity: int | None
     # True if rank and engine share the device.
     shared: bool
+    # True if the engine keeps its memory while the rank trains.
+    awake: bool
     # Sequences of the longest kind that an engine's cache holds at a time; None when unknown.
     kv_sequences: int | None
     # States of one rank by phase.
@@ -59,18 +64,29 @@ class Memory:
         trainer, engine = sum(self.trainer.values()), sum(self.engine.values())
         if not self.shared:
             return max(trainer, engine)
+        if self.awake:
+            return trainer + engine
         resident = sum(each.device for each in self.placed_states["generate"].values())
         return max(trainer, resident + engine)
 
 
-def forecast(resolved: Resolved, sizes: ModelSizes, longest: int | None, device_memory: int | None) -> Memory:
-    """Return the forecast. On a CPU ranks and engines share `device_memory` at all times."""
+def forecast(
+    resolved: Resolved,
+    sizes: ModelSizes,
+    longest: int | None,
+    device_memory: int | None,
+    kv_cache_mib: int | None = None,
+) -> Memory:
+    """Return the forecast. On a CPU ranks and engines share `device_memory` at all times.
+
+    kv_cache_mib: see `tuning.Tuned`.
+    """
     config = resolved.config
-    trainer = _trainer(resolved, sizes)
+    trainer = trainer_bytes(resolved, sizes)
     where = placed_states(resolved, sizes)
     if not isinstance(config, GrpoConfig):
-        return Memory(trainer, {}, device_memory, shared=False, kv_sequences=None, placed_states=where)
-    engine, per_token = _engine(resolved, config, sizes, device_memory)
+        return Memory(trainer, {}, device_memory, False, False, kv_sequences=None, placed_states=where)
+    engine, per_token = _engine(resolved, config, sizes, device_memory, kv_cache_mib), token_bytes(resolved, sizes)
     held = engine.get("key-value cache")
     sequences = held // (per_token * longest) if held is not None and longest else None
     if resolved.device == "cpu":
@@ -78,9 +94,9 @@ def forecast(resolved: Resolved, sizes: ModelSizes, longest: int | None, device_
         trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
         engine = {name: size * config.generation.num_engines for name, size in engine.items()}
         both = trainer | {f"engines: {name}": size for name, size in engine.items()}
-        return Memory(both, {}, device_memory, shared=False, kv_sequences=sequences, placed_states=where)
-    shared = resolved.shares_devices
-    return Memory(trainer, engine, device_memory, shared=shared, kv_sequences=sequences, placed_states=where)
+        return Memory(both, {}, device_memory, False, False, kv_sequences=sequences, placed_states=where)
+    shared, awake = resolved.shares_devices, not stated(config.generation.sleep)
+    return Memory(trainer, engine, device_memory, shared, awake, kv_sequences=sequences, placed_states=where)
 
 
 def placed_states(resolved: Resolved, sizes: ModelSizes) -> dict[Phase, dict[State, PlacedState]]:
@@ -130,7 +146,8 @@ def activation_bytes(sizes: ModelSizes, tokens: int, size: int, residual: int, c
     return tokens * per_token
 
 
-def _trainer(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
+def trainer_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
+    """Return the bytes of one rank by purpose. Its config has no `auto` left, see `tuning`."""
     config, cpu = resolved.config, resolved.device == "cpu"
     trainer, size = config.trainer, DTYPE_BYTES[resolved.dtype]
     backend = backend_of(trainer)
@@ -138,15 +155,15 @@ def _trainer(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
     # FSDP's root keeps embedding and output gathered; of the layers, the one at work and the next.
     gathered = (1 if sizes.tied else 2) * sizes.embedding_parameters + 2 * sizes.largest_layer
     residual = backend.residual_bytes(trainer, size)
-    tokens, checkpointing = trainer.micro_batch_tokens, trainer.activation_checkpointing
+    tokens, checkpointing = stated(trainer.micro_batch_tokens), stated(trainer.activation_checkpointing)
     kept = activation_bytes(sizes, tokens, size, residual, checkpointing)
     held = backend.states(trainer, sizes, size).values()
-    logit = _FUSED_LOGIT_BYTES if trainer.compile else _LOGIT_BYTES
+    logit = _FUSED_LOGIT_BYTES if stated(trainer.compile) else _LOGIT_BYTES
     items = {each.name: each.device + each.host * cpu for each in held} | {
         "gathered layers": gathered * size * backend.gathers_layers(trainer, size),
         # A pipeline's first stage keeps as many micro-batches as there are stages, each of its share of the layers.
         "activations": kept // (shared.tensor * shared.context),
-        "logits": trainer.logprob_chunk_tokens * sizes.vocab * logit // shared.tensor,
+        "logits": stated(trainer.logprob_chunk_tokens) * sizes.vocab * logit // shared.tensor,
         # The sum over the chunks is float32, the product that each adds is of the compute dtype.
         "output's gradient": (FLOAT32 + size) * sizes.embedding_parameters // shared.tensor,
     }
@@ -155,16 +172,35 @@ def _trainer(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
     return {name: count for name, count in items.items() if count}
 
 
-def _engine(
-    resolved: Resolved, config: GrpoConfig, sizes: ModelSizes, device_memory: int | None
-) -> tuple[dict[str, int], int]:
-    """Return (memory of one device of an engine by purpose, bytes of a cached token on it)."""
-    size, devices = DTYPE_BYTES[resolved.generation_dtype], config.generation.tensor_parallel_size
-    per_token = -(-sizes.kv_values_per_token * size // min(devices, sizes.kv_heads))
+def engine_bytes(resolved: Resolved, sizes: ModelSizes) -> dict[str, int]:
+    """Return the bytes of one device of an engine by purpose, but for its key-value cache."""
+    generation = resolved.grpo.generation
+    size, devices = DTYPE_BYTES[resolved.generation_dtype], generation.tensor_parallel_size
     items = {"weights": -(-sizes.parameters * size // devices)}
+    if resolved.device == "cuda":
+        logits = stated(generation.max_num_seqs) * sizes.vocab * _SAMPLED_LOGIT_BYTES
+        items["graphs and workspace"] = _ENGINE_BYTES + logits
+    return items
+
+
+def token_bytes(resolved: Resolved, sizes: ModelSizes) -> int:
+    """Return the bytes of a cached token on one device of an engine."""
+    size, devices = DTYPE_BYTES[resolved.generation_dtype], resolved.grpo.generation.tensor_parallel_size
+    return -(-sizes.kv_values_per_token * size // min(devices, sizes.kv_heads))
+
+
+def _engine(
+    resolved: Resolved, config: GrpoConfig, sizes: ModelSizes, device_memory: int | None, kv_cache_mib: int | None
+) -> dict[str, int]:
+    """Return the bytes of one device of an engine by purpose."""
+    items = engine_bytes(resolved, sizes)
     if resolved.device == "cpu":
-        items["key-value cache"] = config.generation.kv_cache_mib << 20
-    elif device_memory is not None:
-        usable = int(device_memory * config.generation.gpu_memory_utilization)
+        return items | {"key-value cache": config.generation.kv_cache_mib << 20}
+    if kv_cache_mib is not None:
+        return items | {"key-value cache": kv_cache_mib << 20}
+    # vLLM measures graphs and workspace itself.
+    del items["graphs and workspace"]
+    if device_memory is not None:
+        usable = int(device_memory * stated(config.generation.gpu_memory_utilization))
         items["key-value cache"] = max(0, usable - items["weights"])
-    return items, per_token
+    return items

@@ -7,13 +7,15 @@ model's config.json is not on this machine) is None.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
 from rlctl.preflight.memory import Memory, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources, this_machine
-from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, device_of
+from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, device_of, longest_sequence
+from rlctl.preflight.tuning import Choice, tune
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class RunPlan:
     schedule: Schedule
     # Bytes of a refit to each engine.
     refit: int | None
+    # Values of the keys that were left at `auto`, with reasons.
+    chosen: tuple[Choice, ...]
     notes: list[str]
 
 
@@ -83,6 +87,8 @@ def make_plan(
 
     nodes: those of a cluster instead, which have `gpus` in all.
     """
+    tuned = tune(config, device_of(gpus), sizes, device_memory)
+    config = tuned.config
     backend, resolved = backend_of(config.trainer), Resolved(config, device_of(gpus))
     placement, misplaced = None, None
     try:
@@ -90,7 +96,7 @@ def make_plan(
     except PlacementError as error:
         misplaced = str(error)
     longest = longest_sequence(config, sizes)
-    memory = forecast(resolved, sizes, longest, device_memory) if sizes else None
+    memory = forecast(resolved, sizes, longest, device_memory, tuned.kv_cache_mib) if sizes else None
     schedule = _schedule(resolved, sizes)
     return RunPlan(
         kind=config.kind,
@@ -104,18 +110,9 @@ def make_plan(
         too_large=_too_large(config, memory) if gpus else None,
         schedule=schedule,
         refit=refit_bytes(resolved, sizes) if sizes and isinstance(config, GrpoConfig) else None,
+        chosen=tuned.choices,
         notes=_notes(config, schedule.updates, memory, gpus),
     )
-
-
-def longest_sequence(config: RunConfig, sizes: ModelSizes | None) -> int | None:
-    """Return the tokens of the longest sequence of the run, if they are known before the data is read."""
-    own = Resolved(config).max_length(sizes.max_positions) if sizes else config.model.max_length
-    prompt = config.data.max_prompt_length
-    if prompt is None or not isinstance(config, GrpoConfig):
-        return own
-    both = prompt + config.generation.max_new_tokens
-    return both if own is None else min(own, both)
 
 
 def _batch(resolved: Resolved, longest: int | None) -> BatchSize:
@@ -127,7 +124,7 @@ def _batch(resolved: Resolved, longest: int | None) -> BatchSize:
         prompts, group, updates = config.sft.batch_size, 1, 1
     rollouts = prompts * group
     per_rank = -(-resolved.sequences_per_update // layout_of(config.trainer).data)
-    full = config.trainer.micro_batch_tokens // longest if longest else None
+    full = stated(config.trainer.micro_batch_tokens) // longest if longest else None
     return BatchSize(
         prompts=prompts,
         group=group,

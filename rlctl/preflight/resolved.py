@@ -10,6 +10,7 @@ from typing import Literal
 
 from rlctl.config.algorithm_schema import UserLossSection
 from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.models.model_sizes import ModelSizes
 from rlctl.utils.plugins import load_object
 
 Device = Literal["cpu", "cuda"]
@@ -46,7 +47,7 @@ class Resolved:
     @property
     def generation_dtype(self) -> Dtype:
         """Dtype of an engine's weights. auto: the trainer's."""
-        own = self._grpo.generation.dtype
+        own = self.grpo.generation.dtype
         return self.dtype if own == "auto" else own
 
     @property
@@ -58,13 +59,13 @@ class Resolved:
     @property
     def enforce_eager(self) -> bool:
         """True if engines run without CUDA graphs."""
-        own = self._grpo.generation.enforce_eager
+        own = self.grpo.generation.enforce_eager
         return self._known == "cpu" if own is None else own
 
     @property
     def checksum(self) -> Literal["all", "sampled", "off"]:
         """Items whose bytes are compared at each refit."""
-        own = self._grpo.refit.checksum
+        own = self.grpo.refit.checksum
         if own == "auto":
             return "all" if self._known == "cpu" else "sampled"
         return own
@@ -72,14 +73,14 @@ class Resolved:
     @property
     def max_age(self) -> int:
         """Largest age of a group in steps: 0 in a synchronous run."""
-        rules = self._grpo.async_
+        rules = self.grpo.async_
         return rules.max_trajectory_age_steps if rules.enabled else 0
 
     @property
     def colocated(self) -> bool:
         """True if engines take turns with the trainer on its devices."""
-        own = self._grpo.placement.colocated
-        return not self._grpo.async_.enabled if own is None else own
+        own = self.grpo.placement.colocated
+        return not self.grpo.async_.enabled if own is None else own
 
     @property
     def shares_devices(self) -> bool:
@@ -89,9 +90,9 @@ class Resolved:
     @property
     def proximal(self) -> Literal["rollout", "recompute"]:
         """Old policy of the loss's ratio."""
-        own = self._grpo.grpo.loss.proximal
+        own = self.grpo.grpo.loss.proximal
         if own == "auto":
-            return "recompute" if self._grpo.async_.enabled else "rollout"
+            return "recompute" if self.grpo.async_.enabled else "rollout"
         return own
 
     @property
@@ -101,14 +102,14 @@ class Resolved:
         That is so with one update a step: proximal and current log-probs are of the same weights, the ratio is 1 and
         only its gradient counts.
         """
-        own = self._grpo.grpo.loss.force_on_policy_ratio
-        once = self._grpo.grpo.updates_per_step == 1
+        own = self.grpo.grpo.loss.force_on_policy_ratio
+        once = self.grpo.grpo.updates_per_step == 1
         return self.proximal == "recompute" and (once if own is None else own)
 
     @property
     def needs_reference(self) -> bool:
         """True if the loss reads the reference's log-probs: for its KL term, or because the user's class says so."""
-        loss = self._grpo.grpo.loss
+        loss = self.grpo.grpo.loss
         return loss.kl_coef > 0 or (isinstance(loss, UserLossSection) and _reads_reference(loss.name))
 
     @property
@@ -123,8 +124,8 @@ class Resolved:
 
         This takes one update a step, of values that are known when a group is.
         """
-        once = self._grpo.grpo.updates_per_step == 1 and not self.needs_log_probs
-        return self._grpo.async_.enabled and self._grpo.async_.streamed_training and once
+        once = self.grpo.grpo.updates_per_step == 1 and not self.needs_log_probs
+        return self.grpo.async_.enabled and self.grpo.async_.streamed_training and once
 
     @property
     def sequences_per_update(self) -> int:
@@ -153,7 +154,8 @@ class Resolved:
         return self.device
 
     @property
-    def _grpo(self) -> GrpoConfig:
+    def grpo(self) -> GrpoConfig:
+        """The config of a GRPO run."""
         assert isinstance(self.config, GrpoConfig), "an SFT run generates nothing"
         return self.config
 
@@ -165,6 +167,16 @@ def _reads_reference(name: str) -> bool:
         return bool(load_object(name).reference)
     except Exception:
         return False
+
+
+def longest_sequence(config: RunConfig, sizes: ModelSizes | None) -> int | None:
+    """Return the tokens of the longest sequence of the run, if they are known before the data is read."""
+    own = Resolved(config).max_length(sizes.max_positions) if sizes else config.model.max_length
+    prompt = config.data.max_prompt_length
+    if prompt is None or not isinstance(config, GrpoConfig):
+        return own
+    both = prompt + config.generation.max_new_tokens
+    return both if own is None else min(own, both)
 
 
 def device_of(gpus: int) -> Device:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.preflight.backend import layout_of
 from rlctl.training.interface import Loss, LossNeeds, Totals
@@ -91,7 +92,7 @@ class TrainerGroup:
 
     def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
         self.group = group
-        self._tokens = section.micro_batch_tokens
+        self._tokens = stated(section.micro_batch_tokens)
         shape = layout_of(section)
         self._shards = shape.shards
         # Tokens that are worth a call of their own: whole groups fill the last of their micro-batches half, and a
@@ -127,11 +128,17 @@ class TrainerGroup:
         """Return the loss's metrics without an update."""
         return self._run(TrainerWorker.evaluate, sequences, loss)[0]
 
-    def warm_up(self, count: int, length: int, loss: Loss) -> None:
-        """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update."""
+    def warm_up(self, count: int, length: int, loss: Loss, *, log_probs: bool = False) -> None:
+        """Go through `count` made-up sequences of `length` tokens, forwards and back, without an update.
+
+        log_probs: compute their log-probs too.
+        """
         # All sorts of tokens: one alone would send every one of them to the same experts.
         tokens, mask = np.arange(length, dtype=np.int32) % self.info()["vocab_size"], np.ones(length, np.bool_)
-        self._run(TrainerWorker.warm_up, [TrainingSample(tokens, mask)] * count, loss)
+        sequences = [TrainingSample(tokens, mask)] * count
+        self._run(TrainerWorker.warm_up, sequences, loss)
+        if log_probs:
+            self.log_probs(sequences)
 
     def log_probs(self, sequences: Rows[TrainingSample], reference: bool = False) -> list[NDArray[np.float32]]:
         """Return log-probs float32 [T] of each sequence, in order; of the reference policy if asked."""

@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.config.fields import stated
 from rlctl.refit.sending import SendsWeights
 from rlctl.training.interface import Loss, MicroBatch, Totals
 from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.profile import Profiler
 from rlctl.training.rank import TrainerSpec, make_trainer
+from rlctl.utils.code_cache import keep_code
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class TrainerWorker(SendsWeights):
         self._spec = spec
         import torch
 
+        if stated(spec.config.compile) or spec.device != "cpu":
+            keep_code()
         self._trainer = make_trainer(spec)
         super().__init__(self._trainer, spec.rank, torch.device(spec.device))
         self._profiler = Profiler(spec.profile, spec.rank)

@@ -5,8 +5,17 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. memory: bytes in all."""
+
+    name: str
+    memory: int
 
 
 def visible_gpus() -> list[str]:
@@ -32,6 +41,33 @@ def _installed(tool: str) -> int:
 def count_gpus() -> int:
     """Return the number of NVIDIA devices that this process may use."""
     return len(visible_gpus())
+
+
+def read_gpus() -> tuple[list[Gpu], str | None]:
+    """Return the visible GPUs and the driver's version, as nvidia-smi reports them; nothing without it.
+
+    It takes up to a second.
+    """
+    if not shutil.which("nvidia-smi"):
+        return [], None
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+        names = visible_gpus()
+    except subprocess.TimeoutExpired:
+        return [], None
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.stdout.splitlines()]
+    rows = [row for row in rows if len(row) == 5]
+    # CUDA_VISIBLE_DEVICES names a device by its index or by a beginning of its UUID.
+    indices = {name for name in names if name.isdigit()}
+    uuids = tuple(name for name in names if not name.isdigit())
+    visible = [row for row in rows if row[0] in indices or row[1].startswith(uuids)]
+    return [Gpu(row[2], int(row[3]) << 20) for row in visible if row[3].isdigit()], rows[0][4] if rows else None
+
+
+def device_memory() -> int | None:
+    """Return the bytes of the smallest GPU that this process may use; None without GPUs."""
+    return min((gpu.memory for gpu in read_gpus()[0]), default=None)
 
 
 def utilization_meter(device: str) -> Callable[[], float]:

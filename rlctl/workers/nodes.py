@@ -19,6 +19,7 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlctl.utils.cores import usable_cores
+from rlctl.utils.devices import device_memory
 from rlctl.utils.ports import free_port
 from rlctl.workers.errors import WorkerDied, WorkerTimeout
 
@@ -60,6 +61,8 @@ class NodeLease:
     # As CUDA_VISIBLE_DEVICES names them.
     gpus: tuple[str, ...]
     cores: int
+    # Bytes of the smallest of them; None without GPUs.
+    memory: int | None
     # Ray handle of its `NodeHelper`.
     helper: Any
     # Ray's scheduling strategy that starts an actor there.
@@ -154,9 +157,17 @@ class Reservation:
             raise
         self.nodes = [
             NodeLease(
-                share.node.id, share.node.name, share.node.address, face, gpus, cores, helper, self._strategy(index)
+                share.node.id,
+                share.node.name,
+                share.node.address,
+                face,
+                gpus,
+                cores,
+                memory,
+                helper,
+                self._strategy(index),
             )
-            for index, (helper, share, (face, gpus, cores)) in enumerate(zip(helpers, shares, facts))
+            for index, (helper, share, (face, gpus, cores, memory)) in enumerate(zip(helpers, shares, facts))
         ]
 
     def release(self) -> None:
@@ -178,10 +189,10 @@ class NodeHelper:
         self._folders: list[Path] = []
         self._reaper: Any = None
 
-    def facts(self, address: str) -> tuple[str, tuple[str, ...], int]:
-        """Return interface, gpus and cores of the `NodeLease`."""
+    def facts(self, address: str) -> tuple[str, tuple[str, ...], int, int | None]:
+        """Return interface, gpus, cores and memory of the `NodeLease`."""
         gpus = tuple(str(each) for each in ray.get_gpu_ids())
-        return _interface(address), gpus, usable_cores()
+        return _interface(address), gpus, usable_cores(), device_memory() if gpus else None
 
     def free_port(self, address: str) -> int:
         return free_port(address)

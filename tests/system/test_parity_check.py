@@ -14,6 +14,7 @@ from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
 from rlctl.grpo.parity_check import ProbeError, parity, probe
 from rlctl.preflight.load import load
+from rlctl.preflight.tuning import tune
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.training.rank import TrainerSpec
@@ -51,7 +52,7 @@ def parts_of(
 @pytest.mark.slow
 def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_path: Path) -> None:
     right, wrong = make_model(tmp_path / "right", seed=1), make_model(tmp_path / "wrong", seed=2)
-    config = load("grpo", None, []).config
+    config = tune(load("grpo", None, []).config, "cpu", None, None).config
     assert isinstance(config, GrpoConfig)
     make = MakeTrainer(replace(config.trainer, dtype="float32"), right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)

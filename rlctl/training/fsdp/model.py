@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES, ArchitectureRow
 from rlctl.models.hf_folder import WeightFiles
@@ -69,16 +70,17 @@ def build_policy(
     row = ARCHITECTURES[lm.config.model_type]
     embedding = lm.get_submodule(row.embedding)
     embedding.padding_idx = None
-    if section.activation_checkpointing:
+    if stated(section.activation_checkpointing):
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.train()
-    policy = FsdpPolicy(lm, row, temperature, section.logprob_chunk_tokens, section.compile)
+    compiled = stated(section.compile)
+    policy = FsdpPolicy(lm, row, temperature, stated(section.logprob_chunk_tokens), compiled)
     half = dtype != torch.float32
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32) if half else MixedPrecisionPolicy()
     files = WeightFiles(folder)
     for i, layer in enumerate(lm.get_submodule(row.layers)):
         _materialize(layer, f"{row.layers}.{i}.", files, device)
-        if section.compile:
+        if compiled:
             # `forward` alone: what FSDP does before and after it stays outside. One graph serves all layers.
             layer.forward = compile_for_packs(layer.forward)
         fully_shard(layer, mesh=mesh, mp_policy=precision)

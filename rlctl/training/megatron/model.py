@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import ModelSizes
@@ -139,7 +140,7 @@ def build_policy(
             # Megatron says so only where experts are shared out. But every tensor-parallel rank holds whole ones and
             # sees its own tokens alone: without it their gradients would not be summed over those ranks.
             parameter.allreduce = False
-    if section.compile:
+    if stated(section.compile):
         # Norms and rotary embedding become few kernels, which all layers share. Not whole layers: between these lie
         # Megatron's own autograd functions and its communication.
         norm, turn = compile_for_packs(rms_norm), compile_for_packs(turned)
@@ -157,7 +158,7 @@ def _transformer_config(
     parallel = section.megatron
     cuda = device.type == "cuda"
     recompute: dict[str, Any] = {}
-    if section.activation_checkpointing:
+    if stated(section.activation_checkpointing):
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=sizes.layers,

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from rlctl.config.fields import stated
 from rlctl.config.schema import TrainerSection
 from rlctl.training.logprobs import Split, chunked_log_probs
 from rlctl.training.megatron.attention import Pack
@@ -84,8 +85,8 @@ class Head:
             weight,
             packed.tokens[mine],
             self._temperature,
-            self._section.logprob_chunk_tokens,
-            compiled=self._section.compile,
+            stated(self._section.logprob_chunk_tokens),
+            compiled=stated(self._section.compile),
             split=split,
         )
         return self._placed(log_probs, packed, mine), self._placed(entropy, packed, mine)

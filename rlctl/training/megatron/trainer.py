@@ -19,6 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rlctl.config.fields import stated
 from rlctl.models import hf_folder
 from rlctl.preflight.backend import State
 from rlctl.preflight.backends.megatron import cpu_offload_problem
@@ -172,7 +173,7 @@ class MegatronTrainer(TrainerRank):
             data_iterator=packs,
             model=[self._ddp],
             num_microbatches=len(micro_batches),
-            seq_length=self._config.micro_batch_tokens,
+            seq_length=stated(self._config.micro_batch_tokens),
             micro_batch_size=1,
             forward_only=not backward,
         )

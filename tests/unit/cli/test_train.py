@@ -48,7 +48,7 @@ def test_the_plan_fits_80_columns_and_starts_nothing(rlctl: Rlctl, started: Star
 def test_the_plan_says_where_state_stands_in_each_phase(
     rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
+    monkeypatch.setattr(machine, "read_gpus", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
     switch = "trainer.offload_optimizer_for_generation=true"
     done = rlctl("train", "grpo", "grpo.recipe.yaml", switch, "--dry-run")
     assert (done.code, done.err, started) == (0, "", [])
@@ -68,7 +68,7 @@ def test_the_plan_says_where_state_stands_in_each_phase(
 def test_state_that_no_device_holds_is_bad_input(
     rlctl: Rlctl, home: Path, started: Started, monkeypatch: pytest.MonkeyPatch, dry: bool
 ) -> None:
-    monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("small", 1 << 20)], "580.1"))
+    monkeypatch.setattr(machine, "read_gpus", lambda: ([machine.Gpu("small", 1 << 20)], "580.1"))
     done = rlctl("train", "grpo", "grpo.recipe.yaml", *["--dry-run"] * dry)
     assert (done.code, started) == (2, [])
     assert "trainer.num_ranks: weights, gradients and optimizer state alone take" in done.err.splitlines()[0]
@@ -267,7 +267,7 @@ def test_missing_engines_fail_with_the_command_that_brings_them(
 
 
 def test_too_few_devices_are_bad_input(rlctl: Rlctl, started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_nvidia", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
+    monkeypatch.setattr(machine, "read_gpus", lambda: ([machine.Gpu("H200", 140 << 30)], "580.1"))
     done = rlctl("train", "grpo", "grpo.recipe.yaml", "placement.colocated=false")
     assert (done.code, started) == (2, [])
     assert "2 GPUs needed, apart for 1 trainer rank and 1 engines x 1" in done.err

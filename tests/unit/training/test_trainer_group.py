@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rlctl.preflight.load import load
+from rlctl.preflight.tuning import tune
 from rlctl.sft.loss import NllLoss
 from rlctl.training.interface import LossNeeds, Totals, TrainingSample
 from rlctl.training.trainer_group import TrainerGroup
@@ -23,7 +24,9 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
     names = {"tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context"}
     sizes = [f"trainer.megatron.{names[name]}_parallel_size={size}" for name, size in layout.items()]
     backend = ["trainer.backend=megatron"] if layout else []
-    section = load("sft", None, [*backend, "trainer.num_ranks=6", *sizes]).config.trainer
+    section = tune(
+        load("sft", None, [*backend, "trainer.num_ranks=6", *sizes]).config, "cpu", None, None
+    ).config.trainer
     ready = TrainerGroup(cast(Any, None), section).prepare([sequence(n) for n in (9, 30, 4, 17)])
     assert sorted(ready.lengths) == [4, 9, 17, 30]
     assert len(ready.shares) == 6
@@ -56,7 +59,7 @@ class Recorder:
 
 
 def client(group: Recorder) -> TrainerGroup:
-    section = load("grpo", None, ["trainer.num_ranks=2"]).config.trainer
+    section = tune(load("grpo", None, ["trainer.num_ranks=2"]).config, "cpu", None, None).config.trainer
     return TrainerGroup(cast(Any, group), section)
 
 

