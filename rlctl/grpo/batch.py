@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.grpo_schema import GrpoSection
-from rlctl.grpo.advantages import advantages
+from rlctl.grpo.advantages.base import Advantage, ScoredRollouts, token_advantages
 from rlctl.grpo.group_filter import is_cut, why_left_out, why_nothing
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.training.micro_batching import TrainingSample
@@ -58,32 +58,19 @@ class LeftOut:
 
 
 @dataclass(frozen=True)
-class MaskedRollout:
-    """A rollout that was cut and reaches no update (`grpo.overlong.mask`). It counts in its group's baseline."""
-
-    # Index of its group.
-    owner: int
-    reward: float
-    right: bool
-
-
-@dataclass(frozen=True)
 class TrainingBatch:
-    """Sequences to train on, the group each belongs to (index into `groups`), and what became of the prompts.
-
-    places: of each sequence, the prompt's id and the rollout's index in its group. left_out: rollouts that are not
-    among the sequences, see `LeftOut`. rewards: float64, of each sequence's rollout; right: bool, whether it is right.
-    masked: rollouts that are not among the sequences, but count in baselines.
-    """
+    """Sequences to train on, the rollouts that their advantages depend on, and what became of the prompts."""
 
     sequences: list[TrainingSample]
-    owners: NDArray[np.int64]
+    # Rollouts that count in baselines; their `group` is the index into `groups`.
+    scored: ScoredRollouts
+    # int64 [sequences]: the rollout of each, a row of `scored`.
+    rows: NDArray[np.int64]
     outcomes: TaskOutcomes
+    # Prompt's id and rollout's index in its group, of each sequence.
     places: list[tuple[str, int]]
+    # Rollouts that are neither trained nor count in baselines.
     left_out: list[LeftOut]
-    rewards: NDArray[np.float64]
-    right: NDArray[np.bool_]
-    masked: list[MaskedRollout]
 
     @classmethod
     def joined(cls, parts: "Rows[TrainingBatch]", groups: Rows[int]) -> "TrainingBatch":
@@ -92,16 +79,23 @@ class TrainingBatch:
         for part in parts:
             outcomes.add(part.outcomes)
         starts = np.cumsum([0, *groups[:-1]])
-        owners = np.concatenate([part.owners + start for part, start in zip(parts, starts)])
+        scored = [replace(part.scored, group=part.scored.group + start) for part, start in zip(parts, starts)]
+        firsts = np.cumsum([0, *map(len, scored[:-1])])
+        rows = np.concatenate([part.rows + first for part, first in zip(parts, firsts)])
         sequences = [sequence for part in parts for sequence in part.sequences]
         places = [place for part in parts for place in part.places]
         left_out = [each for part in parts for each in part.left_out]
-        rewards = np.concatenate([part.rewards for part in parts])
-        right = np.concatenate([part.right for part in parts])
-        masked = [
-            replace(each, owner=each.owner + int(start)) for part, start in zip(parts, starts) for each in part.masked
-        ]
-        return cls(sequences, owners, outcomes, places, left_out, rewards, right, masked)
+        return cls(sequences, ScoredRollouts.joined(scored), rows, outcomes, places, left_out)
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """Group of each sequence."""
+        return self.scored.group[self.rows]
+
+    @property
+    def masked(self) -> NDArray[np.int64]:
+        """Rows of `scored` without a sequence: rollouts that were cut (`grpo.overlong.mask`)."""
+        return np.setdiff1d(np.arange(len(self.scored)), self.rows)
 
     def column(self, name: str) -> list[NDArray[np.float32]]:
         """Return one field of every sequence."""
@@ -114,7 +108,9 @@ class TrainingBatch:
         return [[self.sequences[row] for row in np.flatnonzero(np.isin(self.owners, part))] for part in parts]
 
 
-def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | None = None) -> TrainingBatch:
+def make_batch(
+    groups: Rows[RolloutGroup], config: GrpoSection, advantage: Advantage, version: int | None = None
+) -> TrainingBatch:
     """Return the samples of groups, and the outcome of each task.
 
     Rollouts without a score, or with a log-prob that is not finite, are left out, and count in no baseline. A group
@@ -124,7 +120,7 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
     version: of the weights that are trained; then sequences tell how many steps old each token is.
     """
     outcomes, left_out = TaskOutcomes(), list[LeftOut]()
-    rewards, owners, rollouts = list[float](), list[int](), list[Rollout]()
+    owners, rollouts = list[int](), list[Rollout]()
     for index, group in enumerate(groups):
         bad = _not_finite(group)
         left_out += bad.values()
@@ -137,33 +133,14 @@ def make_batch(groups: Rows[RolloutGroup], config: GrpoSection, version: int | N
             outcomes.filtered.setdefault(reason, []).append(group.task.id)
             continue
         outcomes.trained.append(group.task.id)
-        rewards += [value for _, value in scored]
         owners += [index] * len(scored)
         rollouts += [rollout for rollout, _ in scored]
-    owner_array, reward_array = np.array(owners, np.int64), np.array(rewards, np.float64)
-    right_array = np.array([rollout.score is not None and rollout.score.right for rollout in rollouts], np.bool_)
-    worth = advantages(reward_array, owner_array, config.advantage)
-    samples = [training_sample(rollout, float(value), version) for rollout, value in zip(rollouts, worth)]
-    places = [(rollout.id.task, rollout.id.index) for rollout in rollouts]
-    batch = TrainingBatch(samples, owner_array, outcomes, places, left_out, reward_array, right_array, [])
-    return _masked(batch, np.array([config.overlong.mask and is_cut(rollout) for rollout in rollouts], np.bool_))
-
-
-def _masked(batch: TrainingBatch, cut: NDArray[np.bool_]) -> TrainingBatch:
-    """Return the batch without the sequences that were cut, whose rewards it keeps. cut: of each sequence."""
-    rows = np.flatnonzero(~cut)
-    return replace(
-        batch,
-        sequences=[batch.sequences[row] for row in rows],
-        owners=batch.owners[rows],
-        places=[batch.places[row] for row in rows],
-        rewards=batch.rewards[rows],
-        right=batch.right[rows],
-        masked=[
-            MaskedRollout(int(batch.owners[row]), float(batch.rewards[row]), bool(batch.right[row]))
-            for row in np.flatnonzero(cut)
-        ],
-    )
+    columns = ScoredRollouts.read(rollouts, owners)
+    worth = token_advantages(advantage, columns)
+    rows = [row for row, rollout in enumerate(rollouts) if not (config.overlong.mask and is_cut(rollout))]
+    samples = [training_sample(rollouts[row], worth[row], version) for row in rows]
+    places = [(rollouts[row].id.task, rollouts[row].id.index) for row in rows]
+    return TrainingBatch(samples, columns, np.array(rows, np.int64), outcomes, places, left_out)
 
 
 def why_it_teaches_nothing(config: GrpoSection, group: RolloutGroup) -> str | None:
@@ -210,6 +187,7 @@ def add_log_probs(
     columns: Rows[NDArray[np.float32]],
     source: Literal["trainer", "reference"],
     config: GrpoSection,
+    advantage: Advantage,
 ) -> TrainingBatch:
     """Return the batch with a field "proximal_log_prob" or "reference_log_prob".
 
@@ -224,36 +202,32 @@ def add_log_probs(
         else:
             kept.append(row)
     more = replace(batch, sequences=with_field(batch.sequences, name, columns), left_out=left_out)
-    return _only(more, np.array(kept, np.int64), config) if len(kept) < len(batch.sequences) else more
+    return _only(more, np.array(kept, np.int64), config, advantage) if len(kept) < len(batch.sequences) else more
 
 
-def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection) -> TrainingBatch:
-    """Return the batch of these rows, with the advantages and outcomes that `make_batch` gives groups of them alone."""
-    # Masked rollouts follow the sequences: they count in the baselines.
-    values = np.append(batch.rewards[kept], [each.reward for each in batch.masked])
-    right = np.append(batch.right[kept], np.array([each.right for each in batch.masked], np.bool_))
-    owners = np.append(batch.owners[kept], np.array([each.owner for each in batch.masked], np.int64))
-    reasons = {
-        int(each): reason
-        for each in np.unique(batch.owners[kept])
-        if (
-            reason := why_nothing(
-                list(values[owners == each]), list(right[owners == each]), config.dynamic_sampling.filter
-            )
-        )
-    }
-    filtered = {batch.places[row][0]: reasons[owner] for row in kept if (owner := int(batch.owners[row])) in reasons}
-    worth = advantages(values, owners, config.advantage)
-    rows = [(row, value) for row, value in zip(kept, worth) if int(batch.owners[row]) not in reasons]
+def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, advantage: Advantage) -> TrainingBatch:
+    """Return the batch of these sequences, with the advantages and outcomes that `make_batch` gives groups of them."""
+    scored, counts, reasons = batch.scored, np.ones(len(batch.scored), np.bool_), dict[int, str]()
+    counts[np.delete(batch.rows, kept)] = False
+    # A group all of whose sequences are left out has none but masked rollouts.
+    counts &= np.isin(scored.group, batch.owners[kept])
+    for each in map(int, np.unique(batch.owners[kept])):
+        members = counts & (scored.group == each)
+        rewards, right = scored.reward[members].tolist(), scored.right[members].tolist()
+        if reason := why_nothing(rewards, right, config.dynamic_sampling.filter):
+            reasons[each] = reason
+            counts &= ~members
+    filtered = {batch.places[i][0]: reasons[owner] for i in kept if (owner := int(batch.owners[i])) in reasons}
+    kept = kept[counts[batch.rows[kept]]]
+    rows, scored = (np.cumsum(counts) - 1)[batch.rows[kept]], scored.only(counts)
+    worth = token_advantages(advantage, scored)
     sequences = [
-        replace(one, fields={**one.fields, "advantage": np.where(one.mask, value, np.float32(0))})
-        for one, value in ((batch.sequences[row], value) for row, value in rows)
+        replace(one, fields={**one.fields, "advantage": _at(one.mask, worth[row])})
+        for one, row in zip((batch.sequences[i] for i in kept), rows)
     ]
-    left = np.array([row for row, _ in rows], np.int64)
-    places = [batch.places[row] for row in left]
+    places = [batch.places[i] for i in kept]
     outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
-    taken = (batch.owners[left], outcomes, places, batch.left_out, batch.rewards[left], batch.right[left])
-    return TrainingBatch(sequences, *taken, batch.masked)
+    return TrainingBatch(sequences, scored, rows, outcomes, places, batch.left_out)
 
 
 def _without(outcomes: TaskOutcomes, left: set[str], filtered: Mapping[str, str]) -> TaskOutcomes:
@@ -273,10 +247,21 @@ def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray
     return [replace(one, fields={**one.fields, name: column}) for one, column in zip(sequences, columns)]
 
 
-def training_sample(rollout: Rollout, advantage: float, version: int | None = None) -> TrainingSample:
-    """Return a rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age"."""
-    worth = np.where(rollout.sampled, np.float32(advantage), np.float32(0))
-    fields = {"advantage": worth, "rollout_log_prob": rollout.log_probs}
+def training_sample(
+    rollout: Rollout, advantage: NDArray[np.float32] | float, version: int | None = None
+) -> TrainingSample:
+    """Return a rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age".
+
+    advantage: float32 [sampled tokens], or one of all tokens.
+    """
+    fields = {"advantage": _at(rollout.sampled, advantage), "rollout_log_prob": rollout.log_probs}
     if version is not None:
         fields["age"] = np.where(rollout.sampled, version - rollout.versions, 0).astype(np.float32)
     return TrainingSample(rollout.tokens, rollout.sampled, fields)
+
+
+def _at(sampled: NDArray[np.bool_], values: NDArray[np.float32] | float) -> NDArray[np.float32]:
+    """Return the values of the sampled tokens at their places, and 0 elsewhere. sampled: bool [T]."""
+    column = np.zeros(len(sampled), np.float32)
+    column[sampled] = values
+    return column

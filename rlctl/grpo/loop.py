@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.advantages.base import make_advantage
 from rlctl.grpo.batch import TrainingBatch, add_log_probs, why_it_teaches_nothing
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import group_records
@@ -35,7 +36,7 @@ class GrpoLoop(Loop):
         health = grpo_health(config, parts.score.scorer.failures.most_common)
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
         self._config, self._parts = config, parts
-        self._loss = make_loss(config)
+        self._loss, self._advantage = make_loss(config), make_advantage(config)
         needs = self._loss.needs
         self._needs_log_probs = needs.proximal or needs.reference
         # An update has several parts, its groups as they come, in an asynchronous run with one update a step, no
@@ -54,7 +55,7 @@ class GrpoLoop(Loop):
 
     def step(self) -> None:
         parts, version = self._parts, self.done
-        step = GrpoStep(self._config, parts, version)
+        step = GrpoStep(self._config, parts, version, self._advantage)
         with step.phase("data"):
             self._buffer.admit(version)
         try:
@@ -119,15 +120,15 @@ class GrpoLoop(Loop):
 
     def _with_log_probs(self, batch: TrainingBatch, step: GrpoStep) -> TrainingBatch:
         """Add the proximal and the reference policy's log-probs, where the loss needs them."""
-        trainer, config = self._parts.trainer, self._config.grpo
+        trainer, rules = self._parts.trainer, (self._config.grpo, self._advantage)
         if self._loss.needs.proximal:
-            batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer", config)
+            batch = add_log_probs(batch, trainer.log_probs(batch.sequences), "trainer", *rules)
             if batch.sequences:
                 ours, theirs = (batch.column(name) for name in ("proximal_log_prob", "rollout_log_prob"))
                 gap = mismatch(theirs, ours, [sequence.mask for sequence in batch.sequences])
                 step.measured |= {"mismatch/token_mult_prob_error": gap.token_mult_prob_error, "mismatch/kl": gap.kl}
         if self._loss.needs.reference and batch.sequences:
-            batch = add_log_probs(batch, trainer.log_probs(batch.sequences, reference=True), "reference", config)
+            batch = add_log_probs(batch, trainer.log_probs(batch.sequences, reference=True), "reference", *rules)
         return batch
 
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from functools import partial
 
 from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.advantages.base import Advantage
 from rlctl.grpo.batch import LeftOut, TaskOutcomes, TrainingBatch, make_batch
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.group_record import step_records
@@ -32,8 +33,8 @@ from rlctl.training.trainer_group import Update
 class GrpoStep:
     """The step that trains the weights of `version`."""
 
-    def __init__(self, config: GrpoConfig, parts: GrpoComponents, version: int) -> None:
-        self._config, self._parts, self.version = config, parts, version
+    def __init__(self, config: GrpoConfig, parts: GrpoComponents, version: int, advantage: Advantage) -> None:
+        self._config, self._parts, self.version, self._advantage = config, parts, version, advantage
         self._async = config.async_.enabled
         self._recorder = StepRecorder(parts.recorder.events, version + 1)
         self.phase = self._recorder.phase
@@ -55,7 +56,7 @@ class GrpoStep:
     def batch(self, groups: list[RolloutGroup]) -> TrainingBatch:
         """Return the groups' samples with their advantages."""
         with self.phase("advantage"):
-            return make_batch(groups, self._config.grpo, self.version if self._async else None)
+            return make_batch(groups, self._config.grpo, self._advantage, self.version if self._async else None)
 
     def collect(self, groups: list[RolloutGroup], batch: TrainingBatch) -> None:
         """Keep groups of the step, and the batch that is trained of them, for the record.

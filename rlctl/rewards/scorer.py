@@ -5,7 +5,7 @@
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
@@ -37,6 +37,8 @@ class Score:
     failed: str | None
     # True if the rollout is correct by the reward that decides (`correct_at`, else the first at 1).
     right: bool
+    # Reward name -> its weight in the sum; 1 for a part that is not here.
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 class Scorer:
@@ -49,6 +51,7 @@ class Scorer:
     def __init__(self, sections: list[RewardSection], logs: Path | None = None, emit: Emit | None = None) -> None:
         self._sections = sections
         self.names = reward_names(sections)
+        self._weights = {name: section.weight for name, section in zip(self.names, sections)}
         self._decides, self._correct_at = correctness(sections)
         self.failures = FailureLog("reward", logs / "reward-errors.log" if logs else None, emit)
         self._log = OutputLog("reward", logs / "rewards.log", emit) if logs else None
@@ -118,4 +121,5 @@ class Scorer:
         if failures:
             reason = next(f"{name}: {failure}" for name, failure in failures.items())
             return Score(None, parts, reason, right=False)
-        return Score(value, parts, None, right=(parts[self.names[self._decides]] or 0.0) >= self._correct_at - 1e-9)
+        right = (parts[self.names[self._decides]] or 0.0) >= self._correct_at - 1e-9
+        return Score(value, parts, None, right, self._weights)

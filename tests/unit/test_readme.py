@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,6 +17,7 @@ from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.training.rank import TrainerRank
+from tests.scored import columns, first_tokens
 from tests.unit.grpo.losses.drawn import configured
 from tests.unit.test_house import FILES, ORDER, PACKAGE, tree
 
@@ -90,11 +90,10 @@ def test_the_backend_answers_what_preflight_asks(tmp_path: Path, monkeypatch: py
 
 
 def test_the_advantage_ranks_within_each_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_advantages = example("An advantage", "rank_advantages", tmp_path, monkeypatch)
-    rewards, groups = np.array([5.0, 1, 2, 7, 7, 9]), np.array([0, 0, 0, 4, 4, 8])
-    assert rank_advantages(rewards, groups).tolist() == [1, -1, 0, 0, 0, 0]
-    order = np.random.default_rng(0).permutation(6)
-    assert rank_advantages(rewards[order], groups[order]).tolist() == rank_advantages(rewards, groups)[order].tolist()
+    assert block("An advantage") == (PACKAGE.parent / "tests/plugins/rank_advantage.py").read_text()
+    advantage = example("An advantage", "RankAdvantage", tmp_path, monkeypatch)(most=2.0)
+    rewards, groups = [5.0, 1, 2, 7, 7, 9], [0, 0, 0, 4, 4, 8]
+    assert first_tokens(advantage, columns(rewards, groups)).tolist() == [2, -2, 0, 0, 0, 0]
 
 
 def test_the_loss_is_the_one_that_a_run_trains_and_keeps_the_contract() -> None:

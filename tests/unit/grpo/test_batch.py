@@ -12,12 +12,14 @@ from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
 from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
+from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 
 OVERLONG = OverlongSection(None, 1.0, False)
+ADVANTAGE = GroupMean(normalize_std=False)
 LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
 
 
@@ -44,7 +46,7 @@ values = st.lists(st.one_of(st.none(), st.sampled_from([0.0, 1.0])), min_size=1,
 @given(st.lists(values, min_size=1, max_size=8), st.booleans(), st.integers(1, 4))
 def test_each_prompt_ends_once_and_shares_are_whole_groups(rows: list, skip: bool, count: int) -> None:
     groups = [group(f"p{i}", row) for i, row in enumerate(rows)]
-    batch = make_batch(groups, config(skip))
+    batch = make_batch(groups, config(skip), ADVANTAGE)
     ended = [*batch.outcomes.trained, *(p for ids in batch.outcomes.filtered.values() for p in ids)]
     ended += [p for ids in batch.outcomes.dropped.values() for p in ids]
     assert sorted(ended) == sorted(g.task.id for g in groups)
@@ -63,7 +65,7 @@ def _rows(batch: TrainingBatch, shares: list) -> list[list[int]]:
 
 def test_rollouts_without_a_score_and_uniform_groups_say_why_they_are_missing() -> None:
     groups = [group("a", [1.0, None, 0.0]), group("b", [None, None]), group("c", [1.0, 1.0])]
-    batch = make_batch(groups, config(skip=True))
+    batch = make_batch(groups, config(skip=True), ADVANTAGE)
     assert batch.outcomes.trained == ["a"]
     assert batch.outcomes.dropped == {"no rollout could be scored": ["b"]}
     assert batch.outcomes.filtered == {"all rewards equal": ["c"]}
@@ -76,38 +78,38 @@ def test_rollouts_without_a_score_and_uniform_groups_say_why_they_are_missing() 
 
 
 def test_a_uniform_group_is_trained_unless_it_is_to_be_skipped_and_pulls_nowhere() -> None:
-    batch = make_batch([group("c", [1.0, 1.0])], config(skip=False))
+    batch = make_batch([group("c", [1.0, 1.0])], config(skip=False), ADVANTAGE)
     assert batch.outcomes.trained == ["c"] and not batch.outcomes.filtered
     assert [sequence.fields["advantage"].tolist() for sequence in batch.sequences] == [[0.0] * 5] * 2
 
 
 def test_failed_rollouts_do_not_hide_that_the_others_are_equal() -> None:
-    assert make_batch([group("d", [1.0, None, 1.0])], config(skip=True)).outcomes.filtered == {
+    assert make_batch([group("d", [1.0, None, 1.0])], config(skip=True), ADVANTAGE).outcomes.filtered == {
         "all rewards equal": ["d"]
     }
 
 
 def test_groups_are_told_apart_by_draw_though_their_prompts_are_equal() -> None:
-    batch = make_batch([group("e0-r1", [1.0, 0.0]), group("e1-r1", [1.0, 1.0, 0.0, 0.0])], config(skip=True))
+    batch = make_batch([group("e0-r1", [1.0, 0.0]), group("e1-r1", [1.0, 1.0, 0.0, 0.0])], config(skip=True), ADVANTAGE)
     assert batch.owners.tolist() == [0, 0, 1, 1, 1, 1]
     assert [one.fields["advantage"][-1] for one in batch.sequences] == pytest.approx([0.5, -0.5, 0.5, 0.5, -0.5, -0.5])
 
 
 def test_shares_keep_groups_whole_and_in_drawing_order() -> None:
     groups = [group(f"p{i}", [1.0, 0.0]) for i in range(5)]
-    batch = make_batch(groups, config(skip=True))
+    batch = make_batch(groups, config(skip=True), ADVANTAGE)
     shares = [sorted({int(batch.owners[row]) for row in rows}) for rows in _rows(batch, batch.shares(2))]
     assert shares == [[0, 1, 2], [3, 4]]
     assert len(batch.shares(9)) == 5
 
 
 def test_nothing_to_train_on_makes_no_update() -> None:
-    batch = make_batch([group("b", [None])], config(skip=True))
+    batch = make_batch([group("b", [None])], config(skip=True), ADVANTAGE)
     assert (batch.sequences, batch.shares(2)) == ([], [])
 
 
 def test_a_further_field_goes_to_its_own_sequence() -> None:
-    batch = make_batch([group("a", [1.0, 0.0])], config(skip=True))
+    batch = make_batch([group("a", [1.0, 0.0])], config(skip=True), ADVANTAGE)
     columns = [np.full(5, row, np.float32) for row in range(2)]
     more = with_field(batch.sequences, "proximal_log_prob", columns)
     assert [one.fields["proximal_log_prob"].tolist() for one in more] == [[0.0] * 5, [1.0] * 5]
@@ -119,10 +121,10 @@ def test_a_further_field_goes_to_its_own_sequence() -> None:
 
 def test_parts_joined_are_the_batch_of_all_groups() -> None:
     groups = [group("a", [1.0, 0.0]), group("b", [None]), group("c", [1.0, 1.0]), group("d", [0.0, None, 1.0])]
-    whole = make_batch(groups, config(skip=True))
+    whole = make_batch(groups, config(skip=True), ADVANTAGE)
     parts = [groups[:2], groups[2:3], groups[3:]]
     joined = TrainingBatch.joined(
-        [make_batch(part, config(skip=True)) for part in parts], [len(part) for part in parts]
+        [make_batch(part, config(skip=True), ADVANTAGE) for part in parts], [len(part) for part in parts]
     )
     assert joined.owners.tolist() == whole.owners.tolist() == [0, 0, 3, 3]
     assert joined.outcomes == whole.outcomes
@@ -146,7 +148,7 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
         spoiled(group("a", [1.0, 0.0, 1.0]), {0: (2, np.nan)}),
         spoiled(group("b", [1.0]), {0: (0, -np.inf)}),
     ]
-    batch = make_batch(groups, config(skip=False))
+    batch = make_batch(groups, config(skip=False), ADVANTAGE)
     assert list(map(str, batch.left_out)) == [
         "prompt a, rollout 0, token 2: nan of the generator",
         "prompt b, rollout 0, token 0: -inf of the generator",
@@ -160,12 +162,12 @@ def test_a_rollout_whose_log_prob_is_not_finite_is_named_left_out_and_in_no_base
 
 @pytest.mark.parametrize("source", ["trainer", "reference"])
 def test_a_pass_whose_log_prob_is_not_finite_leaves_the_rollout_out(source: Literal["trainer", "reference"]) -> None:
-    batch = make_batch([group("a", [1.0, 0.0]), group("b", [1.0]), group("c", [0.0])], config(skip=False))
+    batch = make_batch([group("a", [1.0, 0.0]), group("b", [1.0]), group("c", [0.0])], config(skip=False), ADVANTAGE)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     # Where the prompt stands nothing is read.
     columns[0][0] = np.nan
     columns[1][4], columns[2][2] = np.inf, np.nan
-    after = add_log_probs(batch, columns, source, config(skip=False))
+    after = add_log_probs(batch, columns, source, config(skip=False), ADVANTAGE)
     assert list(map(str, after.left_out)) == [
         f"prompt a, rollout 1, token 2: inf of the {source}",
         f"prompt b, rollout 0, token 0: nan of the {source}",
@@ -186,14 +188,14 @@ def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_t
 ) -> None:
     groups = [group("a", [1.0, 0.0, 0.5, 1.0]), group("b", [1.0, 0.0, 1.0]), group("c", [0.0, 2.0])]
     places = {0: {0: (1, np.nan)}, 1: {1: (0, np.inf)}}
-    expected = make_batch([spoiled(each, places.get(i, {})) for i, each in enumerate(groups)], config(skip))
-    batch = make_batch(groups, config(skip))
+    expected = make_batch([spoiled(each, places.get(i, {})) for i, each in enumerate(groups)], config(skip), ADVANTAGE)
+    batch = make_batch(groups, config(skip), ADVANTAGE)
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[0][3], columns[5][2] = np.nan, np.inf
-    after = add_log_probs(batch, columns, source, config(skip))
+    after = add_log_probs(batch, columns, source, config(skip), ADVANTAGE)
     assert (after.places, after.outcomes) == (expected.places, expected.outcomes)
     assert after.owners.tolist() == expected.owners.tolist()
-    assert after.rewards.tolist() == expected.rewards.tolist()
+    assert after.scored.reward.tolist() == expected.scored.reward.tolist()
     assert [(each.prompt_id, each.rollout, each.token) for each in after.left_out] == [
         (each.prompt_id, each.rollout, each.token) for each in expected.left_out
     ]
@@ -201,12 +203,12 @@ def test_whoever_finds_a_log_prob_that_is_not_finite_the_others_advantages_are_t
         assert one.fields["advantage"].dtype == np.float32
         assert one.fields["advantage"].tolist() == other.fields["advantage"].tolist()
     # The batch that it was made of is as before.
-    assert batch.outcomes == make_batch(groups, config(skip)).outcomes
+    assert batch.outcomes == make_batch(groups, config(skip), ADVANTAGE).outcomes
 
 
 def test_parts_of_a_step_keep_their_places_and_who_was_left_out() -> None:
     parts = [[spoiled(group("a", [1.0, 0.0]), {1: (0, np.nan)})], [group("b", [1.0, 0.0]), group("c", [1.0])]]
-    joined = TrainingBatch.joined([make_batch(part, config(skip=False)) for part in parts], [1, 2])
+    joined = TrainingBatch.joined([make_batch(part, config(skip=False), ADVANTAGE) for part in parts], [1, 2])
     assert joined.places == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
     assert joined.owners.tolist() == [0, 1, 1, 2]
     assert [each.rollout for each in joined.left_out] == [1]

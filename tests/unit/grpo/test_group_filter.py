@@ -11,12 +11,14 @@ from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
 from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
+from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.batch import add_log_probs, make_batch, why_it_teaches_nothing
 from rlctl.grpo.group_filter import RIGHT, TRUNCATED, UNIFORM, WRONG, Filter, why_nothing
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 
+ADVANTAGE = GroupMean(normalize_std=False)
 LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
 
 
@@ -41,7 +43,7 @@ rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6)
 
 @given(rewards)
 def test_a_group_of_equal_rewards_has_no_gradient_and_any_other_has(values: list[float]) -> None:
-    batch = make_batch([group("a", *((value, False, False) for value in values))], config())
+    batch = make_batch([group("a", *((value, False, False) for value in values))], config(), ADVANTAGE)
     still = all(not sequence.fields["advantage"].any() for sequence in batch.sequences)
     assert (why_nothing(values, [False] * len(values), "rewards") == UNIFORM) == still
 
@@ -69,12 +71,12 @@ def test_a_masked_rollout_is_not_trained_and_counts_in_the_baseline() -> None:
         group("a", (1.0, True, False), (0.0, False, True), (0.5, False, False)),
         group("b", (1.0, True, True), (0.0, False, True)),
     ]
-    batch = make_batch(groups, config(mask=True))
+    batch = make_batch(groups, config(mask=True), ADVANTAGE)
     assert batch.places == [("a", 0), ("a", 2)]
     assert [one.fields["advantage"][-1] for one in batch.sequences] == [0.5, 0.0]
-    assert [(one.owner, one.reward) for one in batch.masked] == [(0, 0.0)]
+    assert batch.masked.tolist() == [1] and batch.scored.reward.tolist() == [1.0, 0.0, 0.5]
     assert batch.outcomes.trained == ["a"] and batch.outcomes.filtered == {TRUNCATED: ["b"]}
-    assert len(make_batch(groups, config(mask=False)).sequences) == 5
+    assert len(make_batch(groups, config(mask=False), ADVANTAGE).sequences) == 5
 
 
 @pytest.mark.parametrize("by", ["rewards", "accuracy"])
@@ -84,11 +86,11 @@ def test_a_group_that_teaches_nothing_once_a_pass_left_a_rollout_out_is_filtered
         group("b", (1.0, True, False), (0.0, False, True), (1.0, True, False)),
         group("c", (0.0, False, False), (1.0, True, False)),
     ]
-    batch = make_batch(groups, config(by, mask=True))
+    batch = make_batch(groups, config(by, mask=True), ADVANTAGE)
     assert batch.places == [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 2), ("c", 0), ("c", 1)]
     columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
     columns[1][4] = columns[3][4] = np.nan
-    after = add_log_probs(batch, columns, "trainer", config(by, mask=True))
+    after = add_log_probs(batch, columns, "trainer", config(by, mask=True), ADVANTAGE)
     # What was masked in b still tells its rollouts apart.
     assert after.places == [("b", 2), ("c", 0), ("c", 1)]
     assert after.outcomes.filtered == {UNIFORM if by == "rewards" else RIGHT: ["a"]}

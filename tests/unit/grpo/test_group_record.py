@@ -11,7 +11,7 @@ from rlctl.grpo.group_record import group_records, step_records
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
-from tests.unit.grpo.test_batch import config, group
+from tests.unit.grpo.test_batch import ADVANTAGE, config, group
 
 
 def decode(rows: list[list[int]]) -> list[str]:
@@ -20,7 +20,7 @@ def decode(rows: list[list[int]]) -> list[str]:
 
 def test_each_rollout_has_the_advantage_that_it_was_trained_with_and_one_without_a_score_has_none() -> None:
     groups = [group("a", [0.0, 1.0, None]), group("b", [1.0, 1.0])]
-    first, second = step_records(groups, make_batch(groups, config(skip=True)), decode)
+    first, second = step_records(groups, make_batch(groups, config(skip=True), ADVANTAGE), decode)
     assert [each["advantage"] for each in first["rollouts"]] == [-0.5, 0.5, None]
     assert first["outcome"] == "trained" and "advantages" not in first["rollouts"][0]
     assert second["outcome"] == "filtered: all rewards equal"
@@ -30,7 +30,7 @@ def test_each_rollout_has_the_advantage_that_it_was_trained_with_and_one_without
 
 def test_advantages_that_differ_within_a_rollout_are_told_by_mean_and_range() -> None:
     groups = [group("a", [0.0, 1.0])]
-    batch = make_batch(groups, config(skip=False))
+    batch = make_batch(groups, config(skip=False), ADVANTAGE)
     sample = batch.sequences[0]
     varied = np.where(sample.mask, np.arange(len(sample.mask), dtype=np.float32), np.float32(0))
     sequences = [replace(sample, fields={**sample.fields, "advantage": varied}), batch.sequences[1]]

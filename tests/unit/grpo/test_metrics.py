@@ -10,6 +10,7 @@ from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, Overlo
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.requests import Completion, Finish
+from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.batch import make_batch
 from rlctl.grpo.metrics import (
     EngineInterval,
@@ -44,7 +45,7 @@ def group(prompt: int, rollouts: list[tuple[int, float | None, Finish]]) -> Roll
 
 
 def measured(groups: list[RolloutGroup]) -> dict[str, float]:
-    return rollout_metrics(groups, make_batch(groups, CONFIG))
+    return rollout_metrics(groups, make_batch(groups, CONFIG, GroupMean(normalize_std=False)))
 
 
 def test_rewards_lengths_and_tokens_of_a_step() -> None:
@@ -87,7 +88,9 @@ def test_each_reward_has_a_mean_and_failures_of_its_own() -> None:
         Score(None, {"exact": 0.0, "brevity": None}, "no", False),
     ]
     rollouts = [replace(rollout, score=score) for rollout, score in zip(one.rollouts, scores)]
-    numbers = rollout_metrics([RolloutGroup(one.task, rollouts)], make_batch([one], CONFIG))
+    numbers = rollout_metrics(
+        [RolloutGroup(one.task, rollouts)], make_batch([one], CONFIG, GroupMean(normalize_std=False))
+    )
     own = {name: value for name, value in numbers.items() if name.count("/") == 2}
     assert own == {
         "reward/exact/mean": 0.5,
@@ -129,7 +132,7 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
     # Uniform without the rollout whose log-probs are not finite.
     groups.append(group(1, [(1, 1.0, "stop"), (1, 1.0, "stop"), (1, 0.0, "stop")]))
     groups[-1].rollouts[2].log_probs[-1] = np.nan
-    batch = make_batch(groups, CONFIG)
+    batch = make_batch(groups, CONFIG, GroupMean(normalize_std=False))
     assert len(batch.outcomes.filtered["all rewards equal"]) == 2
     assert rollout_metrics(groups, batch)["groups/uniform"] == 2 / 4
 

@@ -1,0 +1,242 @@
+"""The base of every advantage: the columns that it reads, groups of them, and its way onto the sampled tokens.
+
+Groups are told apart by task identity, never by equal prompts. Pure numpy; the order of rollouts changes no bit of
+any rollout's advantage, in the ones that rlctl has.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rlctl.config.algorithm_schema import UserAdvantageSection
+from rlctl.config.plugin_options import plugin_options
+from rlctl.config.plugins import ADVANTAGES
+from rlctl.config.schema import GrpoConfig
+from rlctl.rollout.types import Rollout
+from rlctl.utils.plugins import load_object
+
+Floats = NDArray[np.float64]
+# Keeps a division finite where values differ by rounding alone; the value verl and NeMo-RL use.
+EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class ScoredRollouts:
+    """n rollouts that have a score, as columns. ValueError: a reward that is not finite, columns of unequal length."""
+
+    # int64 [n]: a number for each group, any numbers in any order.
+    group: NDArray[np.int64]
+    # float64 [n]: weighted sum of the rewards, penalties included.
+    reward: Floats
+    # Reward name -> float64 [n], before its weight; a penalty is among them.
+    parts: Mapping[str, Floats]
+    # Reward name -> weight in the sum.
+    weights: Mapping[str, float]
+    # bool [n]: true if the rollout is correct by the reward that decides.
+    right: NDArray[np.bool_]
+    # int64 [sampled tokens] a rollout: turn that each sampled token is of, counted from 0; each turn has a token.
+    turns: Rows[NDArray[np.int64]]
+
+    def __post_init__(self) -> None:
+        columns = {"reward": self.reward, **{f"reward {name}": part for name, part in self.parts.items()}}
+        if self.group.ndim != 1 or {self.group.shape, self.right.shape, *(each.shape for each in columns.values())} != {
+            (len(self.turns),)
+        }:
+            shapes = {name: column.shape for name, column in columns.items()}
+            raise ValueError(f"groups {self.group.shape} and columns {shapes} must be of one length, one number each")
+        for name, column in columns.items():
+            if len(bad := np.flatnonzero(~np.isfinite(column))):
+                at = int(bad[0])
+                what = f"{name} of rollout {at} (group {self.group[at]}) is {column[at]}, not a finite number"
+                raise ValueError(what)
+
+    @classmethod
+    def read(cls, rollouts: Rows[Rollout], groups: Rows[int]) -> Self:
+        """Return the columns of rollouts that all have a score with a value. groups: of each."""
+        scores = [rollout.score for rollout in rollouts if rollout.score is not None]
+        names = dict.fromkeys(name for score in scores for name in score.parts)
+        weights = {name: weight for score in scores for name, weight in score.weights.items()}
+        return cls(
+            group=np.array(groups, np.int64),
+            reward=np.array([score.value for score in scores], np.float64),
+            parts={name: np.array([score.parts.get(name) or 0.0 for score in scores]) for name in names},
+            weights={name: weights.get(name, 1.0) for name in names},
+            right=np.array([score.right for score in scores], np.bool_),
+            turns=[turn_of_tokens(rollout.sampled) for rollout in rollouts],
+        )
+
+    @classmethod
+    def joined(cls, parts: "Rows[ScoredRollouts]") -> "ScoredRollouts":
+        """Return the rollouts of all parts, which have the same rewards; their groups have different numbers."""
+        names = dict.fromkeys(name for part in parts for name in part.parts)
+        return cls(
+            group=np.concatenate([part.group for part in parts]),
+            reward=np.concatenate([part.reward for part in parts]),
+            parts={
+                name: np.concatenate([part.parts.get(name, np.zeros(len(part))) for part in parts]) for name in names
+            },
+            weights={name: weight for part in parts for name, weight in part.weights.items()},
+            right=np.concatenate([part.right for part in parts]),
+            turns=[turns for part in parts for turns in part.turns],
+        )
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @cached_property
+    def num_sampled(self) -> NDArray[np.int64]:
+        """Sampled tokens of each rollout, int64 [n]."""
+        return np.array([len(turns) for turns in self.turns], np.int64)
+
+    def only(self, rows: NDArray[Any]) -> "ScoredRollouts":
+        """Return some of the rollouts. rows: their indices, or bool [n]."""
+        rows = np.arange(len(self))[rows]
+        parts = {name: part[rows] for name, part in self.parts.items()}
+        turns = [self.turns[row] for row in rows]
+        return ScoredRollouts(self.group[rows], self.reward[rows], parts, self.weights, self.right[rows], turns)
+
+    def groups(self) -> Iterator[NDArray[np.intp]]:
+        """Yield the rows of each group, by their reward."""
+        sorted_values = self.by_group(self.reward)
+        yield from np.split(sorted_values.order, sorted_values.starts[1:]) if len(self) else ()
+
+    def by_group(self, values: ArrayLike) -> "GroupedValues":
+        """Return a value of each rollout, [n], sorted by group."""
+        return GroupedValues.sort(np.asarray(values, np.float64), self.group)
+
+
+@dataclass(frozen=True)
+class GroupedValues:
+    """A value of each rollout, sorted by (group, value), so that no sum over a group depends on the rollouts' order.
+
+    What has a value for each group is [groups]; what has one for each rollout is [n], in sorted order.
+    """
+
+    # float64 [n].
+    values: Floats
+    # intp [n]: row of each sorted value.
+    order: NDArray[np.intp]
+    # intp [groups]: place of each group's first value, and the number of its values.
+    starts: NDArray[np.intp]
+    sizes: NDArray[np.intp]
+
+    @classmethod
+    def sort(cls, values: Floats, groups: NDArray[np.int64]) -> Self:
+        """Return `values` by their `groups`."""
+        order = np.lexsort((values, groups))
+        _, starts, sizes = np.unique(groups[order], return_index=True, return_counts=True)
+        return cls(values[order], order, starts, sizes)
+
+    @cached_property
+    def mean(self) -> Floats:
+        """Mean of each group: in a group of equal values exactly that value, which rounding could miss."""
+        first = self.values[self.starts]
+        uniform = first == self.values[self.starts + self.sizes - 1]
+        mean: Floats = np.where(uniform, first, np.add.reduceat(self.values, self.starts) / self.sizes)
+        return mean
+
+    @cached_property
+    def centred(self) -> Floats:
+        """Values minus their group's mean, [n]."""
+        return self.values - self.spread(self.mean)
+
+    @cached_property
+    def std(self) -> Floats:
+        """Sample standard deviation of each group (divisor size - 1); 0 for one value."""
+        variance: Floats = np.add.reduceat(self.centred**2, self.starts) / np.maximum(self.sizes - 1, 1)
+        return np.sqrt(variance)
+
+    def spread(self, per_group: ArrayLike) -> Floats:
+        """Return each value's [n] of its group's, [groups]."""
+        spread: Floats = np.repeat(np.asarray(per_group, np.float64), self.sizes)
+        return spread
+
+    def by_row(self, values: Floats) -> Floats:
+        """Return sorted values, [n], in the order of the rollouts."""
+        result = np.empty_like(values)
+        result[self.order] = values
+        return result
+
+
+@dataclass(frozen=True)
+class Advantage(ABC):
+    """Advantage of rollouts, turns or tokens over others. The fields are the keys of its section."""
+
+    # Rollouts that one advantage depends on: those of its group, or all of the step.
+    scope: ClassVar[Literal["group", "batch"]] = "group"
+
+    @abstractmethod
+    def __call__(self, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
+        """Return the advantage of each rollout, [n], or one array a rollout: [turns] or [sampled tokens]."""
+
+    @classmethod
+    def from_config(cls, config: GrpoConfig) -> Self:
+        """Return the advantage with the values of `grpo.advantage`."""
+        section = config.grpo.advantage
+        if isinstance(section, UserAdvantageSection):
+            return cls(**plugin_options(cls, Advantage, section.further)[0])
+        return cls(**{each.name: getattr(section, each.name) for each in fields(cls)})
+
+
+def make_advantage(config: GrpoConfig) -> Advantage:
+    """Return the advantage that `grpo.advantage.name` names."""
+    name = config.grpo.advantage.name
+    kind: type[Advantage] = load_object(ADVANTAGES.get(name, name))
+    return kind.from_config(config)
+
+
+def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDArray[np.float32]]:
+    """Return the advantage of every sampled token, float32 [sampled tokens] a rollout.
+
+    ValueError: advantages of other shapes than `Advantage.__call__` allows, or not finite.
+    """
+    name, result = type(advantage).__name__, advantage(rollouts)
+    if len(result) != len(rollouts):
+        raise ValueError(f"{name} returned {len(result)} advantages for {len(rollouts)} rollouts; return one for each")
+    found = []
+    for row, (value, turns) in enumerate(zip(result, rollouts.turns)):
+        values, count = np.asarray(value, np.float64), int(turns.max(initial=-1)) + 1
+        if values.shape == (count,):
+            values = values[turns]
+        elif values.shape not in ((), turns.shape):
+            raise ValueError(
+                f"{name} gave rollout {row} advantages of shape {values.shape}: give a number, one for each of its "
+                f"turns ({count},), or one for each of its sampled tokens {turns.shape}"
+            )
+        with np.errstate(over="ignore"):
+            columns = np.broadcast_to(values, turns.shape).astype(np.float32)
+        if not np.isfinite(columns).all():
+            raise ValueError(f"{name} gave rollout {row} an advantage that is not finite: {values}")
+        found.append(columns)
+    return found
+
+
+def turn_of_tokens(sampled: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the turn of each sampled token, int64 [sampled tokens], from 0.
+
+    sampled: bool [T] of a trajectory. A turn is an unbroken run of sampled tokens.
+    """
+    begins = sampled & ~np.concatenate([[False], sampled[:-1]])
+    return (np.cumsum(begins) - 1)[sampled]
+
+
+def normalized(values: Floats, counts: ArrayLike = 1) -> Floats:
+    """Return (a - m) / (s + 1e-6), [n], with m the mean and s the sample standard deviation of all values.
+
+    counts: how often each value counts, [n]; the divisor of the variance is their sum less 1. Equal values give
+    exactly 0. The sums are exact, so that no order changes a bit.
+    """
+    weights = np.broadcast_to(np.asarray(counts, np.float64), values.shape)
+    total = math.fsum(weights)
+    if not total or values.min() == values.max():
+        return np.zeros_like(values)
+    centred = values - math.fsum(weights * values) / total
+    variance = math.fsum(weights * centred**2) / max(total - 1, 1.0)
+    return centred / (math.sqrt(variance) + EPSILON)

@@ -1,0 +1,24 @@
+"""The mean of the group as the baseline: GRPO."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rlctl.grpo.advantages.base import EPSILON, Advantage, Floats, ScoredRollouts
+
+
+@dataclass(frozen=True)
+class GroupMean(Advantage):
+    """A_i = r_i - m, with m the mean of the group's rewards (GRPO, arXiv 2402.03300, section 4.1).
+
+    normalize_std: A_i / (s + 1e-6), with s the group's sample standard deviation. The paper divides; Dr. GRPO (arXiv
+    2503.20783) shows the bias that this brings, towards tasks that are nearly always or nearly never solved. A uniform
+    group, and a rollout that is alone in its group, get exactly 0.
+    """
+
+    normalize_std: bool
+
+    def __call__(self, rollouts: ScoredRollouts) -> Floats:
+        groups = rollouts.by_group(rollouts.reward)
+        scale = 1 / (groups.std + EPSILON) if self.normalize_std else np.ones(len(groups.sizes))
+        return groups.by_row(groups.centred * groups.spread(scale))

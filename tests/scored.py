@@ -1,0 +1,32 @@
+"""Columns of scored rollouts for tests of advantages."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.grpo.advantages.base import Advantage, ScoredRollouts, token_advantages
+
+
+def columns(
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    parts: Mapping[str, Sequence[float]] | None = None,
+    weights: Mapping[str, float] | None = None,
+    right: Sequence[bool] | None = None,
+    turns: Sequence[Sequence[int]] | None = None,
+) -> ScoredRollouts:
+    """Return the columns. turns: of each sampled token; one token of one turn a rollout, unless given."""
+    return ScoredRollouts(
+        group=np.asarray(groups, np.int64),
+        reward=np.asarray(rewards, np.float64),
+        parts={name: np.asarray(each, np.float64) for name, each in (parts or {}).items()},
+        weights=weights or {},
+        right=np.asarray(right if right is not None else [False] * len(rewards), np.bool_),
+        turns=[np.asarray(each, np.int64) for each in turns] if turns else [np.zeros(1, np.int64)] * len(rewards),
+    )
+
+
+def first_tokens(advantage: Advantage, rollouts: ScoredRollouts) -> NDArray[np.float32]:
+    """Return the advantage of each rollout's first token, float32 [n]."""
+    return np.array([each[0] for each in token_advantages(advantage, rollouts)], np.float32)

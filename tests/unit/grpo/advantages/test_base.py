@@ -1,0 +1,108 @@
+"""Columns of rollouts, what an advantage may return, and its way onto the sampled tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, token_advantages, turn_of_tokens
+from tests.scored import columns
+
+
+@dataclass(frozen=True)
+class Given(Advantage):
+    """Whatever a test says."""
+
+    values: Callable[[ScoredRollouts], Any]
+
+    def __call__(self, rollouts: ScoredRollouts) -> Floats | Sequence[Floats]:
+        found: Floats = self.values(rollouts)
+        return found
+
+
+def of_tokens(values: Any, turns: list[list[int]]) -> list[list[float]]:
+    rollouts = columns([0.0] * len(turns), [0] * len(turns), turns=turns)
+    return [each.tolist() for each in token_advantages(Given(lambda _: values), rollouts)]
+
+
+def test_a_number_a_rollout_is_that_of_its_tokens() -> None:
+    assert of_tokens(np.array([0.5, -1.0]), [[0, 0, 0], [0]]) == [[0.5] * 3, [-1.0]]
+
+
+def test_a_number_a_turn_is_that_of_the_turns_tokens() -> None:
+    turns = [[0, 0, 1], [0, 1, 2, 2], [0, 0]]
+    values = [np.array([1.0, 2.0]), np.array([3.0, 4.0, 5.0]), np.array([6.0])]
+    assert of_tokens(values, turns) == [[1, 1, 2], [3, 4, 5, 5], [6, 6]]
+
+
+def test_a_number_a_token_is_its_own() -> None:
+    assert of_tokens([np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0])], [[0, 0, 1], [0, 0]]) == [[1, 2, 3], [4, 5]]
+
+
+def test_rollouts_may_differ_in_what_they_have_a_number_for() -> None:
+    values = [np.array(7.0), np.array([1.0, 2.0]), np.array([3.0, 4.0, 5.0])]
+    assert of_tokens(values, [[0, 0], [0, 1, 1], [0, 0, 1]]) == [[7, 7], [1, 2, 2], [3, 4, 5]]
+
+
+def test_a_rollout_without_a_token_has_no_advantages() -> None:
+    assert of_tokens(np.array([1.0, 2.0]), [[], [0]]) == [[], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (np.zeros(3), r"Given returned 3 advantages for 2 rollouts; return one for each"),
+        ([np.zeros(3), np.zeros(5)], r"rollout 1 advantages of shape \(5,\).* turns \(2,\).* sampled tokens \(3,\)"),
+        ([np.zeros((3, 1)), np.zeros(3)], r"Given gave rollout 0 advantages of shape \(3, 1\)"),
+        (np.array([0.0, np.nan]), r"Given gave rollout 1 an advantage that is not finite: nan"),
+        (np.array([1e300, 0.0]), r"Given gave rollout 0 an advantage that is not finite: 1e\+300"),
+    ],
+)
+def test_advantages_of_another_shape_or_not_finite_are_an_error_that_names_the_class(values: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        of_tokens(values, [[0, 0, 0], [0, 0, 1]])
+
+
+@given(st.lists(st.booleans(), max_size=30))
+def test_a_turn_is_an_unbroken_run_of_sampled_tokens(sampled: list[bool]) -> None:
+    turns, turn, before = [], -1, False
+    for each in sampled:
+        turn += each and not before
+        turns += [turn] * each
+        before = each
+    assert turn_of_tokens(np.array(sampled, np.bool_)).tolist() == turns
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_not_finite_is_named(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"reward of rollout 2 \(group 8\) is -?(nan|inf)"):
+        columns([0.0, 1.0, bad], [7, 7, 8])
+    with pytest.raises(ValueError, match=r"reward brevity of rollout 1 \(group 7\) is -?(nan|inf)"):
+        columns([0.0, 1.0, 2.0], [7, 7, 8], parts={"exact": [0, 1, 2], "brevity": [0, bad, 0]})
+
+
+@pytest.mark.parametrize("groups", [[0], [[0, 0]], [0, 0, 0]])
+def test_columns_of_unequal_length_are_an_error(groups: list[Any]) -> None:
+    with pytest.raises(ValueError, match="one length"):
+        columns([0.0, 1.0], groups)
+
+
+def test_groups_are_rows_by_reward_and_some_of_the_rollouts_keep_their_columns() -> None:
+    rollouts = columns(
+        [3.0, 1.0, 2.0, 0.0], [5, 2, 5, 5], {"exact": [1.0, 2.0, 3.0, 4.0]}, {"exact": 0.5}, [True, False, True, False]
+    )
+    assert [rows.tolist() for rows in rollouts.groups()] == [[1], [3, 2, 0]]
+    some = rollouts.only(np.array([False, True, False, True]))
+    assert (some.group.tolist(), some.reward.tolist(), some.right.tolist()) == ([2, 5], [1.0, 0.0], [False, False])
+    assert (some.parts["exact"].tolist(), some.weights) == ([2.0, 4.0], {"exact": 0.5})
+    both = ScoredRollouts.joined([some, rollouts.only(np.array([0]))])
+    assert (both.reward.tolist(), both.parts["exact"].tolist(), len(both.turns)) == (
+        [1.0, 0.0, 3.0],
+        [2.0, 4.0, 1.0],
+        3,
+    )
+    assert [*columns([], []).groups()] == []
