@@ -4,6 +4,7 @@ The mask is exact by construction. The rendered chat is cut where each assistant
 tokenized one by one, as the model meets them when it generates.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -18,7 +19,11 @@ from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.rows import Messages
 
 Tokens = tuple[list[int], NDArray[np.bool_]]
+# JSON schemas of functions, as chat templates take them.
+Tools = Sequence[dict[str, Any]]
 
+# Stands for the text of a turn, where what a template writes around it is looked at.
+_ANSWER = "the-text-of-an-answer"
 _EMPTY = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
 
 
@@ -34,6 +39,20 @@ def load_tokenizer(path: str) -> Any:
 
 
 @dataclass(frozen=True)
+class TurnLink:
+    """Tokens between two of the assistant's turns; none of them is sampled."""
+
+    # Close a turn that was cut before it ended.
+    close: list[int]
+    # What is said in between, and the opening of the next turn.
+    between: list[int]
+
+    def after(self, tokens: Sequence[int], stops: Collection[int]) -> list[int]:
+        """Return what follows a turn of these `tokens`. stops: tokens that end one."""
+        return self.between if tokens and tokens[-1] in stops else [*self.close, *self.between]
+
+
+@dataclass(frozen=True)
 class Chat:
     """Rules by which prompts and chats become text and tokens."""
 
@@ -44,9 +63,12 @@ class Chat:
     # Folder of the model, whose end tokens count; None: not on this machine.
     folder: Path | None = None
 
-    def prompt_text(self, messages: Messages) -> str:
-        """Return the text that the model continues: the chat and the opening of the assistant's turn."""
-        return self._render(messages, generation=True)
+    def prompt_text(self, messages: Messages, tools: Tools = ()) -> str:
+        """Return the text that the model continues: the chat and the opening of the assistant's turn.
+
+        tools: JSON schemas of the functions that it may call.
+        """
+        return self._render(messages, generation=True, tools=tools)
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a prompt's text. A template writes the beginning-of-text token; plain text gets it here.
@@ -58,6 +80,10 @@ class Chat:
             raise DataError(_EMPTY)
         return tokens
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
     @cached_property
     def ends(self) -> EndTokens:
         """Tokens that end an answer. Raises DataError."""
@@ -67,6 +93,36 @@ class Chat:
             what = f"the chat template writes no {bos}, which the tokenizer puts before text: chats begin without it"
             warnings = (*warnings, what)
         return replace(ends, warnings=warnings)
+
+    def link(self, messages: Messages, added: Messages, tools: Tools = ()) -> TurnLink:
+        """Return the tokens between the assistant's turn that follows `messages` and its next one.
+
+        added: what is said between the two. The turn itself is not rendered: its tokens are those that were sampled.
+        Raises DataError if the template cannot go on after a turn.
+        """
+        answer = {"role": "assistant", "content": _ANSWER}
+        try:
+            text = self._render([*messages, answer, *added], generation=True, tools=tools)
+        except Exception as error:  # Whatever a template raises.
+            raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
+        if _ANSWER not in text:
+            raise DataError("the chat template leaves out the assistant's text, so that no turn can follow it")
+        behind = text.rpartition(_ANSWER)[2]
+        marker = self._turn.token
+        if marker is None:
+            return TurnLink([], self._encode(behind))
+        end = behind.index(marker) + len(marker)
+        return TurnLink(self._encode(behind[:end]), self._encode(behind[end:]))
+
+    def rewrites_history(self) -> bool:
+        """Return True if the template writes an earlier turn otherwise than it was sampled, as Qwen3's, which drops the
+        thinking of all turns but the last."""
+        if self.template is None:
+            return False
+        said = f"<think>\nthought\n</think>\n\n{_ANSWER}"
+        chat = [{"role": "user", "content": "question"}]
+        more = [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
+        return not self._render([*chat, *more], generation=True).startswith(self.prompt_text(chat) + said)
 
     def chat_tokens(self, messages: Messages, train: Literal["all", "last"]) -> Tokens:
         """Return token ids and a mask, true on the trained assistant turns with their end tokens.
@@ -158,14 +214,18 @@ class Chat:
             return TurnEnd()
         return find_turn_end(partial(self._render, generation=False), self.tokenizer)
 
-    def _render(self, messages: Messages, generation: bool) -> str:
+    def _render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         if self.template is None:
             return "".join(message["content"] for message in messages)
         if self.system_prompt is not None and messages[:1] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         return str(
             self.tokenizer.apply_chat_template(
-                messages, chat_template=self.template, tokenize=False, add_generation_prompt=generation
+                messages,
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=generation,
+                tools=list(tools) or None,
             )
         )
 

@@ -63,6 +63,11 @@ def rollout_seed(run_seed: int, rollout: RolloutId, groups_per_step: int) -> int
     return _group_seeds(run_seed, stream, step + (rollout.purpose == "train"), groups_per_step)[place] + rollout.index
 
 
+def turn_seed(seed: int, turn: int) -> int:
+    """Return the seed of a rollout's turn: the first one's is the rollout's own, `seed`; below 2^31."""
+    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint32)[0] >> 2) if turn else seed
+
+
 @lru_cache(maxsize=16)
 def _group_seeds(run_seed: int, stream: int, step: int, count: int) -> list[int]:
     state = np.random.SeedSequence([run_seed, stream, step]).generate_state(count, np.uint32)

@@ -1,0 +1,122 @@
+"""Conversation of one rollout: a tree of messages that only grows, each with its exact tokens (contract 4).
+
+    prompt -- turn 0 -- answer of the environment -- turn 1 -- ...
+                   \
+                    history written anew -- turn 1 -- ...
+
+A node's tokens follow those of all nodes above it. Nothing that was sampled is decoded and encoded again: the prompt of
+the next turn is the path of tokens so far and the tokens of what was said in between. A history that is written anew,
+as by a template that drops earlier thinking, is a branch of its own. The rows that train are the paths from the root to
+each leaf; a sampled token counts in the first of them alone, so that it trains exactly once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.generation.requests import Completion
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrajectoryRow:
+    """One path of a conversation: T tokens to train on, each with what is known of it."""
+
+    # int32 [T].
+    tokens: NDArray[np.int32]
+    # bool [T]: true where the policy sampled the token, and this row is the one that trains it.
+    sampled: NDArray[np.bool_]
+    # float32 [T], of the distribution that was sampled from; 0 where nothing was sampled.
+    log_probs: NDArray[np.float32]
+    # int32 [T], weight version that sampled the token; -1 where nothing was sampled.
+    versions: NDArray[np.int32]
+    # int16 [T], number of the turn that sampled the token; -1 where nothing was sampled.
+    turns: NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class MessageNode:
+    """One message, or a part of the prompt, as tokens."""
+
+    # Index of the node before it; None for a root.
+    parent: int | None
+    # int32 [n].
+    tokens: NDArray[np.int32]
+    # None where nothing was sampled.
+    completion: Completion | None = None
+    # Number of the sampled turn; -1 where nothing was sampled.
+    turn: int = -1
+
+
+@dataclass
+class Conversation:
+    """Nodes of one rollout in the order in which they came."""
+
+    nodes: list[MessageNode] = field(default_factory=list)
+    # What was said, as a person reads it, in order.
+    messages: list[Message] = field(default_factory=list)
+    turns: int = 0
+
+    def add_context(self, tokens: Sequence[int], parent: int | None) -> int:
+        """Add tokens that nobody sampled after the node `parent`, None for a root; return the new node's index."""
+        self.nodes.append(MessageNode(parent, np.array(tokens, np.int32)))
+        return len(self.nodes) - 1
+
+    def add_turn(self, completion: Completion, parent: int) -> int:
+        """Add a turn that was sampled after the node `parent`; return the new node's index."""
+        self.nodes.append(MessageNode(parent, completion.tokens, completion, self.turns))
+        self.turns += 1
+        return len(self.nodes) - 1
+
+    def path(self, leaf: int) -> list[int]:
+        """Return the indices of the nodes from the root to `leaf`."""
+        found: list[int] = []
+        at: int | None = leaf
+        while at is not None:
+            found.append(at)
+            at = self.nodes[at].parent
+        return found[::-1]
+
+    def tokens(self, leaf: int) -> list[int]:
+        """Return the tokens of the path to `leaf`: the prompt of a turn that follows it."""
+        return [token for index in self.path(leaf) for token in self.nodes[index].tokens.tolist()]
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Sampled turns, in order."""
+        return [node.completion for node in self.nodes if node.completion]
+
+    def rows(self) -> list[TrajectoryRow]:
+        """Return the rows that train, each up to its last sampled token; none without a sampled token."""
+        parents = {node.parent for node in self.nodes}
+        trained: set[int] = set()
+        return [row for leaf in range(len(self.nodes)) if leaf not in parents for row in self._row(leaf, trained)]
+
+    def _row(self, leaf: int, trained: set[int]) -> Iterator[TrajectoryRow]:
+        """Yield the row of the path to a leaf, if it trains anything that none before it does."""
+        path = self.path(leaf)
+        sampled = [index for index in path if self.nodes[index].turn >= 0 and len(self.nodes[index].tokens)]
+        own = set(sampled) - trained
+        trained |= own
+        if not own:
+            return
+        path = path[: path.index(sampled[-1]) + 1]
+        nodes = [(self.nodes[index], index in own) for index in path]
+        yield TrajectoryRow(
+            np.concatenate([node.tokens for node, _ in nodes]),
+            np.concatenate([np.full(len(node.tokens), is_own) for node, is_own in nodes]),
+            np.concatenate([_column(node, is_own, "log_probs", np.float32(0)) for node, is_own in nodes]),
+            np.concatenate([_column(node, is_own, "versions", np.int32(-1)) for node, is_own in nodes]),
+            np.concatenate(
+                [np.full(len(node.tokens), node.turn if is_own else -1, np.int16) for node, is_own in nodes]
+            ),
+        )
+
+
+def _column(node: MessageNode, own: bool, name: str, otherwise: Any) -> NDArray[Any]:
+    """Return a completion's column, or `otherwise` for each token of a node that this row does not train."""
+    return getattr(node.completion, name) if own else np.full(len(node.tokens), otherwise)

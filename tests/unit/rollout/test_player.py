@@ -1,0 +1,243 @@
+"""Episodes of several turns: what trains is what was sampled, token for token, whatever the environment does."""
+
+import random
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.data.chat import Chat
+from rlctl.environments.contract import EnvironmentContract
+from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
+from rlctl.environments.tool_calls import MalformedCall
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
+from rlctl.rollout.player import EpisodeLimits, EpisodePlayer, EpisodeStart, PlayedEpisode
+from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
+from tests.unit.data.test_turn_link import STRIPS, TOOLS
+from tests.unit.rollout.fake_engine import VirtualClock
+
+__all__ = ["tokenizer"]
+
+SCHEMA = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+LIMITS = EpisodeLimits(
+    max_turns=16, max_new_tokens=40, max_length=100_000, timeout_s=1e9, max_retries=0, history="keep"
+)
+
+
+@dataclass
+class ScriptedEngines:
+    """Answers each request at once, by the text that `says` gives for it; keeps what was asked and answered."""
+
+    chat: Chat
+    says: Any
+    asked: list[tuple[TurnRequest, list[int]]] = field(default_factory=list)
+    aborted: list[RequestId] = field(default_factory=list)
+
+    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
+        for request in requests:
+            tokens = self.chat._encode(self.says(request))[: request.max_new_tokens]
+            self.asked.append((request, tokens))
+            count, version = len(tokens), len(self.asked)
+            log_probs = np.linspace(-1, -2, count, dtype=np.float32)
+            finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
+            versions = np.full(count, version, np.int32)
+            submitter.completed([(request, Completion(np.array(tokens, np.int32), log_probs, versions, finish))])  # type: ignore[arg-type]
+
+    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
+        self.aborted += ids
+        return list(ids)
+
+
+class ScriptedPool:
+    """Environment in this process: `acts(kind, payload)` gives each outcome."""
+
+    def __init__(self, acts: Any) -> None:
+        self.acts, self.closed = acts, list[RolloutId]()
+
+    def reset(self, episode: RolloutId, row: Any, seed: int) -> Any:
+        return self._told("reset", (row, seed))
+
+    def call(self, episode: RolloutId, calls: Any) -> Any:
+        return self._told("call", calls)
+
+    def step(self, episode: RolloutId, message: str) -> Any:
+        return self._told("step", message)
+
+    def reward(self, episode: RolloutId) -> Any:
+        return self._told("reward", None)
+
+    def close(self, episode: RolloutId) -> Any:
+        self.closed.append(episode)
+
+    def _told(self, kind: str, payload: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(self.acts(kind, payload))
+        return future
+
+
+def contract(has_step: bool) -> EnvironmentContract:
+    return EnvironmentContract("Game", [] if has_step else [SCHEMA], has_step, True, False, [], [])
+
+
+def start(index: int = 0) -> EpisodeStart:
+    messages = [{"role": "user", "content": "play"}]
+    return EpisodeStart(RolloutId("train", "r0", 0, index), messages, {"x": 1}, 1.0, 100 + index, 7)
+
+
+def played(
+    chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, has_step: bool, limits: EpisodeLimits = LIMITS
+) -> PlayedEpisode:
+    found: list[PlayedEpisode] = []
+    arguments: Any = (engines, pool, {"game": contract(has_step)}, chat, limits, "hermes", VirtualClock(lambda: None))
+    player = EpisodePlayer(*arguments)
+    player.play([start()], found.append)
+    for _ in range(200):
+        player.play_next()
+    (episode,) = found
+    return episode
+
+
+def check_exact(episode: PlayedEpisode, engines: ScriptedEngines, rewritten: bool) -> None:
+    """Every token that the engine sampled trains exactly once, after the prompt that the engine had."""
+    rows = episode.conversation.rows()
+    wanted = [(request.prompt_tokens, tokens) for request, tokens in engines.asked if tokens]
+    found = []
+    for row in rows:
+        for turn in sorted({*row.turns[row.sampled].tolist()}):
+            at = np.flatnonzero(row.turns == turn)
+            assert (np.diff(at) == 1).all()
+            found.append((row.tokens[: at[0]].tolist(), row.tokens[at].tolist()))
+            assert (row.versions[at] == turn + 1).all()
+    assert found == wanted
+    if not rewritten:
+        assert len(rows) == bool(wanted)
+
+
+TALK = [
+    "7<|im_end|>",
+    "",
+    "<think>is it 7?</think>\n\n8<|im_end|>",
+    "<think>cut in the midst of",
+    'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>',
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}</tool_call><|im_end|>',
+    '<tool_call>{"name": "gone", "arguments": {}}</tool_call><tool_call>[]</tool_call><|im_end|>',
+    "<|im_start|>assistant\nI play both sides<|im_end|>",
+    "true<eos>",
+]
+
+
+@pytest.mark.parametrize("history", ["keep", "strip"])
+@pytest.mark.parametrize("template", [CHATML, THINKING, STRIPS, TOOLS, UNMARKED])
+def test_a_hundred_episodes_train_what_was_sampled_each_token_once(tokenizer: Any, template: str, history: Any) -> None:
+    chat = Chat(tokenizer, template, None)
+    for seed in range(100):
+        draw = random.Random(seed)
+        has_step, turns = draw.random() < 0.5, draw.randint(1, 16)
+
+        def acts(kind: str, payload: Any, draw: random.Random = draw, turns: int = turns) -> Any:
+            if kind == "reset":
+                return draw.choice([None, " now", [{"role": "user", "content": "begin"}]])
+            if kind == "call":
+                return [ToolResult("add", "4", failed=isinstance(each, MalformedCall)) for each in payload]
+            if kind == "step":
+                return draw.choice(["higher", "lower", "", "<think>no</think>"]) if draw.random() < 0.9 else None
+            return draw.random()
+
+        engines = ScriptedEngines(chat, lambda request, draw=draw: draw.choice(TALK))
+        limits = replace(LIMITS, max_turns=turns, history=history, max_new_tokens=draw.choice([3, 40]))
+        episode = played(chat, engines, ScriptedPool(acts), has_step, limits)
+        assert episode.ending in ("done", "answered", "max_turns") and episode.reward is not None
+        check_exact(episode, engines, rewritten=history == "strip")
+
+
+def test_turns_have_seeds_of_their_own_and_the_first_that_of_the_rollout(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    engines = ScriptedEngines(chat, lambda request: "7<|im_end|>")
+    played(chat, engines, ScriptedPool(lambda kind, payload: "more" if kind != "reward" else 1.0), True)
+    seeds = [request.seed for request, _ in engines.asked]
+    assert seeds == [turn_seed(100, turn) for turn in range(16)] and seeds[0] == 100 and len(set(seeds)) == 16
+
+
+@pytest.mark.parametrize(
+    ("limits", "says", "ending", "turns"),
+    [
+        (replace(LIMITS, max_turns=3), "7<|im_end|>", "max_turns", 3),
+        (replace(LIMITS, max_length=120), "7<|im_end|>", "max_length", 4),
+        (replace(LIMITS, timeout_s=-1.0), "7<|im_end|>", "time", 0),
+        (LIMITS, "quit<|im_end|>", "done", 1),
+    ],
+)
+def test_an_episode_ends_at_its_budgets_or_when_the_game_is_over(
+    tokenizer: Any, limits: EpisodeLimits, says: str, ending: str, turns: int
+) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+
+    def acts(kind: str, payload: Any) -> Any:
+        if kind == "step":
+            return None if payload == "quit" else "more"
+        return 0.5 if kind == "reward" else None
+
+    engines = ScriptedEngines(chat, lambda request: says)
+    episode = played(chat, engines, ScriptedPool(acts), True, limits)
+    assert (episode.ending, episode.conversation.turns, episode.reward) == (ending, turns, 0.5)
+    assert all(len(request.prompt_tokens) < limits.max_length for request, _ in engines.asked)
+
+
+def test_a_turn_without_a_call_ends_an_episode_of_tools_and_calls_are_counted(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, TOOLS, None)
+    turns = iter([TALK[4], TALK[5], "it is 4<|im_end|>"])
+    pool = ScriptedPool(
+        lambda kind, payload: (
+            [ToolResult("add", "4", failed=isinstance(each, MalformedCall)) for each in payload]
+            if kind == "call"
+            else (None if kind == "reset" else {"right": 1.0})
+        )
+    )
+    limits = replace(LIMITS, max_new_tokens=200)
+    episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, limits)
+    assert (episode.ending, episode.tool_calls, episode.tool_errors) == ("answered", 2, 1)
+    roles = [message["role"] for message in episode.conversation.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert episode.reward == {"right": 1.0} and pool.closed == [episode.start.id]
+
+
+@pytest.mark.parametrize("fails_in", ["reset", "step", "reward"])
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_never_a_reward(
+    tokenizer: Any, fails_in: str, retries: int
+) -> None:
+    chat, failure = Chat(tokenizer, CHATML, None), EnvironmentFailure("died", "its process ended")
+
+    def acts(kind: str, payload: Any) -> Any:
+        if kind == fails_in:
+            return failure
+        return 1.0 if kind == "reward" else "more"
+
+    engines = ScriptedEngines(chat, lambda request: "7<|im_end|>")
+    limits = replace(LIMITS, max_turns=2, max_retries=retries)
+    episode = played(chat, engines, ScriptedPool(acts), True, limits)
+    assert (episode.ending, episode.reward, episode.failure, episode.failures) == ("failed", None, failure, retries + 1)
+    first = [request for request, _ in engines.asked]
+    tries = [first[i :: retries + 1] for i in range(retries + 1)] if fails_in == "step" else []
+    assert all(each == tries[0] for each in tries)
+
+
+def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
+    chat, found = Chat(tokenizer, CHATML, None), list[PlayedEpisode]()
+    engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
+    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
+    player = EpisodePlayer(*arguments)
+    player.play([start(0), start(1)], found.append)
+    for _ in range(5):
+        player.play_next()
+    assert player.abort([start(0).id]) == [start(0).id]
+    assert player.abort([start(0).id]) == [] and pool.closed == [start(0).id]
+    for _ in range(100):
+        player.play_next()
+    assert [episode.start.id for episode in found] == [start(1).id]
