@@ -69,7 +69,11 @@ _TRL = (
     ("eval_steps", "validation.every"),
     ("logging_steps", "run.log_every"),
     ("save_total_limit", "checkpoint.keep_last"),
-    ("report_to", "telemetry.trackers", "a list of {name: wandb, project: ...} and {name: tensorboard}"),
+    (
+        "report_to",
+        "telemetry.trackers",
+        "a list, such as [tensorboard, {name: wandb, project: ...}]",
+    ),
     ("deepspeed", "trainer.backend", "fsdp shards weights, gradients and optimizer state over the ranks (ZeRO-3)"),
     ("assistant_only_loss", "sft.mask", "all trains on every assistant turn, last on the last; prompts never"),
     ("packing", _MICRO, "samples are always packed, up to so many tokens"),
@@ -142,7 +146,11 @@ _VERL = (
     ("trainer.default_local_dir", "run.dir and run.name", "the run's folder is dir/name"),
     ("trainer.project_name", "telemetry.trackers", "[{name: wandb, project: ...}]"),
     ("trainer.experiment_name", "run.name"),
-    ("trainer.logger", "telemetry.trackers", "a list of {name: wandb, project: ...} and {name: tensorboard}"),
+    (
+        "trainer.logger",
+        "telemetry.trackers",
+        "a list, such as [tensorboard, {name: wandb, project: ...}]",
+    ),
     ("trainer.resume_mode", "", "key for it: rlctl train KIND --resume RUN"),
 )
 _NEMO = (

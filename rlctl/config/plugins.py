@@ -30,6 +30,9 @@ LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.adv
 TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",
     "wandb": "rlctl.telemetry.trackers.wandb:WandB",
+    "mlflow": "rlctl.telemetry.trackers.mlflow:MLflow",
+    "trackio": "rlctl.telemetry.trackers.trackio:Trackio",
+    "swanlab": "rlctl.telemetry.trackers.swanlab:SwanLab",
 }
 
 # Name of the penalty of grpo.overlong among the rewards, in metrics and rollouts.

@@ -1,4 +1,4 @@
-"""Checks that a config's trackers can start: installed, and for Weights & Biases with a key. Imports none.
+"""Checks that a config's trackers can start: installed, and with a key where they send. Imports none.
 
 A tracker that fails in the middle of a run costs the run nothing: `telemetry/trackers/base.py` says so once.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlctl.config.plugins import TRACKERS
-from rlctl.config.schema import RunConfig
+from rlctl.config.schema import RunConfig, SwanlabSection, TrackerSection, TrackioSection, WandbSection
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import missing_plugin
 
@@ -23,19 +23,40 @@ _SETTINGS = ("wandb/settings", ".wandb/settings", "~/.config/wandb/settings")
 def check_trackers(config: RunConfig) -> Violations:
     """Find trackers that cannot start."""
     names = [tracker.name for tracker in config.telemetry.trackers]
-    for index, name in enumerate(names):
+    for index, tracker in enumerate(config.telemetry.trackers):
+        name = tracker.name
         what = missing_plugin(name, TRACKERS, "Class")
         if not what and name in TRACKERS and find_spec(name) is None:
             what = f"{name} is not installed: pip install 'rlctl[{name}]', or leave it out"
         elif name in TRACKERS and name in names[:index]:
             what = f"{name} is in the list twice"
-        elif name == "wandb" and not _may_log_in():
-            what = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
-        if what:
+        if what := what or _missing(tracker):
             yield Violation(f"telemetry.trackers.{index}.name", what)
 
 
-def _may_log_in() -> bool:
+def _missing(tracker: TrackerSection) -> str:
+    """Return what an installed tracker lacks; empty if nothing."""
+    if isinstance(tracker, WandbSection) and not _has_wandb_key():
+        return "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
+    if isinstance(tracker, SwanlabSection) and tracker.mode == "online" and not _has_swanlab_key():
+        return "no key for SwanLab: swanlab login, or SWANLAB_API_KEY, or mode: offline"
+    if isinstance(tracker, TrackioSection) and tracker.space is not None and not _has_hugging_face_token():
+        return f"no token for the Space {tracker.space}: hf auth login, or HF_TOKEN, or space: null"
+    return ""
+
+
+def _has_swanlab_key() -> bool:
+    # Its own order: the working directory's folder, then the user's.
+    home = os.environ.get("SWANLAB_ROOT") or os.environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
+    return bool(os.environ.get("SWANLAB_API_KEY") or any(_text(f"{each}/.netrc") for each in (".swanlab", home)))
+
+
+def _has_hugging_face_token() -> bool:
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    return bool(os.environ.get("HF_TOKEN") or _text(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").strip())
+
+
+def _has_wandb_key() -> bool:
     """Return True unless wandb would have to ask for a key, which nobody could answer below the dashboard."""
     if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
         return True

@@ -66,7 +66,9 @@ class RunRecorder:
     def groups(self, step: int, purpose: GroupPurpose, records: Callable[[int], list[Record]]) -> None:
         """Write some groups of a step or a validation, whole. records: makes the records of the first so many."""
         if count := self._shown[purpose]:
-            self._rollouts.groups(step, purpose, records(count))
+            shown = records(count)
+            self._rollouts.groups(step, purpose, shown)
+            self.metrics.samples(purpose, step, shown)
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:

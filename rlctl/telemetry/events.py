@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlctl.telemetry.jsonl import JsonlWriter
+from rlctl.telemetry.jsonl import JsonlWriter, Record
 
 
 class Tracker(Protocol):
-    """A receiver of the numbers of metrics.jsonl: TensorBoard, Weights & Biases."""
+    """A receiver of the numbers of metrics.jsonl, and of groups of rollouts: TensorBoard, Weights & Biases."""
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -71,6 +73,11 @@ class MetricsLog:
         self._writer.write({"kind": kind, "step": step, "time": self._now(), **clean})
         for tracker in self._trackers:
             tracker.write(kind, step, clean)
+
+    def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
+        """Pass groups of rollouts to the trackers."""
+        for tracker in self._trackers:
+            tracker.samples(purpose, step, groups)
 
     def close(self) -> None:
         for tracker in self._trackers:

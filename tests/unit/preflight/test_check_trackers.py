@@ -1,17 +1,17 @@
 """A tracker that cannot start is found before anything does."""
 
-import importlib.util
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from rlctl.config.errors import ConfigError
+from rlctl.config.plugins import TRACKERS
 from rlctl.config.schema import UserTrackerSection
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
 WANDB = "telemetry.trackers=[{name: wandb, project: mine}]"
-BOTH = "telemetry.trackers=[tensorboard, {name: wandb, project: mine}]"
 LOGIN = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
 
 
@@ -35,21 +35,68 @@ def wandb(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+NAMES = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+EVERY = (
+    "telemetry.trackers=[tensorboard, {name: wandb, project: a}, mlflow, {name: trackio, project: a}, "
+    "{name: swanlab, project: a, mode: offline}]"
+)
+
+
+@pytest.mark.parametrize("missing", [[name] for name in NAMES] + [list(NAMES)])
 def test_trackers_that_are_not_installed_are_errors_with_what_to_type(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch, missing: list[str]
 ) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        "rlctl.preflight.check_trackers.find_spec",
-        lambda name: None if name in ("wandb", "tensorboard") else found(name),
-    )
-    assert problems(BOTH) == [
-        f"override 1: {BOTH}: telemetry.trackers.{index}.name: {name} is not installed: pip install 'rlctl[{name}]', "
-        "or leave it out"
-        for index, name in enumerate(("tensorboard", "wandb"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("rlctl.preflight.check_trackers.find_spec", lambda name: None if name in missing else name)
+    assert problems(EVERY) == [
+        f"override 1: {EVERY}: telemetry.trackers.{NAMES.index(name)}.name: {name} is not installed: "
+        f"pip install 'rlctl[{name}]', or leave it out"
+        for name in missing
     ]
     # Elsewhere it is looked at again, by the machine that drives the run.
-    load("grpo", "grpo.recipe.yaml", [BOTH], away=True)
+    load("grpo", "grpo.recipe.yaml", [EVERY], away=True)
+
+
+def test_each_tracker_is_an_extra_of_its_name() -> None:
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert list(TRACKERS) == list(NAMES)
+    assert all(extras[name][0].startswith(name) for name in NAMES)
+    assert extras["trackers"] == [f"rlctl[{','.join(NAMES)}]"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected", "file", "variable"),
+    [
+        (
+            "{name: swanlab, project: a}",
+            "no key for SwanLab: swanlab login, or SWANLAB_API_KEY, or mode: offline",
+            ".swanlab/.netrc",
+            "SWANLAB_API_KEY",
+        ),
+        (
+            "{name: trackio, project: a, space: me/runs}",
+            "no token for the Space me/runs: hf auth login, or HF_TOKEN, or space: null",
+            ".cache/huggingface/token",
+            "HF_TOKEN",
+        ),
+    ],
+)
+def test_trackers_that_send_need_a_key(
+    wandb: Path, monkeypatch: pytest.MonkeyPatch, entry: str, expected: str, file: str, variable: str
+) -> None:
+    for name in ("SWANLAB_API_KEY", "SWANLAB_ROOT", "SWANLAB_SAVE_DIR", "HF_TOKEN", "HF_HOME", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("rlctl.preflight.check_trackers.find_spec", lambda name: name)
+    override = f"telemetry.trackers=[{entry}]"
+    assert problems(override) == [f"override 1: {override}: telemetry.trackers.0.name: {expected}"]
+    monkeypatch.setenv(variable, "k")
+    assert problems(override) == []
+    monkeypatch.delenv(variable)
+    (wandb / file).parent.mkdir(parents=True)
+    (wandb / file).write_text("machine api.swanlab.cn login x password k\n")
+    assert problems(override) == []
 
 
 def test_wandb_without_a_key_is_an_error(wandb: Path) -> None:
@@ -83,17 +130,20 @@ def test_a_key_or_none_needed_by_what_wandb_has_written(wandb: Path, file: str, 
         ("{name: wandb, project: {a: 1}}", ["project: must be text, not a section"]),
         ("{name: wandb, projet: a}", [
             "projet: unknown key; did you mean project?",
-            "project: not set, and has no default: Only for wandb: the project, for example {name: wandb, project: "
-            "arithmetic}",
+            "project: not set, and has no default: The project there, for example {name: wandb, project: arithmetic}",
         ]),
-        ("{name: tensorboard, project: a}", ["project: unknown key here: a key of wandb; tensorboard has name"]),
+        ("{name: tensorboard, project: a}", [
+            "project: unknown key here: a key of wandb, trackio, swanlab; tensorboard has name"
+        ]),
         ("{name: wandbb, project: a}", [
-            "name: must be tensorboard, wandb or module:Class, not wandbb; did you mean wandb?"
+            "name: must be tensorboard, wandb, mlflow, trackio, swanlab or module:Class, not wandbb; did you mean "
+            "wandb?"
         ]),
         ("{name: 'mine.py:Nots', url: a}", ["name: mine.py defines no Nots; did you mean Notes?"]),
         ("{project: a}", [
-            "name: not set, and has no default: tensorboard, wandb, or a class: module:Class or file.py:Class. The "
-            "class is called with the run directory, the config and the further keys of its entry",
+            "name: not set, and has no default: tensorboard, wandb, mlflow, trackio, swanlab, or a class: "
+            "module:Class or file.py:Class. The class is called with the run directory, the config and the "
+            "further keys of its entry",
         ]),
         ("3", [": must be a section of `key: value`, not 3"]),
     ],

@@ -76,6 +76,7 @@ def test_a_tracker_that_fails_to_write_is_one_warning_and_then_silent(run: RunDi
 def test_wandb_gets_its_project_and_the_config(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package itself would call home: a file of its name takes its place, and writes down what it is told."""
     (run.path / "wandb.py").write_text(
+        "def Settings(**_): ...\n"
         "def init(**told):\n    open(told['dir'] + '/told', 'w').write(f\"{told['project']} {told['config']}\")\n"
     )
     monkeypatch.syspath_prepend(run.path)
@@ -97,3 +98,26 @@ def test_a_tracker_of_the_users_own_gets_the_keys_of_its_entry(run: RunDir) -> N
     open_trackers([UserTrackerSection(f"{file}:Notes", {"sufix": "p"})], run.path, {}, EventLog(run.events))
     (what,) = warnings(run)
     assert "Notes is off from now on: TypeError" in what and "sufix" in what
+
+
+def test_groups_of_rollouts_reach_tensorboard_as_text_and_no_tracker_without_a_place_for_them(run: RunDir) -> None:
+    rollout = {"index": 0, "text": [["49", True], [" tool: 7", False]], "reward": 1.0, "finish": "stop", "tokens": 2}
+    groups = [{"task": "e0-r1", "prompt": "15+34=", "answer": "49", "rollouts": [rollout]}]
+    events = EventLog(run.events)
+    (tracker,) = open_trackers([TensorBoardSection("tensorboard")], run.path, {}, events)
+    tracker.samples("train", 3, groups)
+    tracker.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    read = EventAccumulator(str(run.path / "tensorboard"))
+    read.Reload()
+    (written,) = read.Tensors("rollouts/train")
+    text = written.tensor_proto.string_val[0].decode()
+    assert written.step == 3 and "    15+34=\n" in text and "49⟦ tool: 7⟧" in text
+
+    (run.path / "notes_too.py").write_text(NOTES)
+    (mine,) = open_trackers(
+        [UserTrackerSection(f"{run.path}/notes_too.py:Notes", {"prefix": ""})], run.path, {"a": ""}, events
+    )
+    mine.samples("train", 3, groups)
+    assert warnings(run) == []

@@ -1,0 +1,100 @@
+"""Trackers against the packages themselves, offline: numbers, the config and groups as text, also after a resume.
+
+A package that is not installed is skipped. All of them: pip install -e '.[trackers]', then
+pytest -n 0 tests/unit/telemetry/test_real_trackers.py
+"""
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.schema import MlflowSection, SwanlabSection, TrackerSection, TrackioSection, WandbSection
+from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.trackers.base import open_trackers
+
+CONFIG = {"run": {"seed": 7}, "rewards": [{"name": "exact"}], "long": "x" * 7000, **{f"k{i}": i for i in range(120)}}
+GROUP = {
+    "task": "e0-r1",
+    "prompt": "15+34=",
+    "answer": "49",
+    "outcome": "trained",
+    "rollouts": [
+        {"index": 0, "text": [["49", True], ["tool: 7", False]], "reward": 1.0, "advantage": 0.5, "finish": "stop"},
+        {"index": 1, "text": [["48 ÷ é", True]], "reward": None, "advantage": None, "finish": "length", "tokens": 3},
+    ],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run of a user without keys, whose home is empty."""
+    for name in ("WANDB_API_KEY", "SWANLAB_API_KEY", "HF_TOKEN", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)
+    return RunDir.create("a", tmp_path / "runs")
+
+
+def record(run: RunDir, section: TrackerSection, steps: range) -> None:
+    """Track some steps as a run does, and find no warning."""
+    events = EventLog(run.events)
+    log = MetricsLog(run.metrics, events, open_trackers([section], run.path, CONFIG, events))
+    for step in steps:
+        log.write("step", step, {"loss/policy": 1 / step, "reward/exact/mean": 0.5})
+        log.samples("train", step, [GROUP, GROUP])
+        log.write("validation", step, {"validation/accuracy": 0.25})
+    log.close()
+    assert [event["what"] for event in read_records(run.events)] == []
+
+
+def test_mlflow_has_a_run_with_its_parameters_metrics_and_groups(run: RunDir) -> None:
+    pytest.importorskip("mlflow", reason="pip install 'rlctl[mlflow]'")
+    from mlflow.tracking import MlflowClient
+
+    section = MlflowSection("mlflow", "mine", None)
+    record(run, section, range(1, 4))
+    record(run, section, range(4, 5))
+    client = MlflowClient(f"sqlite:///{run.path.resolve() / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("mine")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("a", "FINISHED")
+    assert (found.data.params["run.seed"], found.data.params["rewards.0.name"]) == ("7", "exact")
+    history = client.get_metric_history(found.info.run_id, "loss/policy")
+    assert [(point.step, point.value) for point in history] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    text = next((run.path / "mlflow-artifacts").rglob("train_000004.txt")).read_text()
+    assert "15+34=" in text and "49⟦tool: 7⟧" in text and "48 ÷ é" in text
+
+
+def test_trackio_has_a_run_in_its_database(run: RunDir) -> None:
+    # It reads TRACKIO_DIR when it is imported, which no other test does.
+    trackio = pytest.importorskip("trackio", reason="pip install 'rlctl[trackio]'")
+    section = TrackioSection("trackio", "mine", None)
+    record(run, section, range(1, 4))
+    record(run, section, range(4, 5))
+    store = trackio.SQLiteStorage
+    logs = store.get_logs("mine", "a")
+    assert [each["step"] for each in logs if "loss/policy" in each] == [1, 2, 3, 4]
+    assert "tool: 7" in str(logs) and store.get_run_config("mine", "a")["run"] == {"seed": 7}
+
+
+def test_swanlab_writes_a_run_into_the_run_directory(run: RunDir) -> None:
+    pytest.importorskip("swanlab", reason="pip install 'rlctl[swanlab]'")
+    record(run, SwanlabSection("swanlab", "mine", "offline"), range(1, 3))
+    texts = [path.read_text() for path in (run.path / "swanlab").rglob("media/text/*.txt")]
+    assert len(texts) == 2 and all("49⟦tool: 7⟧" in text for text in texts)
+    assert any(b"reward/exact/mean" in path.read_bytes() for path in (run.path / "swanlab").rglob("*.swanlab"))
+
+
+def test_wandb_writes_an_offline_run_with_a_table_of_rollouts(run: RunDir) -> None:
+    pytest.importorskip("wandb", reason="pip install 'rlctl[wandb]'")
+    record(run, WandbSection("wandb", "mine"), range(1, 3))
+    (folder,) = (run.path / "wandb").glob("offline-run-*")
+    tables = [path.read_text() for path in folder.rglob("*.table.json")]
+    assert len(tables) == 2 and "15+34=" in tables[0] and "tool: 7" in tables[0]
+    (log,) = folder.glob("*.wandb")
+    assert b"reward/exact/mean" in log.read_bytes()
