@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from rlctl.cli import bench, cluster, config, data, doctor, loss, recipes, runs, train
+from rlctl.cli import bench, cluster, config, data, doctor, env, loss, recipes, runs, train
 from rlctl.cli.output import BAD_INPUT, examples, report
 from rlctl.config.errors import ConfigError, Problem
 
@@ -40,7 +40,7 @@ app = typer.Typer(
         "rlctl doctor                            is this machine ready?",
     ),
 )
-for _part in (train, runs, config, data, loss, recipes, cluster, bench):
+for _part in (train, runs, config, data, env, loss, recipes, cluster, bench):
     app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2])
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 

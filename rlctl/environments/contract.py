@@ -91,7 +91,7 @@ def opening(prompt: list[Message], observation: Observation) -> list[Message]:
     """Return the messages that an episode begins with.
 
     Text is appended to the content of the last message, without a separator, as TRL does it; without a prompt it is
-    the user's message. Messages follow the prompt.
+    the user's message. Messages follow the prompt. Raises ContractError for a prompt whose content is no text.
     """
     if observation is None:
         return prompt
@@ -99,7 +99,7 @@ def opening(prompt: list[Message], observation: Observation) -> list[Message]:
         return [*prompt, *observation]
     if not prompt:
         return [{"role": "user", "content": observation}]
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + observation}]
+    return [*prompt[:-1], {**prompt[-1], "content": _content(prompt[-1].get("content")) + observation}]
 
 
 def checked_observation(value: object) -> Observation:

@@ -6,6 +6,7 @@ then the reward, then close. An `EnvironmentFailure` ends the episode; nothing m
 
 import asyncio
 import itertools
+import os
 import threading
 from collections.abc import Callable, Coroutine, Hashable, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import (
     ENVIRONMENT_COLUMN,
     ContractError,
@@ -28,6 +30,7 @@ from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, Too
 from rlctl.environments.process import EnvironmentProcess
 from rlctl.environments.tool_calls import Call, MalformedCall
 from rlctl.utils.cores import usable_cores
+from rlctl.workers.guarded import GuardedProcess
 from rlctl.workers.user_logs import Emit, FailureLog, OutputLog
 
 Value = TypeVar("Value")
@@ -65,6 +68,8 @@ class EnvironmentPool:
     ) -> None:
         self._specs, self._memory_bytes = dict(specs), memory_mib << 20
         self._size = processes or min(MAX_PROCESSES, usable_cores())
+        # A process may be replaced while Ray starts, which changes this process's own.
+        self._variables = dict(os.environ)
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit)
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
         # Below here everything belongs to the loop's thread.
@@ -195,7 +200,8 @@ class EnvironmentPool:
             with suppress(ContractError, TypeError, ValueError):
                 return checked(outcome)
             outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
-        self._episodes.pop(episode, None)
+        if self._episodes.get(episode) == (process, number, key):
+            del self._episodes[episode]
         self._spawn(self._leave(process, number, None if outcome.kind == "timeout" else key))
         return self._failed(key, outcome)
 
@@ -226,7 +232,9 @@ class EnvironmentPool:
         usable = [each for each in self._processes if not each.hangs]
         if usable and (len(usable) >= self._size or any(not each.episodes for each in usable)):
             return min(usable, key=lambda each: len(each.episodes))
-        process = EnvironmentProcess(self._specs, self._memory_bytes, self._log.descriptor if self._log else None)
+        output = self._log.descriptor if self._log else None
+        child = GuardedProcess("rlctl.environments.child", MAX_REPLY, output, self._variables)
+        process = EnvironmentProcess(self._specs, self._memory_bytes, child)
         self._processes.append(process)
         return process
 

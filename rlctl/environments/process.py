@@ -26,13 +26,12 @@ _FOREIGN = "wrote to a file descriptor that is not its own"
 class EnvironmentProcess:
     """One child process and the episodes in it.
 
-    specs: environments by key. memory_bytes: most resident memory of the process and its children. output: descriptor
-    for what environments print; None: the standard error.
+    specs: environments by key. memory_bytes: most resident memory of the process and its children. process: not
+    launched yet.
     """
 
-    def __init__(self, specs: dict[str, EnvironmentSpec], memory_bytes: int, output: int | None) -> None:
-        self._specs, self._memory_bytes = specs, memory_bytes
-        self._process = GuardedProcess("rlctl.environments.child", MAX_REPLY, output)
+    def __init__(self, specs: dict[str, EnvironmentSpec], memory_bytes: int, process: GuardedProcess) -> None:
+        self._specs, self._memory_bytes, self._process = specs, memory_bytes, process
         self._writer: asyncio.StreamWriter | None = None
         self._actions = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}

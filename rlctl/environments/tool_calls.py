@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _DECODER = json.JSONDecoder()
+_MARK = re.compile(r"</?tool_call>")
+_BETWEEN = re.compile(r"[\s;]*")
 
 
 @dataclass(frozen=True)
@@ -77,19 +79,19 @@ def _hermes(text: str, parameters: Parameters) -> tuple[list[Call], str]:
     """
     calls: list[Call] = []
     outside: list[str] = []
-    rest = text
-    while "<tool_call>" in rest:
-        before, _, rest = rest.partition("<tool_call>")
-        outside.append(before)
-        call, rest = _json_call(rest, "arguments")
-        calls.append(call)
+    at = 0
+    while (start := text.find("<tool_call>", at)) >= 0:
+        outside.append(text[at:start])
+        call, end = _json_call(text, start + len("<tool_call>"), "arguments")
         # After a mistake the next call begins at its own mark: what is between belongs to the broken one.
-        ends = [at for mark in ("</tool_call>", "<tool_call>") if (at := rest.find(mark)) >= 0]
-        between, rest = (rest[: min(ends)], rest[min(ends) :]) if ends else (rest, "")
-        rest = rest.removeprefix("</tool_call>")
-        if isinstance(call, ToolCall) and between.strip() and ends:
-            calls[-1] = MalformedCall(f"not one JSON object: {_shown(between)} follows it before </tool_call>")
-    return calls, "".join([*outside, rest])
+        mark = _MARK.search(text, end)
+        at = len(text) if mark is None else mark.end() if mark[0] == "</tool_call>" else mark.start()
+        if isinstance(call, ToolCall) and mark and (between := text[end : mark.start()].strip()):
+            call = MalformedCall(f"not one JSON object: {_shown(between)} follows it before </tool_call>")
+        elif isinstance(call, ToolCall) and mark is None:
+            outside.append(text[end:])
+        calls.append(call)
+    return calls, "".join([*outside, text[at:]])
 
 
 def _llama3(text: str, parameters: Parameters) -> tuple[list[Call], str]:
@@ -100,11 +102,12 @@ def _llama3(text: str, parameters: Parameters) -> tuple[list[Call], str]:
         error = MalformedCall(f"not a JSON object: {_shown(rest)}")
         return ([error], before) if marked else ([], text)
     calls: list[Call] = []
-    while rest.startswith("{"):
-        call, rest = _json_call(rest, "parameters")
+    at = 0
+    while rest.startswith("{", at):
+        call, end = _json_call(rest, at, "parameters")
         calls.append(call)
-        rest = rest.lstrip(" \n\t;") if isinstance(call, ToolCall) else ""
-    return calls, before + rest
+        at = _BETWEEN.match(rest, end).end() if isinstance(call, ToolCall) else len(rest)  # type: ignore[union-attr]
+    return calls, before + rest[at:]
 
 
 def _mistral(text: str, parameters: Parameters) -> tuple[list[Call], str]:
@@ -118,7 +121,8 @@ def _mistral(text: str, parameters: Parameters) -> tuple[list[Call], str]:
         else:
             name, brace, arguments = part.partition("{")
             name = name.removesuffix("[ARGS]").strip()
-            calls.append(_json_call(f'{{"name": {json.dumps(name)}, "arguments": {brace}{arguments}}}', "arguments")[0])
+            whole = f'{{"name": {json.dumps(name)}, "arguments": {brace}{arguments}}}'
+            calls.append(_json_call(whole, 0, "arguments")[0])
     return calls, content
 
 
@@ -132,8 +136,7 @@ def _json_list(text: str) -> Iterator[Call]:
         yield _checked(each, "arguments")
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z|(?=<tool_call>))", re.DOTALL)
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def _qwen3_coder(text: str, parameters: Parameters) -> tuple[list[Call], str]:
@@ -144,29 +147,37 @@ def _qwen3_coder(text: str, parameters: Parameters) -> tuple[list[Call], str]:
     calls: list[Call] = []
     outside, *parts = text.split("<tool_call>")
     for part in parts:
-        found = _FUNCTION.match(part)
-        if found is None:
+        if found := _FUNCTION.match(part):
+            name = found[1].strip()
+            calls.append(_coder_call(name, found[2], parameters.get(name, {})))
+            outside += part[found.end() :]
+        else:
             calls.append(MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function> in <tool_call>"))
             outside += part.partition("</tool_call>")[2]
-            continue
-        outside += part[found.end() :]
-        name, body = found[1].strip(), found[2]
-        if left := _PARAMETER.sub("", body).strip():
-            calls.append(MalformedCall(f"{_shown(left)} is no <parameter=KEY>value</parameter>"))
-            continue
-        known = parameters.get(name, {})
-        values = {key.strip(): _value(value, known.get(key.strip(), {})) for key, value in _PARAMETER.findall(body)}
-        calls.append(ToolCall(name, values))
     return calls, outside
+
+
+def _coder_call(name: str, body: str, known: dict[str, Any]) -> Call:
+    """Return the call of a function's body. known: schemas of its parameters."""
+    arguments: dict[str, Any] = {}
+    rest = body.strip()
+    while rest:
+        head, closed, after = rest.partition("</parameter>")
+        key, bracket, value = head.removeprefix("<parameter=").partition(">")
+        if not closed or not bracket or not head.startswith("<parameter="):
+            return MalformedCall(f"{_shown(rest)} is no <parameter=KEY>value</parameter>")
+        arguments[key.strip()] = _value(value.removeprefix("\n").removesuffix("\n"), known.get(key.strip(), {}))
+        rest = after.strip()
+    return ToolCall(name, arguments)
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
     """Return the value of a text that has no type of its own; the text itself where it is none of the schema's type."""
     wanted = schema.get("type")
-    if wanted == "string" or not schema:
-        return text
     if schema.get("nullable") and text.strip() in ("null", "None"):
         return None
+    if wanted == "string" or not schema:
+        return text
     if wanted == "boolean" and text.strip() in ("True", "False"):
         return text.strip() == "True"
     try:
@@ -183,17 +194,20 @@ PARSERS: dict[str, Parser] = {
 }
 
 
-def _json_call(text: str, key: str) -> tuple[Call, str]:
-    """Return the call that the JSON object at the beginning of `text` is, and the text after it.
+def _json_call(text: str, at: int, key: str) -> tuple[Call, int]:
+    """Return the call that the JSON object at position `at` is, and the position after it.
 
     The object ends where JSON says, so that marks within its strings are no marks. key: that of the arguments.
     """
-    text = text.lstrip()
+    while at < len(text) and text[at].isspace():
+        at += 1
+    if not text.startswith(("{", "["), at):  # the decoder would say so too, after counting all lines before
+        return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), at
     try:
-        value, end = _DECODER.raw_decode(text)
+        value, end = _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
-        return MalformedCall(_not_json(error)), text
-    return _checked(value, key), text[end:]
+        return MalformedCall(_not_json(error, at)), at
+    return _checked(value, key), end
 
 
 def _checked(value: Any, key: str) -> Call:
@@ -225,9 +239,10 @@ def _refuse(constant: str) -> Any:
     raise ValueError(constant)
 
 
-def _not_json(error: Exception) -> str:
+def _not_json(error: Exception, start: int = 0) -> str:
+    """Return the reason for the model. start: position at which the call begins."""
     if isinstance(error, json.JSONDecodeError):
-        return f"not valid JSON: {error.msg} at character {error.pos + 1} of the call"
+        return f"not valid JSON: {error.msg} at character {error.pos - start + 1} of the call"
     return "not valid JSON: nested too deep, or a number too long"
 
 

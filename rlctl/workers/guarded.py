@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 ENDING_TIMEOUT_S = 10.0
@@ -74,12 +75,15 @@ class GuardedProcess:
     """One process below a supervisor, see supervisor.py.
 
     module: the program. max_reply: bytes of a reply. output: descriptor for what it prints; None: the standard error.
+    variables: those of its environment; None: what they are now.
     """
 
-    def __init__(self, module: str, max_reply: int, output: int | None) -> None:
+    def __init__(
+        self, module: str, max_reply: int, output: int | None, variables: Mapping[str, str] | None = None
+    ) -> None:
         self._module, self._max_reply, self._output = module, max_reply, output
         # Taken now: while Ray starts, this process has Ray's, and whoever has that ends with Ray's folder.
-        self._environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._environment = {**(os.environ if variables is None else variables), "OMP_NUM_THREADS": "1"}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Channel | None = None
 

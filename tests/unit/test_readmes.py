@@ -46,7 +46,7 @@ PARSED_ONLY = {
     "rlctl doctor": "judges the reader's machine; tests/unit/cli/test_doctor.py",
     "rlctl data preview": "reads all rows, for seconds; tests/unit/cli/test_data.py",
 }
-RUN_HERE = ("rlctl config", "rlctl loss", "rlctl recipes", "rlctl --version")
+RUN_HERE = ("rlctl config", "rlctl env", "rlctl loss", "rlctl recipes", "rlctl --version")
 # The mistake of the example that shows what a mistake looks like.
 IS_WRONG = "grpo.num_step=10"
 # Files that the examples name.
@@ -141,6 +141,8 @@ def reader(home: Path) -> Path:
     """The current directory of somebody who follows a README: the files that the examples name are there."""
     (home / "my_rewards.py").write_text("def brevity(prompt, completion, answer, row):\n    return 0.0\n")
     (home / "my_loss.py").write_text((ROOT / "tests/plugins/my_loss.py").read_text())
+    (home / "my_env.py").write_text("class Game:\n    def reset(self, **row):\n        return 'Go.'\n")
+    (home / "tasks.jsonl").write_text('{"target": 1}\n')
     (home / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     for name, text in CLUSTERS.items():
         (home / name).write_text(text)

@@ -1,6 +1,7 @@
 """Tool calls by format: whatever a model writes is calls, mistakes with a text for it, or text; never an error."""
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -163,6 +164,26 @@ def test_coder_values_are_read_by_their_schema() -> None:
 def test_coder_mistakes_are_told(text: str) -> None:
     (only,) = calls_of(text, "qwen3_coder")
     assert isinstance(only, MalformedCall)
+
+
+@given(CALLS.filter(bool))
+def test_coder_texts_come_back_as_they_were_written(calls: list[ToolCall]) -> None:
+    text, expected = "", []
+    for call in calls:
+        values = {f"k{index}": str(value) for index, value in enumerate(call.arguments.values())}
+        body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        text += f"<tool_call>\n<function={call.name}>\n{body}</function>\n</tool_call>\n"
+        expected.append(ToolCall(call.name, values))
+    if not any(mark in str(each.arguments) for each in calls for mark in MARKS):
+        assert calls_of(text, "qwen3_coder") == expected
+
+
+@pytest.mark.parametrize("format", sorted(PARSERS))
+@pytest.mark.parametrize("part", ["<tool_call>", "<parameter=a>", "[TOOL_CALLS]", "<think>", "</think>", '{"name": '])
+def test_a_turn_that_repeats_itself_is_parsed_in_no_time(format: str, part: str) -> None:
+    start = time.process_time()
+    calls_of(f"<tool_call><function=move>{part * 10_000}</function>", format)
+    assert time.process_time() - start < 3.0
 
 
 def test_llama_text_without_a_call_is_text() -> None:

@@ -1,0 +1,197 @@
+"""`rlctl env`: environments tried before a run, without an engine."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.cli.arguments import AsJson
+from rlctl.cli.output import FAILED, busy, console, examples, note, say
+from rlctl.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rlctl.environments.check import CheckReport, ScriptedEpisode
+
+app = typer.Typer(no_args_is_help=True)
+
+_WIDEST, _LABEL = 100, 10
+_LONGEST = 400
+Name = Annotated[str, typer.Argument(metavar="NAME", help="One that ships, my_env.py:Class or module:Class.")]
+Seed = Annotated[int, typer.Option(help="The seed of the first episode or task.", min=0)]
+
+
+@app.callback()
+def env() -> None:
+    """Check environments, and list the tasks of those that ship."""
+
+
+@app.command(
+    epilog=examples(
+        "rlctl env check my_env.py:Game --data tasks.jsonl",
+        "rlctl env check guess --arg guesses=4",
+        "rlctl env check my_env.py:Game --json",
+    )
+)
+def check(
+    name: Name,
+    data: Annotated[Path | None, typer.Option(help="Tasks, a row each: JSONL or Parquet.", show_default=False)] = None,
+    arg: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An argument of the class; the value is YAML.", show_default=False),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that each action may take.", min=0.01)] = 5.0,
+    memory: Annotated[int, typer.Option(help="MiB that the process may use.", min=64)] = 4096,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Play three scripted episodes: contract, tools, rewards, times. Exit code 1 if the contract is broken."""
+    from dataclasses import asdict
+
+    from rlctl.environments.check import check_environment
+    from rlctl.environments.outcomes import EnvironmentSpec
+
+    _known(name)
+    rows = _rows(name, data, seed)
+    with busy(f"playing {name}"):
+        report = check_environment(EnvironmentSpec(name, timeout, _arguments(arg)), rows, memory, seed)
+    if as_json:
+        typer.echo(json.dumps({"name": name, **asdict(report)}, indent=1, default=str))
+    else:
+        _show(name, str(data) if data else "", report)
+    if report.problems:
+        raise typer.Exit(FAILED)
+
+
+@app.command(
+    epilog=examples(
+        "rlctl env tasks guess --count 500 > train.jsonl",
+        "rlctl env tasks guess --count 100 --held-out > validation.jsonl",
+    )
+)
+def tasks(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="One that ships.")],
+    count: Annotated[int, typer.Option("--count", "-n", help="The tasks to print.", min=1)] = 10,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Print tasks that are never among the others.")] = False,
+    seed: Seed = 0,
+) -> None:
+    """Print tasks of an environment that ships, a JSON row each, equal for equal seeds."""
+    from itertools import islice
+
+    from rlctl.config.errors import did_you_mean
+    from rlctl.config.plugins import ENVIRONMENTS
+
+    if name not in ENVIRONMENTS:
+        what = f"must be {', '.join(ENVIRONMENTS)}, not {name}{did_you_mean(name, ENVIRONMENTS)}"
+        raise ConfigError([Problem("NAME", "", what)])
+    for row in islice(_own_tasks(name, seed, held_out), count):
+        typer.echo(json.dumps(row))
+
+
+def _own_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield tasks of an environment that ships."""
+    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.utils.plugins import load_object
+
+    found: Iterator[dict[str, Any]] = load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(seed, held_out)
+    return found
+
+
+def _known(name: str) -> None:
+    """Raises ConfigError if there is no such environment, as far as its source says."""
+    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.preflight.check_inputs import missing_plugin
+
+    if what := missing_plugin(name, ENVIRONMENTS, "Class"):
+        raise ConfigError([Problem("NAME", "", what)])
+
+
+def _rows(name: str, data: Path | None, seed: int) -> Sequence[Mapping[str, Any]]:
+    """Return the first rows of the data; without any, tasks of an environment that ships, else one empty row."""
+    from itertools import islice
+
+    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.environments.check import EPISODES
+
+    if data is None:
+        return list(islice(_own_tasks(name, seed), EPISODES)) if name in ENVIRONMENTS else [{}]
+    from rlctl.config.schema import DatasetSection
+    from rlctl.data.datasets import DataError, load_rows
+
+    try:
+        section = DatasetSection(str(data), "train", "prompt", "answer", "messages", limit=EPISODES)
+        return [row.values for row in load_rows(section)]
+    except DataError as error:
+        raise ConfigError([Problem("--data", "", str(error))]) from error
+
+
+def _arguments(given: list[str] | None) -> dict[str, Any]:
+    """Return the class's arguments. Raises ConfigError for one that is no KEY=VALUE."""
+    import yaml
+
+    arguments: dict[str, Any] = {}
+    for text in given or []:
+        key, equals, value = text.partition("=")
+        try:
+            arguments[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            equals = ""
+        if not equals or not key.isidentifier():
+            raise ConfigError([Problem("--arg", "", f"must be KEY=VALUE with a YAML value, not {text}")])
+    return arguments
+
+
+def _show(name: str, data: str, report: "CheckReport") -> None:
+    from rlctl.environments.check import signature
+
+    _line("check", f"{name}{f', tasks of {data}' if data else ''}; loaded in {report.start_s:.2f} s")
+    for tool in report.contract.tools if report.contract else ():
+        _line("tool", signature(tool))
+        _line("", tool["function"]["description"])
+    if report.contract and report.contract.has_step:
+        _line("step", "answers messages that call no tool")
+    for number, episode in enumerate(report.episodes, 1):
+        say("")
+        _episode(number, episode)
+    say("")
+    rewards = [each.reward for each in report.episodes if each.reward is not None]
+    actions = sorted(turn.seconds for each in report.episodes for turn in each.turns)
+    if report.episodes:
+        median = f"; an action takes {1e3 * actions[len(actions) // 2]:.2g} ms at the median" if actions else ""
+        _line("played", f"{len(report.episodes)} episodes, {len(rewards)} with a reward{median}")
+    note(report.notes)
+    for problem in report.problems:
+        from rich.text import Text
+
+        console(stderr=True).print(Text.assemble(("error: ", "bold red"), problem))
+
+
+def _episode(number: int, episode: "ScriptedEpisode") -> None:
+    _line(f"episode {number}", f"reset in {1e3 * episode.reset_s:.2g} ms")
+    for message in episode.opening:
+        _line(str(message["role"]), str(message.get("content", "")))
+    for turn in episode.turns:
+        _line("assistant", turn.said)
+        _line("error" if turn.failed else "answer", turn.answer if turn.answer is not None else "the episode has ended")
+    if episode.reward is not None:
+        parts = episode.reward.items() if isinstance(episode.reward, dict) else [("", episode.reward)]
+        _line("reward", ", ".join(f"{part} {value:g}".strip() for part, value in parts))
+    if episode.failure is not None:
+        _line("failed", episode.failure)
+
+
+def _line(label: str, text: str) -> None:
+    """Print a label and a text, cut where it is long, in lines of the terminal's width."""
+    import shutil
+    from textwrap import wrap
+
+    from rich.text import Text
+
+    from rlctl.utils.escapes import neutral
+
+    shown = neutral(" ".join(text.split()))
+    shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+    width = min(shutil.get_terminal_size().columns, _WIDEST) - _LABEL - 1
+    for index, line in enumerate(wrap(shown, max(width, 20)) or [""]):
+        console().print(Text.assemble((f"{label if not index else '':<{_LABEL}} ", "cyan"), line))

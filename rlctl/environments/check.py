@@ -1,0 +1,228 @@
+"""Scripted episodes of an environment, played in the process that a run would use, without an engine.
+
+A script calls each tool once, with arguments made from its schema, or sends `step` a few plain messages. A parameter
+named like a column of the row gets the row's value, so that a script for a data set with the answers may even win.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from rlctl.environments.contract import ContractError, EnvironmentContract, Message, Observation, Reward, opening
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.environments.tool_calls import ToolCall
+from rlctl.environments.tool_schema import Schema
+from rlctl.utils.user_code import shortened
+
+Value = TypeVar("Value")
+
+EPISODES = 3
+MESSAGES = ("1", "Hello.", "I do not know.", "8", "The answer is 3.")
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "integer": (1, 2, 3),
+    "number": (1.0, 2.5, -1.0),
+    "string": ("text", "1", "hello"),
+    "boolean": (True, False, True),
+    "array": ([], [], []),
+    "object": ({}, {}, {}),
+    "null": (None, None, None),
+}
+
+
+@dataclass(frozen=True)
+class ScriptedTurn:
+    """One action of the script and its answer."""
+
+    # `increment(step=1)`, or the message itself.
+    said: str
+    # Text that the model would read; None: the episode has ended.
+    answer: str | None
+    # True if the tool raised or is unknown.
+    failed: bool
+    seconds: float
+
+
+@dataclass
+class ScriptedEpisode:
+    """One scripted episode."""
+
+    # Messages that it begins with.
+    opening: list[Message] = field(default_factory=list)
+    turns: list[ScriptedTurn] = field(default_factory=list)
+    # None: the class has no `get_reward`, or the episode failed before.
+    reward: Reward | None = None
+    # Reason why it ended early.
+    failure: str | None = None
+    # Seconds that `reset` and `get_reward` took.
+    reset_s: float = 0.0
+    reward_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Findings about one environment."""
+
+    contract: EnvironmentContract | None
+    episodes: list[ScriptedEpisode]
+    # One line for each reason why the environment cannot be used as it is.
+    problems: list[str]
+    # One line for each thing worth knowing.
+    notes: list[str]
+    # Seconds until the process had loaded the environment.
+    start_s: float
+
+
+def check_environment(
+    spec: EnvironmentSpec, rows: Sequence[Mapping[str, Any]], memory_mib: int, seed: int
+) -> CheckReport:
+    """Load an environment and play `EPISODES` episodes, one a row in turn. Never raises for what it does."""
+    begin = time.perf_counter()
+    with EnvironmentPool({spec.name: spec}, memory_mib, processes=1) as pool:
+        try:
+            contract = pool.contracts()[spec.name]
+        except UnusableEnvironmentError as error:
+            return CheckReport(None, [], [reason for _, reason in error.problems], [], time.perf_counter() - begin)
+        start_s = time.perf_counter() - begin
+        episodes = []
+        for index in range(EPISODES):
+            episodes.append(_play(pool, contract, index, rows[index % len(rows)], seed + index))
+        notes = [*contract.notes, *_draws_anew(pool, episodes[0], rows[0], seed)]
+    problems = [f"episode {index}: {each.failure}" for index, each in enumerate(episodes, 1) if each.failure]
+    return CheckReport(contract, episodes, problems, notes, start_s)
+
+
+def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) -> list[ToolCall]:
+    """Return one call of each tool. index: that of the episode, which varies the values."""
+    calls = []
+    for tool in tools:
+        parameters = tool["function"]["parameters"]["properties"]
+        values = {name: row.get(name, _value(schema, index)) for name, schema in parameters.items()}
+        calls.append(ToolCall(tool["function"]["name"], values))
+    return calls
+
+
+def _value(schema: Schema, index: int) -> Any:
+    """Return a value of a schema."""
+    if "enum" in schema:
+        return schema["enum"][index % len(schema["enum"])]
+    if "anyOf" in schema:
+        return _value(schema["anyOf"][0], index)
+    if "prefixItems" in schema:
+        return [_value(each, index) for each in schema["prefixItems"]]
+    if "items" in schema:
+        return [_value(schema["items"], index)]
+    kind = schema.get("type", "string")
+    return _VALUES[kind if isinstance(kind, str) else kind[0]][index % EPISODES]
+
+
+def _play(
+    pool: EnvironmentPool, contract: EnvironmentContract, index: int, row: Mapping[str, Any], seed: int
+) -> ScriptedEpisode:
+    episode = ScriptedEpisode()
+    observation, episode.reset_s = _timed(partial(pool.reset, index, row, seed))
+    if isinstance(observation, EnvironmentFailure):
+        episode.failure = str(observation)
+        return episode
+    try:
+        episode.opening = opening(_prompt(row), observation)
+    except ContractError as error:
+        episode.failure = str(error)
+        return episode
+    if not episode.opening:
+        episode.failure = "it begins with no message: return one from reset, or give the row a column prompt"
+        return episode
+    failure = _play_tools(pool, contract, index, row, episode)
+    if failure is None and contract.has_step:
+        failure = _play_steps(pool, index, episode)
+    if failure is None and contract.has_reward:
+        reward, episode.reward_s = _timed(partial(pool.reward, index))
+        if isinstance(reward, EnvironmentFailure):
+            failure = reward
+        else:
+            episode.reward = reward
+    closed = pool.close(index).result()
+    episode.failure = None if (last := failure or closed) is None else str(last)
+    return episode
+
+
+def _play_tools(
+    pool: EnvironmentPool, contract: EnvironmentContract, index: int, row: Mapping[str, Any], episode: ScriptedEpisode
+) -> EnvironmentFailure | None:
+    for call in scripted_calls(contract.tools, row, index):
+        results, seconds = _timed(partial(pool.call, index, [call]))
+        said = f"{call.name}({', '.join(f'{key}={value!r}' for key, value in call.arguments.items())})"
+        if isinstance(results, EnvironmentFailure):
+            episode.turns.append(ScriptedTurn(said, None, True, seconds))
+            return results
+        episode.turns.append(ScriptedTurn(said, results[0].content, results[0].failed, seconds))
+    return None
+
+
+def _play_steps(pool: EnvironmentPool, index: int, episode: ScriptedEpisode) -> EnvironmentFailure | None:
+    for offset in range(len(MESSAGES)):
+        said = MESSAGES[(index + offset) % len(MESSAGES)]
+        answer, seconds = _timed(partial(pool.step, index, said))
+        failed = isinstance(answer, EnvironmentFailure)
+        episode.turns.append(
+            ScriptedTurn(said, None if isinstance(answer, EnvironmentFailure) else answer, failed, seconds)
+        )
+        if isinstance(answer, EnvironmentFailure):
+            return answer
+        if answer is None:
+            return None
+    return None
+
+
+def _draws_anew(pool: EnvironmentPool, first: ScriptedEpisode, row: Mapping[str, Any], seed: int) -> list[str]:
+    """Return a note if a second episode of the same row and seed begins otherwise than the first."""
+    observation: Observation | EnvironmentFailure = pool.reset("again", row, seed).result()
+    if first.failure or isinstance(observation, EnvironmentFailure):
+        return []
+    if opening(_prompt(row), observation) == first.opening:
+        return []
+    return [
+        "two resets of one row with one seed began differently: the rollouts of a group would play different tasks; "
+        "take the parameter seed in reset, and draw from it"
+    ]
+
+
+def _prompt(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of a row's own prompt, which may be text or messages."""
+    prompt = row.get("messages", row.get("prompt"))
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return [each for each in prompt if isinstance(each, dict)] if isinstance(prompt, list) else []
+
+
+def _timed(submit: Callable[[], "Future[Value]"]) -> tuple[Value, float]:
+    """Return the outcome of an action, and the seconds that it took."""
+    begin = time.perf_counter()
+    return submit().result(), time.perf_counter() - begin
+
+
+def signature(tool: Schema) -> str:
+    """Return a tool as `increment(step: integer, fast: boolean = ...) -> integer`."""
+    function = tool["function"]
+    parameters = function["parameters"]
+    required = parameters.get("required", ())
+    shown = [
+        f"{name}: {_type_name(schema)}" + " = ..." * (name not in required)
+        for name, schema in parameters["properties"].items()
+    ]
+    returned = f" -> {_type_name(function['return'])}" if "return" in function else ""
+    return f"{function['name']}({', '.join(shown)}){returned}"
+
+
+def _type_name(schema: Schema) -> str:
+    if "enum" in schema:
+        return shortened(" | ".join(map(repr, schema["enum"])))
+    if "anyOf" in schema:
+        return " | ".join(_type_name(each) for each in schema["anyOf"])
+    kind = schema.get("type", "any")
+    named = kind if isinstance(kind, str) else " | ".join(kind)
+    named = f"{named} of {_type_name(schema['items'])}" if "items" in schema else named
+    return f"{named} | null" if schema.get("nullable") else named

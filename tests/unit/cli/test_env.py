@@ -1,0 +1,88 @@
+"""`rlctl env`: a report within 80 columns, JSON, and the exit codes of a class that keeps the contract or breaks it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Rlctl
+
+GAME = '''
+class Game:
+    def __init__(self, most: int = 3):
+        self.most = most
+
+    def reset(self, target: int = 1, **row) -> str:
+        self.count, self.target = 0, target
+        return f"Bring the counter to {target}, in at most {self.most} moves. " + "Mind the steps. " * 10
+
+    def increment(self, step: int = 1) -> int:
+        """Add to the counter.
+
+        Args:
+            step: The number to add.
+        """
+        self.count += step
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count == self.target)
+
+class Broken(Game):
+    def look(self, where):
+        """Look."""
+'''
+
+
+@pytest.fixture(autouse=True)
+def game(home: Path) -> None:
+    (home / "my_env.py").write_text(GAME)
+    (home / "tasks.jsonl").write_text('{"target": 1}\n{"target": 2}\n')
+
+
+def test_check_shows_tools_conversation_and_rewards_within_80_columns(rlctl: Rlctl) -> None:
+    done = rlctl("env", "check", "my_env.py:Game", "--data", "tasks.jsonl", "--arg", "most=5")
+    lines = done.out.splitlines()
+    assert (done.code, done.err) == (0, "")
+    assert lines[0].startswith("check      my_env.py:Game, tasks of tasks.jsonl; loaded in ")
+    assert lines[1:3] == ["tool       increment(step: integer = ...) -> integer", "           Add to the counter."]
+    assert "user       Bring the counter to 2, in at most 5 moves. Mind the steps. Mind the" in lines
+    assert [line for line in lines if line.startswith(("assistant", "reward"))] == [
+        *["assistant  increment(step=1)", "reward     1"],
+        *["assistant  increment(step=2)", "reward     1"],
+        *["assistant  increment(step=3)", "reward     0"],
+    ]
+    assert lines[-1].startswith("played     3 episodes, 3 with a reward; an action takes ")
+    assert max(map(len, lines)) <= 80 and "\x1b" not in done.out
+
+
+def test_check_of_a_broken_class_exits_with_1_and_names_the_parameter(rlctl: Rlctl) -> None:
+    done = rlctl("env", "check", "my_env.py:Broken")
+    assert (done.code, done.err) == (1, "error: tool look: parameter where has no type hint\n")
+
+
+def test_check_in_json(rlctl: Rlctl) -> None:
+    found = json.loads(rlctl("env", "check", "guess", "--json").out)
+    assert found["name"] == "guess" and found["contract"]["has_step"] and found["problems"] == []
+    assert len(found["episodes"]) == 3 and found["episodes"][0]["reward"] in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["check", "gues"], "did you mean guess?"),
+        (["check", "my_env.py:Gam"], "my_env.py defines no Gam; did you mean Game?"),
+        (["check", "my_env.py:Game", "--data", "none.jsonl"], "none.jsonl: no such file"),
+        (["check", "my_env.py:Game", "--arg", "most"], "must be KEY=VALUE with a YAML value, not most"),
+        (["tasks", "mase"], "did you mean maze?"),
+    ],
+)
+def test_what_is_mistyped_is_bad_input(rlctl: Rlctl, words: list[str], said: str) -> None:
+    done = rlctl("env", *words)
+    assert done.code == 2 and said in done.err and "Traceback" not in done.err
+
+
+def test_tasks_are_rows(rlctl: Rlctl) -> None:
+    lines = rlctl("env", "tasks", "guess", "--count", "3").out.splitlines()
+    assert [sorted(json.loads(line)) for line in lines] == [["high", "low", "secret"]] * 3
+    assert lines != rlctl("env", "tasks", "guess", "--count", "3", "--held-out").out.splitlines()
