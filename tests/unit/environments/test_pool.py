@@ -148,7 +148,7 @@ def test_a_slow_tool_holds_up_nobody_else() -> None:
         assert not any(each.done() for each in slow)
         start = time.monotonic()
         assert all(isinstance(each.result(), list) for each in slow)
-        assert time.monotonic() - start < 3 * 0.6
+        assert time.monotonic() - start < 5 * 0.6
 
 
 def test_a_coroutine_draws_from_its_own_episodes_generator() -> None:
@@ -160,11 +160,11 @@ def test_a_coroutine_draws_from_its_own_episodes_generator() -> None:
 
 
 def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones() -> None:
-    with pool_of(timeout_s=1.0) as pool:
+    with pool_of(timeout_s=2.0) as pool:
         begun(pool, "before")
         (first,) = pool.pids()
         failure = failed(pool.reset("hangs", {"hang": True}, seed=1).result())
-        assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 1 s")
+        assert (failure.kind, str(failure)) == ("timeout", "reset took longer than 2 s")
         # What was in it goes on; what is new begins elsewhere.
         assert select(pool, "before") == FINE
         begun(pool, "after")
@@ -175,11 +175,11 @@ def test_a_reset_that_hangs_costs_its_episode_and_its_process_takes_no_new_ones(
 
 
 def test_a_tool_that_hangs_is_no_answer_of_its_own_kind() -> None:
-    with pool_of(timeout_s=0.5) as pool:
+    with pool_of(timeout_s=1.5) as pool:
         begun(pool, "a")
         failure = failed(pool.call("a", [ToolCall("sleep", {"seconds": 100})]).result())
-        assert (failure.kind, failure.cause) == ("timeout", "call took longer than 0.5 s")
-        assert pool.failures.counts == {"own: call took longer than 0.5 s": 1}
+        assert (failure.kind, failure.cause) == ("timeout", "call took longer than 1.5 s")
+        assert pool.failures.counts == {"own: call took longer than 1.5 s": 1}
 
 
 def test_a_process_that_is_killed_costs_its_episodes_and_is_replaced() -> None:
