@@ -56,7 +56,12 @@ class EnvironmentProcess:
         return self._process.pid
 
     async def _start(self) -> Started:
-        reader, self._writer = await asyncio.open_connection(sock=await self._launched, limit=MAX_REPLY)
+        try:
+            connection = await self._launched
+        except OSError as error:  # no memory, no file descriptor, no process left
+            self._fail(failure := EnvironmentFailure("died", "no process could be started", str(error)))
+            return failure
+        reader, self._writer = await asyncio.open_connection(sock=connection, limit=MAX_REPLY)
         self._writer.write(pickle.dumps(self._specs))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -108,7 +113,7 @@ class EnvironmentProcess:
     async def stop(self, reason: EnvironmentFailure) -> None:
         """End the process. Actions that still wait fail for this reason."""
         self._fail(reason)
-        await self._launched
+        await asyncio.wait([self._launched])
         if self._ending is None:
             self._ending = asyncio.create_task(asyncio.to_thread(self._process.stop))
         await asyncio.shield(self._ending)

@@ -327,6 +327,18 @@ def test_an_environment_that_cannot_be_used_says_why(tmp_path: Path, name: str, 
         assert failed(pool.reset("a", {}, 1).result()).kind in ("contract", "died")
 
 
+def test_a_machine_that_starts_no_process_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*words: Any, **more: Any) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    with pool_of() as pool:
+        with monkeypatch.context() as patched:
+            patched.setattr("rlctl.workers.guarded.subprocess.Popen", refuse)
+            failure = failed(pool.reset("a", {}, 1).result())
+        assert failure.kind == "died" and "temporarily unavailable" in str(failure)
+        begun(pool, "b")
+
+
 def test_a_row_must_name_one_of_several(tmp_path: Path) -> None:
     specs = {"one": EnvironmentSpec("own.py:Own", 5.0), "two": EnvironmentSpec("own.py:Own", 5.0)}
     with EnvironmentPool(specs, 1024, 1) as pool:
