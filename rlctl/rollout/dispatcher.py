@@ -110,7 +110,7 @@ class RolloutDispatcher:
         # Groups, in the order in which they begin.
         self._pending: deque[list[_Submitted]] = deque()
         self._held = self._closed = False
-        # Tokens that engines had sampled of requests when they were aborted, of all engines so far.
+        # Tokens that were sampled of requests that were aborted, by all engines so far.
         self.aborted_tokens = 0
         self._changed = threading.Condition(threading.RLock())
         self._threads = [
@@ -315,6 +315,9 @@ class RolloutDispatcher:
                 return True
             pairs = [(queue.requests.get(each), one) for each, one in zip(finished.ids, finished.columns.unpack())]
             wanted = [(one, answer) for one, answer in pairs if one and one.state is RequestState.SAMPLING]
+            self.aborted_tokens += sum(
+                len(answer.tokens) for one, answer in pairs if one and one.state is RequestState.ABORTING
+            )
             # One that is ABORTING stays until the engine confirms: the order must not reach it when it begins again.
             for one, _ in wanted:
                 del queue.requests[one.request.id]

@@ -96,11 +96,13 @@ class GroupRecord:
 class GroupTable:
     """Groups of a run by number, in the order of their places. Raises KeyError for a number that it lacks.
 
-    budget: largest number of groups that teach nothing and are replaced in a step.
+    budget: number of groups that teach nothing and are replaced for each step.
     """
 
     def __init__(self, rule: StalenessRule, budget: int = 0) -> None:
         self.rule, self._budget = rule, budget
+        # Groups that an asynchronous run may still replace: it has max_age steps' worth on its way beside a step's own.
+        self._credit = self._most_credit = (rule.max_age + 1) * budget
         self._groups: dict[int, GroupRecord] = {}
         self._placed = self._sampled = 0
 
@@ -161,14 +163,15 @@ class GroupTable:
     def scored(self, number: int, nothing: str | None) -> None:
         """Note that every rollout of a group is scored. nothing: the reason for which it teaches nothing, if it does.
 
-        Such a group is FILTERED while the budget of the step lasts. In a synchronous run `select` counts the budget, in
-        the order of the draws.
+        Such a group is FILTERED while the budget lasts. In a synchronous run `select` counts the budget, in the order
+        of the draws.
         """
-        group, replaced = self._groups[number], len(self.in_state(GroupState.FILTERED))
-        filtered = nothing and self._budget and (not self.rule.max_age or replaced < self._budget)
+        group = self._groups[number]
+        filtered = nothing and self._credit > 0
         group.move(GroupState.FILTERED if filtered else GroupState.READY)
         group.reason = nothing or ""
-        if filtered:
+        if filtered and self.rule.max_age:
+            self._credit -= 1
             # Its place closes up: else the window of `windowed_fifo` would hold fewer groups than a step needs.
             for later in self._left():
                 later.place -= later.place > group.place
@@ -261,6 +264,7 @@ class GroupTable:
         gone = [group.number for group in self.in_state(GroupState.TAKEN, GroupState.FILTERED)]
         for number in gone:
             del self._groups[number]
+        self._credit = min(self._most_credit, self._credit + self._budget)
         return gone
 
     def overdue(self, version: int) -> list[int]:
@@ -290,7 +294,7 @@ class GroupTable:
             {name: getattr(group, name) for name in _SAVED} | {"state": group.state.value}
             for group in self._groups.values()
         ]
-        return {"placed": self._placed, "groups": groups}
+        return {"placed": self._placed, "credit": self._credit, "groups": groups}
 
     def load_state_dict(
         self,
@@ -305,6 +309,7 @@ class GroupTable:
         `version`, but for those that find no room, which are DEFERRED.
         """
         self._placed, self._sampled = state["placed"], len(state["groups"])
+        self._credit = min(self._most_credit, state.get("credit", self._most_credit))
         again = []
         for fields in state["groups"]:
             fields, was = {name: fields[name] for name in _SAVED if name in fields}, GroupState(fields["state"])

@@ -1,10 +1,13 @@
 """Number of groups that a step samples in place of those that teach nothing (dynamic sampling, DAPO, arXiv 2503.14476).
 
 A step of N groups replaces at most B = floor(max_extra N) of them; further ones keep their place, so that no step waits
-for ever. An asynchronous run has others on their way and begins one more for each that is filtered. A synchronous step
-has none: were it to begin a replacement only when a group is filtered, it would wait for one group after another. So it
-begins more than it needs, as many as the share of the last steps asks for. It takes the first N that teach something
-in the order of their draws, so that its choice does not depend on how many it began, nor on who ended first. Pure.
+for ever. An asynchronous run has S steps' worth of groups on its way beside a step's own (S: the bound on age). So it
+may replace (S + 1) B at the start, and B more with each step; it begins one group for each that is filtered.
+
+A synchronous step has no others on their way: were it to begin a replacement only when a group is filtered, it would
+wait for one group after another. So it begins more than it needs, as many as the share of the last steps asks for. It
+takes the first N that teach something in the order of their draws, so that its choice does not depend on how many it
+began, nor on who ended first. Pure.
 """
 
 from collections import deque

@@ -12,6 +12,10 @@ at the start; and `choose` never takes a group with a later deadline where F(d) 
 from every tight F(d) while v grows by one, and groups admitted afterwards have deadline v + S, where F is at most C: so
 the line holds again. At most N groups are ever due at once, all of them fit into the step, and none is born stale.
 
+A group that teaches nothing may leave before its step, and another be admitted in its place, at the version that is
+trained or served then. No F(d) grows when it leaves, and whoever comes has deadline v + S, where F is at most C less
+what the step has taken: the line holds with the places that are left.
+
 A step may be taken in parts, before all of its groups are there: places are then filled one by one as far as that goes,
 and the line holds with the places that are left in place of N. What comes first is taken first then: a group that the
 policy would have preferred, had it been there, may train a step later.

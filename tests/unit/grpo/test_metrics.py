@@ -16,13 +16,14 @@ from rlctl.grpo.metrics import (
     EngineInterval,
     generator_metrics,
     rollout_metrics,
+    sampling_metrics,
     speed_metrics,
     turn_metrics,
     update_metrics,
     validation_metrics,
 )
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.types import Rollout, RolloutGroup
+from rlctl.rollout.types import Rollout, RolloutGroup, Waste
 from tests.turns import turn
 
 FILTER = DynamicSamplingSection("rewards", 0.0)
@@ -135,6 +136,37 @@ def test_the_share_of_uniform_groups_agrees_with_what_the_batch_filters() -> Non
     batch = make_batch(groups, CONFIG, GroupMean(normalize_std=False))
     assert len(batch.outcomes.filtered["all rewards equal"]) == 2
     assert rollout_metrics(groups, batch)["groups/uniform"] == 2 / 4
+
+
+def test_waste_is_counted_and_every_token_is_in_one_throughput_or_the_other() -> None:
+    taught = group(10, [(4, 1.0, "stop"), (8, 0.0, "stop")])
+    taught = RolloutGroup(replace(taught.task, id="taught"), taught.rollouts)
+    kept = group(10, [(3, 1.0, "stop"), (3, 1.0, "stop")])
+    replaced = [group(10, [(2, 0.0, "stop"), (4, 0.0, "length")]) for _ in range(2)]
+    replaced = [RolloutGroup(replace(each.task, id=f"r{i}"), each.rollouts) for i, each in enumerate(replaced)]
+    batch = make_batch([taught, kept], CONFIG, GroupMean(normalize_std=False))
+    waste = Waste([(each, "all rewards equal") for each in replaced], surplus=3, surplus_tokens=6)
+    numbers = rollout_metrics([taught, kept, *replaced], batch)
+    numbers |= sampling_metrics([taught, kept, *replaced], batch, waste, CONFIG)
+    assert {name: numbers[name] for name in numbers if name.startswith(("groups/", "tokens/"))} == {
+        "groups/uniform": 0.75,
+        "groups/trained": 1,
+        "groups/missing": 3,
+        "groups/filtered": 3,
+        "groups/replaced": 2,
+        "groups/surplus": 3,
+        "tokens/prompt": 8 * 10,
+        "tokens/generated": 12 + 6 + 2 * 6,
+        "tokens/trained": 14 + 18,
+        "tokens/filtered": 6 + 2 * 6,
+        "tokens/surplus": 6,
+        "tokens/wasted": (18 + 6) / (30 + 6),
+    }
+    assert turn_metrics(numbers, TIMES, generators=1)["throughput/generation"] == (30 + 6) / 4
+    assert speed_metrics(numbers, TIMES, trainers=1, devices=1)["throughput/effective"] == (14 + 18) / 10
+    # Without a filter nothing is wasted, and nothing is said.
+    off = replace(CONFIG, dynamic_sampling=DynamicSamplingSection(None, 3.0))
+    assert sampling_metrics([taught], batch, Waste(), off) == {}
 
 
 def test_a_step_whose_rewards_all_failed_still_has_finite_numbers() -> None:

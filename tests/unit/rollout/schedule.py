@@ -74,7 +74,7 @@ class Schedule:
         # Numbers of the groups that ended, by the step that they ended in; of them those that were filtered.
         self.ended: dict[int, int] = {}
         self.filtered: set[int] = set()
-        # Numbers of the groups that teach nothing and were scored when the budget of their step was used up.
+        # Numbers of the groups that teach nothing and were scored when the budget was used up.
         self.kept: set[int] = set()
         self.scoring_hangs = False
         self.syncing = False
@@ -140,6 +140,8 @@ class Schedule:
         self.pool.connect(refit)
         self.source = TaskSource(ROWS, Cursor(len(ROWS), 1, True))
         self.version = self.saved[0] if self.saved else 0
+        # Groups that an asynchronous run may still replace.
+        self.credit = self.saved[3] if self.saved else self.budget * (self.max_age + 1)
         self.refit.trainer = self.version
         self.sync(self.version)
         self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.clock)
@@ -173,6 +175,7 @@ class Schedule:
                 self.ended[number] = self.version
             self.filtered |= {record.number for record in replaced}
             self.version += 1
+            self.credit = min(self.budget * (self.max_age + 1), self.credit + self.budget)
             self.buffer.advance(self.version)
             self.look_at_waste(replaced)
             self.look()
@@ -195,7 +198,7 @@ class Schedule:
     def save(self) -> None:
         state, write = self.buffer.snapshot()
         write(Path("newest"))
-        self.saved = (self.version, json.dumps(state), dict(self.files))
+        self.saved = (self.version, json.dumps(state), dict(self.files), self.credit)
 
     def validate(self) -> None:
         sampling = Sampling("validation", 0, len(HELD_OUT), 2, 12, 1.0)
@@ -275,7 +278,9 @@ class Schedule:
         number = group.rollouts[0].id.group
         if not self.nothing(number):
             return None
-        if len(self.buffer._groups.in_state(GroupState.FILTERED)) >= self.budget:
+        if self.credit:
+            self.credit -= 1
+        else:
             self.kept.add(number)
         return "nothing"
 
@@ -356,7 +361,8 @@ class Schedule:
         waste = self.buffer.waste()
         told = [(group.task, reason) for group, reason in waste.filtered]
         self.demand(told == [(record.task, "nothing") for record in replaced], 2, f"{told} were replaced")
-        self.demand(len(replaced) <= self.budget, 2, f"{len(replaced)} groups are replaced")
+        most = self.budget * (self.max_age + self.version)
+        self.demand(len(self.filtered) <= most, 2, f"{len(self.filtered)} groups were replaced in {self.version} steps")
         self.demand(not (waste.surplus and self.max_age), 2, "an asynchronous run puts groups off")
 
 

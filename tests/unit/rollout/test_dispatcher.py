@@ -190,6 +190,50 @@ def test_what_is_aborted_is_delivered_no_more_wherever_it_was() -> None:
     assert stage.dispatcher.abort([request.id for request in requests]) == []
 
 
+def test_a_request_that_was_aborted_and_ended_begins_again_unharmed() -> None:
+    stage, mine = Stage(1, at_a_time=2), Mine()
+    request = turn(0, longest=3)
+    stage.dispatcher.submit([request], mine)
+    stage.threads()
+    worker: Any = stage.pool.engines[0]
+    # It ends on the engine, and is collected, before the order to stop it arrives.
+    for _ in range(3):
+        worker.engine.step()
+
+    def it_passes() -> None:
+        stage.clock.time += 6.0
+
+    stage.happen = it_passes
+    stage.dispatcher.abort([request.id])
+    collect = stage.clock.steps[0]
+    with stage.clock.on_a_thread():
+        collect()
+    assert not stage.dispatcher.drain() and mine.answers == []
+    stage.threads()
+    assert stage.dispatcher.drain()
+    stage.dispatcher.resume()
+    stage.dispatcher.submit([request], mine)
+    for _ in range(4):
+        stage.all_go_on()
+    assert [request.id for request, _ in mine.answers] == [request.id]
+
+
+def test_it_is_known_how_many_tokens_were_sampled_of_what_was_aborted() -> None:
+    stage, mine = Stage(1, at_a_time=4), Mine()
+    requests = [turn(0, longest=9), turn(1, longest=9), turn(2, longest=2)]
+    stage.dispatcher.submit(requests, mine)
+    stage.threads()
+    worker: Any = stage.pool.engines[0]
+    for _ in range(3):
+        worker.engine.step()
+    stage.dispatcher.abort([request.id for request in requests[1:]])
+    # One went on for another step; one had ended, and was collected before the order came.
+    assert stage.dispatcher.aborted_tokens == 4 + 2
+    stage.happen = stage.threads
+    stage.dispatcher.abort([requests[0].id])
+    assert stage.dispatcher.aborted_tokens == 4 + 2 + 4
+
+
 def test_drained_nothing_begins_and_resumed_it_does() -> None:
     stage, mine = Stage(1, at_a_time=1), Mine()
     stage.dispatcher.submit([turn(0, longest=2), turn(1, longest=2)], mine)

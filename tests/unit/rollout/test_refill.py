@@ -95,15 +95,20 @@ def test_an_asynchronous_step_replaces_no_more_than_its_budget_and_the_window_cl
     groups.admit({number: Task(f"t{number}", [1], "", None) for number in range(4)}, 0)
     assert groups.room == 0
     end(groups, 1, nothing=True)
-    assert groups[1].state is GroupState.FILTERED and groups.room == 1
-    groups.admit({4: Task("t4", [1], "", None)}, 0)
-    # The window is of two groups from the oldest on, 0 and 2.
-    assert [group.place for group in groups.in_state(GroupState.SAMPLING)] == [0, 1, 2, 3]
     end(groups, 2, nothing=True)
-    assert groups[2].state is GroupState.READY
-    assert groups.select_part(0) == [2]
-    groups.take([2], 0)
-    assert groups.release() == [1, 2]
+    assert [group.number for group in groups.in_state(GroupState.FILTERED)] == [1, 2] and groups.room == 2
+    groups.admit({number: Task(f"t{number}", [1], "", None) for number in (4, 5)}, 0)
+    # The window is of two groups from the oldest on, 0 and 3.
+    assert [group.place for group in groups.in_state(GroupState.SAMPLING)] == [0, 1, 2, 3]
+    end(groups, 3, nothing=True)
+    assert groups[3].state is GroupState.READY
+    assert groups.select_part(0) == [3]
+    groups.take([3], 0)
+    assert groups.release() == [1, 2, 3]
+    # A step that is over has brought the budget of the next.
+    end(groups, 4, nothing=True)
+    end(groups, 5, nothing=True)
+    assert [groups[number].state for number in (4, 5)] == [GroupState.FILTERED, GroupState.READY]
 
 
 @pytest.mark.parametrize("state", ["filtered", "deferred"])

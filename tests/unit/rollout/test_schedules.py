@@ -19,7 +19,7 @@ from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
 from tests.unit.rollout.schedule import ContractBroken, run_all
 
-SCHEDULES, CHUNKS = 10_000, 20
+SCHEDULES, CHUNKS = 7_000, 14
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))

@@ -1,0 +1,84 @@
+"""Dynamic sampling keeps every batch full though most groups teach nothing; a kill and a resume change nothing."""
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from rlctl.data.cursor import Cursor
+from tests.faults.runs import Run, outcomes, read, survivors
+from tests.faults.test_resume import same
+
+REWARD = """
+import zlib
+
+def score(prompt, completion, answer, row):
+    if zlib.crc32(prompt.encode()) % 10 < 6:
+        return 0.5
+    return zlib.crc32(completion.encode()) % 97 / 97
+"""
+PROMPTS, ROWS, LAST, AGE = 8, 2300, 6, 2
+SETTINGS = (
+    *("rewards=[{name: 'mostly.py:score'}]", "grpo.dynamic_sampling={filter: rewards, max_extra: 5}"),
+    *(f"grpo.num_steps={LAST}", "checkpoint.every=2", "validation.every=0"),
+)
+
+
+def killed_and_resumed(folder: Path, *settings: str) -> Run:
+    """A run that is killed in its third step or the one after, and goes on to its end."""
+    (folder / "mostly.py").write_text(REWARD)
+    run = Run(folder, "hurt", *SETTINGS, *settings)
+    run.wait_for_event("checkpoint", step=2)
+    time.sleep(random.Random(3).uniform(0, 0.5))
+    assert survivors(run.kill()) == []
+    run = Run(folder, "hurt", resume=True)
+    assert run.end() == 0, run.text()
+    return run
+
+
+def keeps_batches_full(run: Run) -> None:
+    """Every step trains on as many groups as it should, and says what that cost."""
+    steps = run.steps()
+    assert [step["step"] for step in steps] == list(range(1, LAST + 1))
+    assert all(step["groups/trained"] == PROMPTS and step["groups/missing"] == 0 for step in steps)
+    trained = {r["step"]: len(r["trained"]) for r in read(run.path / "rollouts.jsonl") if r["kind"] == "prompts"}
+    assert trained == dict.fromkeys(range(1, LAST + 1), PROMPTS)
+    filtered = sum(step["groups/filtered"] for step in steps)
+    assert 0.45 < filtered / (filtered + LAST * PROMPTS) < 0.75
+    assert all(step["groups/replaced"] == step["groups/filtered"] for step in steps)
+    assert 0.45 < sum(step["tokens/wasted"] for step in steps) / LAST < 0.8
+    for step in steps:
+        assert step["tokens/wasted"] * (step["tokens/generated"] + step["tokens/surplus"]) == pytest.approx(
+            step["tokens/filtered"] + step["tokens/surplus"]
+        )
+
+
+def loses_and_repeats_nothing(run: Run) -> None:
+    """Whoever was drawn ended, once: the first draws, without a gap."""
+    ended = outcomes(run.path)
+    assert all(len(steps) == 1 for steps in ended.values())
+    drawn = Cursor(ROWS, 0, True).draw(len(ended))
+    assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_path: Path) -> None:
+    run = killed_and_resumed(tmp_path)
+    whole = Run(tmp_path, "whole", *SETTINGS)
+    assert whole.end() == 0, whole.text()
+    same(run, whole, LAST)
+    keeps_batches_full(run)
+    loses_and_repeats_nothing(run)
+    assert sum(step["groups/surplus"] for step in run.steps()) > 0
+
+
+@pytest.mark.long  # one run and its resume; every rule of it: tests/unit/rollout/test_schedules.py
+@pytest.mark.slow
+def test_an_asynchronous_run_replaces_at_once_and_keeps_its_bound(tmp_path: Path) -> None:
+    run = killed_and_resumed(tmp_path, "async.enabled=true", f"async.max_trajectory_age_steps={AGE}")
+    keeps_batches_full(run)
+    loses_and_repeats_nothing(run)
+    steps = run.steps()
+    assert 0 < max(step["age/max"] for step in steps) <= AGE
+    assert all(sum(step[f"buffer/age_{age}"] for age in range(AGE + 1)) <= (AGE + 1) * PROMPTS for step in steps)
