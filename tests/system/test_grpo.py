@@ -81,6 +81,19 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) 
     assert [step["step"] for step in one.steps()] == [1, 2, 3]
 
 
+@pytest.mark.slow
+def test_a_loss_of_ones_own_is_trained_with_its_keys(tmp_path: Path) -> None:
+    """The example of rlctl/README.md, in a file of the user's own: ranks import it, and its fields are keys."""
+    shutil.copy(Path(__file__).parents[1] / "plugins" / "my_loss.py", tmp_path)
+    mine = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
+    run = Run(tmp_path, "mine", "grpo.num_steps=2", "validation.every=0", *mine)
+    assert run.end() == 0, run.text()
+    assert [step["train/grad_norm"] > 0 for step in run.steps()] == [True, True]
+    # The second update of a step is of a policy that has moved.
+    assert all(step["ratio/max"] > 1 and "ratio/clipped_low" not in step for step in run.steps())
+    assert "tau_down: 2" in (run.path / "config.yaml").read_text()
+
+
 @pytest.mark.long  # one run; its parts: tests/unit/rewards/test_scorer.py
 @pytest.mark.slow
 def test_a_reward_that_cannot_be_used_is_bad_input_before_any_step(tmp_path: Path) -> None:

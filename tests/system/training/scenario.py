@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from rlctl.config.schema import GrpoConfig, MegatronSection, OptimizerSection, TrainerSection
-from rlctl.grpo.losses.base import make_loss
+from rlctl.grpo.losses.base import PolicyLoss, make_loss
 from rlctl.preflight.load import load
 from rlctl.training.interface import LossNeeds, LossOutput, MicroBatch, TokenBatch, Totals
-from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
+from rlctl.training.micro_batching import TrainingSample, plan_micro_batches, plan_whole_rollouts, rollout_index
 from rlctl.training.rank import TrainerSpec, make_trainer
 
 TEMPERATURE = 0.8
@@ -55,6 +55,39 @@ class WeightedLoss:
 
     def normalizer(self, totals: Totals) -> float:
         return totals.tokens
+
+
+def whole_rollout_loss() -> PolicyLoss:
+    """GSPO with bounds wide enough for made-up log-probs: a loss that reads all rows of a rollout together."""
+    config = load("grpo", None, ["grpo.loss=gspo", "grpo.loss.clip_low=0.9", "grpo.loss.clip_high=9"]).config
+    assert isinstance(config, GrpoConfig)
+    return make_loss(config)
+
+
+def rollouts_of(data: list[TrainingSample]) -> list[TrainingSample]:
+    """Make rollouts of the sequences, every other one of two rows, with log-probs of a generator."""
+    rng = np.random.default_rng(len(data))
+    return [
+        replace(
+            one,
+            rollout=index // 3 * 2 + (index % 3 == 2),
+            fields={**one.fields, "rollout_log_prob": rng.normal(-4, 0.3, len(one)).astype(np.float32)},
+        )
+        for index, one in enumerate(data)
+    ]
+
+
+def train_rollouts(
+    one: Any, data: list[TrainingSample], max_tokens: int, rank: int = 0, world: int = 1
+) -> dict[str, float]:
+    """Make one update of `whole_rollout_loss`."""
+    rows = rollouts_of(data)
+    index = rollout_index([row.rollout for row in rows])
+    plan = plan_whole_rollouts([len(row) for row in rows], index, world, max_tokens)
+    mine = [[rows[row] for row in batch] for batch in plan[rank]]
+    counts = replace(totals(rows), rollouts=int(index.max()) + 1)
+    metrics: dict[str, float] = one.train(mine, whole_rollout_loss(), counts)
+    return metrics
 
 
 def sequences(count: int = 9, vocab: int = 64, seed: int = 0) -> list[TrainingSample]:

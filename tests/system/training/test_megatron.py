@@ -27,6 +27,7 @@ from tests.system.training.scenario import (
     share,
     totals,
     train_in_parts,
+    train_rollouts,
     trainer,
     weights,
 )
@@ -94,6 +95,7 @@ def two_ranks(rank: int, folder: Path, device: str = "cpu") -> None:
             seen["reference"] = [torch.from_numpy(x) for b in reference for x in b]
             seen["next"] = one.train(mine, LOSS, totals(DATA))
             refusal = refused(one, DATA, 48, rank % shards, shards)
+            seen["rollouts"] = train_rollouts(one, DATA, 48, rank % shards, shards)
             seen["refused"] = {key: on_host(each) if key != "said" else each for key, each in refusal.items()}
             torch.save(seen, own / f"rank-{rank}.pt")
 
@@ -167,6 +169,7 @@ def expected(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, 
                 "evaluated": one.evaluate([DATA], LOSS),
                 "weights": weights(one),
                 "next": one.train(share(DATA, 64), LOSS, totals(DATA)),
+                "rollouts": train_rollouts(one, DATA, 64),
             }
     return found
 
@@ -178,11 +181,11 @@ def seen(run: Path, name: str, rank: int) -> dict[str, Any]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_as_fsdp_does_on_one(name: str, run: Path, expected: dict[Kind, dict[str, Any]]) -> None:
     ranks, want = [seen(run, name, rank) for rank in (0, 1)], expected[LAYOUTS[name][0]]
-    for key in ("trained", "evaluated", "next"):
+    for key in ("trained", "evaluated", "next", "rollouts"):
         assert ranks[0][key] == ranks[1][key]
     for one, other in zip(ranks[0]["trained"], want["trained"]):
         assert_close(one, other, atol=1e-4)
-    for key in ("evaluated", "weights", "next"):
+    for key in ("evaluated", "weights", "next", "rollouts"):
         assert_close(ranks[0][key], want[key], atol=1e-4)
 
 

@@ -17,6 +17,7 @@ from tests.system.training.scenario import (
     share,
     totals,
     train_in_parts,
+    train_rollouts,
     trainer,
     weights,
 )
@@ -46,6 +47,7 @@ def two_ranks(rank: int, folder: Path) -> None:
             seen["lopsided"] = one.evaluate([DATA] if rank == 0 else [[]], LOSS)
             seen["next"] = one.train([[]] if rank == 0 else [DATA], LOSS, totals(DATA))
             seen["refused"] = refused(one, DATA, 24, rank, 2)
+            seen["rollouts"] = train_rollouts(one, DATA, 40, rank, 2)
             torch.save(seen, folder / kind / f"rank-{rank}.pt")
 
 
@@ -75,6 +77,8 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
             assert_close(rank["weights"], weights(one), atol=1e-6)
         assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS), atol=1e-6)
         assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=1e-6)
+        assert_close(ranks[0]["rollouts"], train_rollouts(one, DATA, 100), atol=1e-5)
+        assert ranks[0]["rollouts"] == ranks[1]["rollouts"] and ranks[0]["rollouts"]["train/grad_norm"] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -70,8 +70,8 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),
         ("rollout.n=8", "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt"),
-        ("grpo.loss_type=dapo", "TRL's loss_type is grpo.loss.reduction: its dapo is token, its grpo is sequence; "
-         "rlctl has no others"),
+        ("grpo.loss_type=dapo", "TRL's loss_type is grpo.loss.name: its dapo is grpo, its grpo has reduction "
+         "sequence; dr_grpo and cispo too"),
         ("lora.rank=8", "rlctl has no LoRA: every weight of the model is trained"),
         ("model.peft_config.r=8", "rlctl has no LoRA: every weight of the model is trained"),
         # A name of the section itself in another form comes before another tool's.

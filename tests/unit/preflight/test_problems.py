@@ -9,6 +9,7 @@ import pytest
 
 from rlctl.config.errors import ConfigError
 from rlctl.preflight.load import load
+from rlctl.preflight.resolved import Resolved
 from tests.unit.folders import GRPO, MODEL, SFT
 
 
@@ -278,6 +279,8 @@ OLD = "async.max_trajectory_age_steps=2"
         ([ASYNC, OLD, "async.in_flight_weight_updates=false"], "async.max_trajectory_age_steps", "2 needs async.in_fl"),
         ([ASYNC, OLD, "grpo.loss.proximal=rollout"], "grpo.loss.proximal", "lets training collapse"),
         ([ASYNC, "grpo.loss.importance_cap=null"], "grpo.loss.importance_cap", "null without a mask leaves"),
+        ([ASYNC, OLD, "grpo.loss={name: gspo, proximal: rollout}"], "grpo.loss.proximal", "lets training collapse"),
+        (["grpo.loss=dppo", "generation.top_p=0.9"], "generation.top_p", "the ratios would be off; keep 1"),
         (["grpo.loss.importance_mask=[0.5, 5]"], "grpo.loss.importance_mask", "needs grpo.loss.proximal=recompute"),
         ([ASYNC, "grpo.loss.sequence_mask=[2, 1]"], "grpo.loss.sequence_mask", "must be [low, high] with low below"),
         ([ASYNC, "grpo.loss.force_on_policy_ratio=true", "grpo.updates_per_step=2"],
@@ -300,6 +303,9 @@ def test_asynchronous_runs_that_are_fine(home: Path) -> None:
         [ASYNC, OLD],
         [ASYNC, "async.in_flight_weight_updates=false"],
         [ASYNC, "grpo.loss.proximal=rollout"],
+        # Neither clips around policies that old: they bound what a token weighs.
+        [ASYNC, OLD, "grpo.loss=cispo"],
+        [ASYNC, OLD, "grpo.loss=dppo"],
         [ASYNC, "grpo.loss.importance_cap=null", "grpo.loss.importance_mask=[0.5, 5]"],
         [ASYNC, "async.on_bound=requeue", "async.policy=ready_first"],
     ):
@@ -318,6 +324,9 @@ def test_an_override_without_effect_is_a_note_and_a_default_without_effect_is_no
     assert load("grpo", "grpo.recipe.yaml", ["grpo.loss.importance_cap=4"]).notes == [
         "override 1: grpo.loss.importance_cap=4: no effect while grpo.loss.proximal is rollout"
     ]
+    assert load("grpo", "grpo.recipe.yaml", ["grpo.loss.kl_max=4"]).notes == [
+        "override 1: grpo.loss.kl_max=4: no effect while grpo.loss.kl_coef is 0"
+    ]
     unused = ["grpo.dynamic_sampling.max_extra=1", "grpo.overlong.penalty=2"]
     assert load("grpo", "grpo.recipe.yaml", unused).notes == [
         f"override 1: {unused[0]}: no effect while grpo.dynamic_sampling.filter is null",
@@ -335,6 +344,32 @@ def test_no_reward_has_the_name_of_the_penalty(home: Path) -> None:
         load("grpo", "grpo.recipe.yaml", [own, penalty])
     assert [problem.key for problem in caught.value.problems] == ["rewards.1.name"]
     assert caught.value.problems[0].what.startswith("overlong is the name of the penalty")
+
+
+def test_a_bound_of_a_ratio_that_is_1_is_a_note(home: Path) -> None:
+    """With one update a step of recomputed log-probs the policy is its own old policy."""
+    clip = "grpo.loss.clip_high=0.3"
+    for overrides, idle in (([clip, ASYNC], True), ([clip], False), ([clip, ASYNC, "grpo.updates_per_step=2"], False)):
+        notes = load("grpo", "grpo.recipe.yaml", overrides).notes
+        said = [f"override 1: {clip}: no effect while the ratio is 1: proximal recompute with one update a step"]
+        assert notes == (said if idle else [])
+
+
+def test_a_users_loss_that_reads_the_reference_has_its_log_probs_computed(home: Path) -> None:
+    text = (
+        "from dataclasses import dataclass\nfrom rlctl.grpo.losses.base import PolicyLoss, PolicyTerm\n\n"
+        "@dataclass(frozen=True)\nclass Mine(PolicyLoss):\n    reference = {}\n\n"
+        "    def policy(self, tokens):\n        return PolicyTerm(-tokens.advantage * tokens.log_prob)\n"
+    )
+    for reads in (True, False):
+        (home / f"reads_{reads}.py").write_text(text.format(reads))
+        config = load("grpo", "grpo.recipe.yaml", [f"grpo.loss=reads_{reads}.py:Mine", ASYNC]).config
+        resolved = Resolved(config)
+        assert (resolved.needs_reference, resolved.needs_log_probs, resolved.streams_training) == (
+            reads,
+            reads,
+            not reads,
+        )
 
 
 MEGATRON = ["trainer.backend=megatron", "trainer.megatron.optimizer_cpu_offload=true"]
