@@ -32,6 +32,39 @@ class LeaveOneOutSection(AdvantageSection):
 
 
 @dataclass
+class BatchNormalizedSection(AdvantageSection):
+    name: Literal["batch_normalized"] = spec("Rewards normalised over all sampled tokens of the step (REINFORCE++).")
+    baseline: Literal["none", "group_mean"] = spec(
+        "What is subtracted from a reward before: nothing (REINFORCE++), or the mean of its group (REINFORCE++ with "
+        "baseline)."
+    )
+
+
+@dataclass
+class GdpoSection(AdvantageSection):
+    name: Literal["gdpo"] = spec(
+        "Each reward normalised within its group, their weighted sum over all rollouts of the step (GDPO)."
+    )
+
+
+@dataclass
+class QuantileSection(AdvantageSection):
+    name: Literal["quantile"] = spec("A rollout's reward minus a quantile of its group (QAE).")
+    quantile: float = spec(
+        "A group of which a share of more than 1 - quantile is right learns from its wrong rollouts, any other from "
+        "its right ones.",
+        gt=0,
+        lt=1,
+    )
+
+
+@dataclass
+class PassAtKSection(AdvantageSection):
+    name: Literal["pass_at_k"] = spec("The chance that one of k rollouts is right, as the reward (pass@k training).")
+    k: int = spec("The rollouts of a subset, fewer than num_generations_per_prompt. 1 is group_mean.", ge=1)
+
+
+@dataclass
 class UserAdvantageSection(AdvantageSection):
     name: str = spec(
         "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
@@ -39,7 +72,15 @@ class UserAdvantageSection(AdvantageSection):
     further: dict[str, Any] = spec("The fields of the class.")
 
 
-AnyAdvantageSection = GroupMeanSection | LeaveOneOutSection | UserAdvantageSection
+AnyAdvantageSection = (
+    GroupMeanSection
+    | LeaveOneOutSection
+    | BatchNormalizedSection
+    | GdpoSection
+    | QuantileSection
+    | PassAtKSection
+    | UserAdvantageSection
+)
 
 
 @dataclass

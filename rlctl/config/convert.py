@@ -29,7 +29,7 @@ _MOST_UNKNOWN = 500
 # What a 64-bit integer holds: what torch, numpy and vLLM take.
 _MOST = 2**63 - 1
 # Unknown keys of one config for which the nearest one is looked for.
-_MOST_HINTS = 100
+_MOST_HINTS = 150
 
 
 class Converter(Generic[T]):

@@ -46,7 +46,12 @@ _TRL = (
     ("adam_epsilon", "trainer.optimizer.eps"),
     ("num_train_epochs", "", _EPOCHS),
     ("max_steps", _STEPS),
-    ("scale_rewards", "grpo.advantage.normalize_std", "its group is true, its none is false; rlctl has no batch"),
+    (
+        "scale_rewards",
+        "grpo.advantage.normalize_std",
+        "its group is true, its none is false, its batch is grpo.advantage.name=batch_normalized",
+    ),
+    ("multi_objective_aggregation", "grpo.advantage.name", "its normalize_then_sum is gdpo"),
     ("reward_weights", "rewards.N.weight", "each reward holds its own"),
     ("reward_funcs", "rewards", "a list of {name: file.py:function}"),
     ("loss_type", "grpo.loss.name", "its dapo is grpo, its grpo has reduction sequence; dr_grpo and cispo too"),
@@ -119,7 +124,12 @@ _VERL = (
     ("data.val_files", "data.validation.path", "one file"),
     ("data.train_max_samples", "data.train.limit", "null is all, where its -1 is"),
     ("data.filter_overlong_prompts", "data.max_prompt_length", "longer prompts are always left out"),
-    ("algorithm.adv_estimator", "grpo.advantage.name", "its grpo is group_mean, its rloo leave_one_out"),
+    (
+        "algorithm.adv_estimator",
+        "grpo.advantage.name",
+        "its grpo is group_mean, its rloo leave_one_out, its reinforce_plus_plus batch_normalized with baseline none, "
+        "its reinforce_plus_plus_baseline batch_normalized with baseline group_mean",
+    ),
     ("algorithm.norm_adv_by_std_in_grpo", "grpo.advantage.normalize_std"),
     ("algorithm.use_kl_in_reward", "", "KL in the reward: grpo.loss.kl_coef puts it into the loss"),
     ("algorithm.gamma", "", "discount: every token of a rollout has its advantage"),
@@ -157,6 +167,12 @@ _VERL = (
 _NEMO = (
     ("grpo.max_num_steps", "grpo.num_steps"),
     ("grpo.max_num_epochs", "", _EPOCHS),
+    (
+        "grpo.adv_estimator.name",
+        "grpo.advantage.name",
+        "its grpo is leave_one_out or group_mean, its reinforce_plus_plus is batch_normalized",
+    ),
+    ("grpo.adv_estimator.minus_baseline", "grpo.advantage.baseline", "its true is group_mean, its false is none"),
     ("grpo.normalize_rewards", "grpo.advantage.normalize_std"),
     ("grpo.use_leave_one_out_baseline", "grpo.advantage.name", "leave_one_out or group_mean"),
     ("grpo.overlong_filtering", "grpo.overlong.mask"),
@@ -214,7 +230,6 @@ _FORMER = (
     ("telemetry.rollouts_per_step", "telemetry.groups_per_step", "whole groups, not the first rollout of each"),
     ("async.lookahead", "async.prefetch"),
     ("grpo.skip_uniform_groups", _FILTER, f"rewards, with {_EXTRA} at 0"),
-    ("grpo.advantage.baseline", "grpo.advantage.name"),
 )
 _FORMER_VALUES = {("grpo.loss.proximal", "behaviour"): "rollout"}
 

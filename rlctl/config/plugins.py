@@ -16,7 +16,13 @@ LOSSES = {
 ADVANTAGES = {
     "group_mean": "rlctl.grpo.advantages.group_mean:GroupMean",
     "leave_one_out": "rlctl.grpo.advantages.leave_one_out:LeaveOneOut",
+    "batch_normalized": "rlctl.grpo.advantages.batch_normalized:BatchNormalized",
+    "gdpo": "rlctl.grpo.advantages.gdpo:Gdpo",
+    "quantile": "rlctl.grpo.advantages.quantile:QuantileBaseline",
+    "pass_at_k": "rlctl.grpo.advantages.pass_at_k:PassAtK",
 }
+# Those that depend on all rollouts of a step, as their `scope` says.
+BATCH_SCOPED = ("batch_normalized", "gdpo")
 # Name in the config -> class of the environment; each file is written by the contract in rlctl/environments/README.md.
 ENVIRONMENTS = {
     "calculator": "rlctl.environments.calculator:Calculator",

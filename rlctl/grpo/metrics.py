@@ -23,17 +23,21 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [score for group in groups for score in group.scores]
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
-    return reward_metrics(scores) | {
-        "rollouts/non_finite": float(len(batch.left_out)),
-        "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
-        "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
-        "length/max": float(lengths.max(initial=0)),
-        "length/truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
-        "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
-        "tokens/prompt": float(sum(len(rollout.tokens) for rollout in rollouts) - lengths.sum()),
-        "tokens/generated": float(lengths.sum()),
-        "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
-    }
+    return (
+        reward_metrics(scores)
+        | advantage_metrics(batch)
+        | {
+            "rollouts/non_finite": float(len(batch.left_out)),
+            "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
+            "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
+            "length/max": float(lengths.max(initial=0)),
+            "length/truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+            "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
+            "tokens/prompt": float(sum(len(rollout.tokens) for rollout in rollouts) - lengths.sum()),
+            "tokens/generated": float(lengths.sum()),
+            "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
+        }
+    )
 
 
 def sampling_metrics(
@@ -62,6 +66,17 @@ def sampling_metrics(
         "tokens/surplus": float(waste.surplus_tokens),
         "tokens/wasted": (filtered + waste.surplus_tokens) / max(1, generated),
     }
+
+
+def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return mean and deviation of the samples' advantages, each the mean over its trained tokens, and the share of
+    samples that teach nothing; empty without a sample."""
+    columns = [sequence.fields["advantage"][sequence.mask] for sequence in batch.sequences]
+    if not columns:
+        return {}
+    means = np.array([column.mean() if len(column) else 0.0 for column in columns], np.float64)
+    zero = np.mean([not column.any() for column in columns])
+    return {"advantage/mean": float(means.mean()), "advantage/std": float(means.std()), "advantage/zero": float(zero)}
 
 
 def reward_metrics(scores: Rows[Score]) -> dict[str, float]:

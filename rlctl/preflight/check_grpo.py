@@ -14,6 +14,7 @@ from rlctl.config.algorithm_schema import (
     ClippedLossSection,
     DppoLossSection,
     LossSection,
+    PassAtKSection,
     UserAdvantageSection,
     UserLossSection,
 )
@@ -67,6 +68,14 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
                 continue
             problems = plugin_options(plugin, load_object(base), section.further, key)[1]
             yield from (Violation(each.key, each.what, (f"{key}.name",)) for each in problems)
+
+
+def check_advantage(config: GrpoConfig) -> Violations:
+    """Find an advantage under which no rollout would teach anything."""
+    section, size = config.grpo.advantage, config.grpo.num_generations_per_prompt
+    if isinstance(section, PassAtKSection) and section.k >= size:
+        what = f"must be below grpo.num_generations_per_prompt={size}, not {section.k}: every advantage would be 0"
+        yield Violation("grpo.advantage.k", what, ("grpo.num_generations_per_prompt", "grpo.advantage.name"))
 
 
 def check_sampling(config: GrpoConfig) -> Violations:

@@ -13,6 +13,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_grpo import (
+    check_advantage,
     check_algorithm,
     check_async,
     check_corrections,
@@ -56,6 +57,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
         checks += [
             check_rewards(config),
             check_algorithm(config, away),
+            check_advantage(config),
             check_sampling(config),
             check_overlong(config),
             check_engines(config, sizes),

@@ -32,6 +32,8 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     age = "async.max_trajectory_age_steps"
     if age in given and isinstance(config, GrpoConfig) and Resolved(config).max_age > WISE_AGE:
         said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    if isinstance(config, GrpoConfig):
+        said += _advantage_notes(config)
     return said + _best_checkpoints(config)
 
 
@@ -43,6 +45,8 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
     whole: str | None = None
     if config.async_.streamed_training and not Resolved(config).streams_training:
         whole = "a pass over log-probs comes before the update"
+        if Resolved(config).advantage_scope == "batch":
+            whole = f"grpo.advantage.name is {config.grpo.advantage.name}, which depends on all groups of the step"
         if updates > 1:
             whole = f"grpo.updates_per_step is {updates}"
     # The policy is its own old policy then, and a clipped surrogate has nothing to clip.
@@ -58,6 +62,19 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
+
+
+def _advantage_notes(config: GrpoConfig) -> list[str]:
+    """Return notes on an advantage that adds nothing to a simpler one, or of whose groups too many are left out."""
+    name, by = config.grpo.advantage.name, config.grpo.dynamic_sampling.filter
+    key, said = f"grpo.advantage.name={name}", []
+    if name == "gdpo" and len(config.rewards) == 1 and config.grpo.overlong.penalty_tokens is None:
+        said.append(f"{key}: with one reward it is group_mean with normalize_std, normalised over the step once more")
+    plain = name == "batch_normalized" and getattr(config.grpo.advantage, "baseline", "") == "none"
+    if by and (name == "gdpo" or plain):
+        what = "rewards differ though their sums are equal" if name == "gdpo" else "all rewards are equal"
+        said.append(f"{key}: grpo.dynamic_sampling.filter={by} leaves out groups whose {what}, which would teach")
+    return said
 
 
 def _idle_offload(config: RunConfig) -> dict[str, str]:

@@ -6,9 +6,10 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
-from rlctl.config.algorithm_schema import UserLossSection
+from rlctl.config.algorithm_schema import UserAdvantageSection, UserLossSection
+from rlctl.config.plugins import BATCH_SCOPED
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.utils.plugins import load_object
@@ -110,7 +111,7 @@ class Resolved:
     def needs_reference(self) -> bool:
         """True if the loss reads the reference's log-probs: for its KL term, or because the user's class says so."""
         loss = self.grpo.grpo.loss
-        return loss.kl_coef > 0 or (isinstance(loss, UserLossSection) and _reads_reference(loss.name))
+        return loss.kl_coef > 0 or (isinstance(loss, UserLossSection) and bool(_declared(loss.name, "reference")))
 
     @property
     def needs_log_probs(self) -> bool:
@@ -122,10 +123,18 @@ class Resolved:
     def streams_training(self) -> bool:
         """True if a step's gradients begin before all of its groups are sampled.
 
-        This takes one update a step, of values that are known when a group is.
+        This takes one update a step, of values that are known when a group is: no advantage of the step's whole batch.
         """
-        once = self.grpo.grpo.updates_per_step == 1 and not self.needs_log_probs
+        once = self.grpo.grpo.updates_per_step == 1 and not self.needs_log_probs and self.advantage_scope == "group"
         return self.grpo.async_.enabled and self.grpo.async_.streamed_training and once
+
+    @property
+    def advantage_scope(self) -> Literal["group", "batch"]:
+        """Rollouts that one advantage depends on: those of its group, or all of the step."""
+        section = self.grpo.grpo.advantage
+        if isinstance(section, UserAdvantageSection):
+            return "batch" if _declared(section.name, "scope") == "batch" else "group"
+        return "batch" if section.name in BATCH_SCOPED else "group"
 
     @property
     def sequences_per_update(self) -> int:
@@ -161,12 +170,12 @@ class Resolved:
 
 
 @cache
-def _reads_reference(name: str) -> bool:
-    """Return what the user's class of a loss declares; False if it cannot be imported, which a check says."""
+def _declared(name: str, what: str) -> Any:
+    """Return what a user's class of a loss or advantage declares; None if it cannot be imported, which a check says."""
     try:
-        return bool(load_object(name).reference)
+        return getattr(load_object(name), what, None)
     except Exception:
-        return False
+        return None
 
 
 def longest_sequence(config: RunConfig, sizes: ModelSizes | None) -> int | None:

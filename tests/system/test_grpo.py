@@ -142,3 +142,19 @@ def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path
     exports = [run.path / "checkpoints" / "step_6" / "hf" / "model.safetensors" for run in (whole, half)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
     assert json.loads((whole.path / "checkpoints" / "step_6" / "state.json").read_text())["score"] < 0
+
+
+@pytest.mark.slow
+def test_an_advantage_of_ones_own_trains(tmp_path: Path) -> None:
+    """The example of rlctl/README.md, in a file beside the run: under 30 lines."""
+    text = (Path(__file__).parents[1] / "plugins/rank_advantage.py").read_text()
+    assert len(text.splitlines()) < 30
+    (tmp_path / "my_advantage.py").write_text(text)
+    own = "grpo.advantage={name: 'my_advantage.py:RankAdvantage', most: 2.0}"
+    run = Run(tmp_path, "ranked", own, "grpo.num_steps=2", "validation.every=0", "checkpoint.every=0")
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert abs(step["advantage/mean"]) < 1e-6 and 0 < step["advantage/std"] <= 2
+        assert step["groups/uniform"] <= step["advantage/zero"] < 1 and step["train/grad_norm"] > 0

@@ -12,6 +12,7 @@ from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
 from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
+from rlctl.grpo.advantages.batch_normalized import BatchNormalized
 from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.batch import NOT_FINITE, TrainingBatch, add_log_probs, make_batch, with_field
 from rlctl.rewards.scorer import Score
@@ -212,3 +213,27 @@ def test_parts_of_a_step_keep_their_places_and_who_was_left_out() -> None:
     assert joined.places == [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
     assert joined.owners.tolist() == [0, 1, 1, 2]
     assert [each.rollout for each in joined.left_out] == [1]
+
+
+def test_an_advantage_of_the_whole_step_is_computed_again_of_what_a_pass_left_in() -> None:
+    advantage = BatchNormalized("group_mean")
+    groups = [group("a", [1.0, 0.0, 0.5]), group("b", [1.0, 0.0]), group("c", [1.0, 1.0])]
+    batch = make_batch(groups, config(skip=True), advantage)
+    assert sum(float(one.fields["advantage"].sum()) for one in batch.sequences) == pytest.approx(0, abs=1e-5)
+    columns = [np.full(5, -0.5, np.float32) for _ in batch.sequences]
+    columns[0][3] = np.nan
+    after = add_log_probs(batch, columns, "trainer", config(skip=True), advantage)
+    expected = make_batch([spoiled(groups[0], {0: (1, np.nan)}), *groups[1:]], config(skip=True), advantage)
+    for one, other in zip(after.sequences, expected.sequences, strict=True):
+        assert one.fields["advantage"].tolist() == other.fields["advantage"].tolist()
+    # The other group's changed too: its mean and deviation are the step's.
+    assert after.sequences[2].fields["advantage"][-1] != batch.sequences[3].fields["advantage"][-1]
+
+
+def test_advantages_of_a_scores_rewards_have_their_weights() -> None:
+    one = group("a", [1.0, 0.0])
+    scores = [Score(1.5 - i, {"exact": 1.0 - i, "form": 0.5}, None, True, {"exact": 1.0}) for i in range(2)]
+    one = RolloutGroup(one.task, [replace(each, score=score) for each, score in zip(one.rollouts, scores)])
+    scored = make_batch([one], config(skip=False), ADVANTAGE).scored
+    assert {name: part.tolist() for name, part in scored.parts.items()} == {"exact": [1.0, 0.0], "form": [0.5, 0.5]}
+    assert scored.weights == {"exact": 1.0, "form": 1.0} and scored.num_sampled.tolist() == [3, 3]

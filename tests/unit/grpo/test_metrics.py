@@ -26,6 +26,7 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup, Waste
 from tests.turns import turn
 
+OFF = DynamicSamplingSection(None, 0.0)
 FILTER = DynamicSamplingSection("rewards", 0.0)
 OVERLONG = OverlongSection(None, 1.0, False)
 LOSS = GrpoLossSection("grpo", "rollout", None, None, None, None, 1.0, 0.0, "k3", None, 0.0, 0.2, 0.2, None, "token")
@@ -63,6 +64,9 @@ def test_rewards_lengths_and_tokens_of_a_step() -> None:
             "reward/failed_share": 0,
             "reward/exact/mean": 0.75,
             "reward/exact/failed": 0,
+            "advantage/mean": 0,
+            "advantage/std": 0.5,
+            "advantage/zero": 0,
             "rollouts/non_finite": 0,
             "length/mean": 5,
             "length/p90": 7.4,
@@ -214,3 +218,10 @@ def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampl
 
 def test_a_step_without_an_update_has_no_numbers_of_one() -> None:
     assert update_metrics([]) == {}
+
+
+def test_advantages_are_told_by_mean_deviation_and_the_share_that_teaches_nothing() -> None:
+    groups = [group(2, [(3, 1.0, "stop"), (1, 0.0, "stop")]), group(2, [(2, 1.0, "stop")])]
+    found = rollout_metrics(groups, make_batch(groups, replace(CONFIG, dynamic_sampling=OFF), GroupMean(False)))
+    names = ("advantage/mean", "advantage/std", "advantage/zero")
+    assert [found[name] for name in names] == pytest.approx([0.0, (0.5 / 3) ** 0.5, 1 / 3])

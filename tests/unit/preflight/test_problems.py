@@ -65,6 +65,12 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
             "rewards=[{name: exact, correct_at: 1}, {name: mine:brevity, correct_at: 0.5}]",
             "rewards.1.correct_at: one reward decides what is right; rewards.0 has a correct_at too: leave one at null",
         ),
+        # Advantages.
+        ("grpo.advantage={name: pass_at_k, k: 8}", "grpo.advantage.k: must be below grpo.num_generations_per_prompt=8, "
+         "not 8: every advantage would be 0"),
+        ("grpo.advantage={name: quantile, quantile: 1}", "grpo.advantage.quantile: must be above 0 and below 1, not 1"),
+        ("grpo.advantage={name: batch_normalized, baseline: mean}", "grpo.advantage.baseline: must be one of "
+         "none, group_mean, not 'mean'"),
         # Contradictions.
         (
             "grpo.updates_per_step=3",
@@ -389,12 +395,43 @@ STREAMED = "async.streamed_training=true"
         ([STREAMED], "async.enabled is false"),
         ([STREAMED, ASYNC, "grpo.updates_per_step=2"], "grpo.updates_per_step is 2"),
         ([STREAMED, ASYNC, "grpo.loss.kl_coef=0.1"], "a pass over log-probs comes before the update"),
+        (
+            [STREAMED, ASYNC, "grpo.advantage=batch_normalized"],
+            "grpo.advantage.name is batch_normalized, which depends on all groups of the step",
+        ),
         ([STREAMED.replace("true", "false"), ASYNC, "grpo.updates_per_step=2"], None),
     ],
 )
 def test_training_in_parts_without_effect_is_a_note(home: Path, overrides: list[str], why: str | None) -> None:
     expected = [] if why is None else [f"override 1: {STREAMED}: no effect while {why}"]
     assert load("grpo", "grpo.recipe.yaml", overrides).notes == expected
+
+
+def test_an_advantage_of_ones_own_that_needs_the_whole_step_is_not_trained_in_parts(home: Path) -> None:
+    text = "from dataclasses import dataclass\nfrom rlctl.grpo.advantages.base import Advantage\n"
+    text += "@dataclass(frozen=True)\nclass Mine(Advantage):\n"
+    text += "    def __call__(self, rollouts):\n        return rollouts.reward\n"
+    for scope in ("group", "batch"):
+        name = f"{scope}_advantage.py"
+        Path(name).write_text(text.replace("    def", f"    scope = '{scope}'\n    def"))
+        config = load("grpo", "grpo.recipe.yaml", [STREAMED, ASYNC, f"grpo.advantage={name}:Mine"]).config
+        assert Resolved(config).streams_training == (scope == "group")
+
+
+def test_an_advantage_that_adds_nothing_or_that_a_filter_keeps_from_teaching_is_a_note(home: Path) -> None:
+    def said(*overrides: str) -> list[str]:
+        return load("grpo", "grpo.recipe.yaml", list(overrides)).notes
+
+    key, filtered = "grpo.advantage.name=gdpo", "grpo.dynamic_sampling.filter=rewards"
+    one = f"{key}: with one reward it is group_mean with normalize_std, normalised over the step once more"
+    assert said(key) == [one]
+    assert said(key, "grpo.overlong.penalty_tokens=9") == []
+    (_, leaves_out) = said(key, filtered)
+    assert leaves_out.startswith(
+        f"{key}: {filtered} leaves out groups whose rewards differ though their sums are equal"
+    )
+    plain = ["grpo.advantage={name: batch_normalized, baseline: none}", filtered]
+    assert len(said(*plain)) == 1 and said(plain[0]) == said(plain[0].replace("none", "group_mean"), filtered) == []
 
 
 @pytest.mark.parametrize("switch", [FOR_LOG_PROBS, FOR_ENGINES])

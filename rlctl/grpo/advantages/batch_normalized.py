@@ -1,0 +1,28 @@
+"""Rewards normalised over the whole step: REINFORCE++."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from rlctl.grpo.advantages.base import Advantage, Floats, ScoredRollouts, normalized
+
+
+@dataclass(frozen=True)
+class BatchNormalized(Advantage):
+    """A_i = (a_i - M) / (S + 1e-6), with M and S the mean and deviation over all sampled tokens of the step.
+
+    baseline: none takes a_i = r_i (REINFORCE++, arXiv 2501.03262, section 3.1), group_mean takes a_i = r_i - m, with m
+    the mean of the group (REINFORCE++ with baseline, section 3.2). A token counts once, as in verl's `masked_whiten`:
+    the advantages of the step's tokens sum to 0. Unlike a group's deviation, S hardly depends on r_i, so that the
+    estimate is unbiased as the batch grows. Where all a_i are equal, each A_i is exactly 0.
+    """
+
+    scope: ClassVar[Literal["group", "batch"]] = "batch"
+
+    baseline: Literal["none", "group_mean"]
+
+    def __call__(self, rollouts: ScoredRollouts) -> Floats:
+        values = rollouts.reward
+        if self.baseline == "group_mean":
+            groups = rollouts.by_group(values)
+            values = groups.by_row(groups.centred)
+        return normalized(values, rollouts.num_sampled)
