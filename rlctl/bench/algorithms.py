@@ -51,8 +51,8 @@ class AlgorithmBench(Bench):
                         # The user has not seen the command that the override's number refers to.
                         found.setdefault(re.sub(r"^override \d+: ", "", str(problem)), []).append(name)
                     continue
-                if not config.data.validation.path or not config.validation.every:
-                    what = "held-out accuracy is compared: data.validation.path and validation.every must be set"
+                if not config.data.has_validation or not config.validation.every:
+                    what = "held-out accuracy is compared: set data.validation.path or fraction, and validation.every"
                     found.setdefault(what, []).append(name)
         return [Problem(", ".join(names), "", what) for what, names in found.items()]
 

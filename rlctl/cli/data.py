@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from rlctl.data.chat import Chat
     from rlctl.data.cursor import Drawn
+    from rlctl.data.datasets import Row
     from rlctl.data.ends import EndTokens
     from rlctl.data.load import RowReader, RunRows
     from rlctl.data.preview import Lengths, Piece
@@ -49,22 +50,25 @@ def preview(
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts alone, as JSON.")] = False,
 ) -> None:
     """Show how rows become tokens: text, the part that is trained on, lengths, and how well they pack."""
+    from rlctl.data.datasets import shown
+    from rlctl.data.load import rows_of_part
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     config = load(None, recipe or DEFAULT, overrides).config
-    section = config.data.validation if validation else config.data.train
-    if section.path is None:
+    if validation and not config.data.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
-    with _reading(f"reading {section.path}"):
+    path = shown((validation and config.data.validation.path) or config.data.train.path)
+    with _reading(f"reading {path}"):
+        section, rows = rows_of_part(config, "validation" if validation else "train")
         if isinstance(config, SftConfig):
-            seen = _sft(config, section, samples, tokens)
+            seen = _sft(config, section, rows, samples, tokens)
         else:
-            seen = _grpo(config, section, samples)
+            seen = _grpo(config, section, rows, samples)
     if as_json:
-        typer.echo(json.dumps({"path": str(section.path), **seen.as_json()}, indent=1))
+        typer.echo(json.dumps({"path": path, **seen.as_json()}, indent=1))
     else:
-        _show(str(section.path), seen)
+        _show(path, seen)
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,9 @@ class _Seen:
         return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
 
 
-def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _Seen:
+def _sft(config: SftConfig, section: DatasetSection, listed: "list[Row]", count: int, most: int) -> _Seen:
     from rlctl.config.fields import stated
-    from rlctl.data.load import load_samples, read_rows
+    from rlctl.data.load import load_samples
     from rlctl.data.preview import Lengths, pieces, step_lengths
     from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.backend import layout_of
@@ -97,7 +101,7 @@ def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _
     from rlctl.training.micro_batching import packing
     from rlctl.utils.devices import count_gpus, device_memory
 
-    listed, chat = read_rows(config, section), run_chat(config)
+    chat = run_chat(config)
     longest = longest_sequence(config, sizes_of(config.model.path))
     if longest is None:
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
@@ -112,11 +116,11 @@ def _sft(config: SftConfig, section: DatasetSection, count: int, most: int) -> _
     return _Seen(report, chat.ends, lengths, texts, trained, packs)
 
 
-def _grpo(config: GrpoConfig, section: DatasetSection, count: int) -> _Seen:
-    from rlctl.data.load import load_prompts, read_rows
+def _grpo(config: GrpoConfig, section: DatasetSection, listed: "list[Row]", count: int) -> _Seen:
+    from rlctl.data.load import load_prompts
     from rlctl.data.preview import Lengths, Piece
 
-    listed, chat = read_rows(config, section), run_chat(config)
+    chat = run_chat(config)
     rows, report = load_prompts(config, section, chat, listed)
     ends = _ends(config, chat)
     texts = [
@@ -155,7 +159,7 @@ def ends_of(config: RunConfig) -> "EndTokens | None":
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
     """Show that data are read; turn their first mistake into a ConfigError."""
-    from rlctl.data.datasets import DataError
+    from rlctl.data.files import DataError
 
     try:
         with busy(what):

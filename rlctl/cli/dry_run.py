@@ -20,13 +20,16 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
     """End a dry run. where: the options that name a cluster; empty on this machine, where the data is too."""
     from rlctl.cli.plan_view import data_rows, format_plan, format_rows
     from rlctl.cli.resume import plan_of_resume
+    from rlctl.data.files import files_of
 
     note(composed.notes)
     console().print(format_plan(plan))
     refuse(composed, plan.too_large)
     if not where:
         data, ends = composed.config.data, ends_of(composed.config)
-        is_here = all(Path(path).exists() for path in (data.train.path, data.validation.path) if path)
+        is_here = all(
+            Path(each).exists() for path in (data.train.path, data.validation.path) if path for each in files_of(path)
+        )
         rows = read_ahead(composed.config)[1] if is_here else None
         console().print(format_rows("data", data_rows(rows, ends)))
         note(ends.warnings if ends else [])

@@ -117,7 +117,8 @@ def _rows(name: str, data: Path | None, seed: int) -> Sequence[Mapping[str, Any]
     if data is None:
         return list(islice(_own_tasks(name, seed), EPISODES)) if name in ENVIRONMENTS else [{}]
     from rlctl.config.schema import DatasetSection
-    from rlctl.data.datasets import DataError, load_rows
+    from rlctl.data.datasets import load_rows
+    from rlctl.data.files import DataError
 
     try:
         section = DatasetSection(str(data), "train", "prompt", "answer", "messages", limit=EPISODES)

@@ -96,12 +96,22 @@ class Converter(Generic[T]):
             self.problems.append(Problem(self.recipe, key, what))
             return BROKEN
         value = self._value(field.type, node, key, field.metadata)
-        if isinstance(value, str) and "path" in field.metadata and value not in literals(field.type):
-            try:
-                return paths.resolve(value, field.metadata["path"], node.origin)
-            except FileNotFoundError as error:
-                return value if self.away and value.startswith("/") else self._wrong(node, key, str(error))
-        return value
+        if "path" not in field.metadata:
+            return value
+        if isinstance(value, list):
+            entries = node.value if isinstance(node.value, list) else []
+            found = [self._path(*each, field, f"{key}.{i}") for i, each in enumerate(zip(value, entries))]
+            return BROKEN if any(each is BROKEN for each in found) else found
+        return self._path(value, node, field, key)
+
+    def _path(self, value: Any, node: ConfigNode, field: "Field[Any]", key: str) -> Any:
+        """Return the place of what a text names; other values as they are."""
+        if not isinstance(value, str) or value in literals(field.type):
+            return value
+        try:
+            return paths.resolve(value, field.metadata["path"], node.origin)
+        except FileNotFoundError as error:
+            return value if self.away and value.startswith("/") else self._wrong(node, key, str(error))
 
     def _value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
         if sections := sections_of(hint):
@@ -112,11 +122,16 @@ class Converter(Generic[T]):
         if node.value is None and NoneType in get_args(hint):
             return None
         if lists := [each for each in alternatives(hint) if get_origin(each) is list]:
+            if not isinstance(node.value, list) and str in alternatives(hint):
+                return self._scalar_value(hint, node, key, limits)
             if not isinstance(node.value, list):
                 null = " or null" * (NoneType in get_args(hint))
                 return self._wrong(node, key, f"must be a list{null}, not {_shown(node)}")
             item = get_args(lists[0])[0]
             return [self._value(item, child, f"{key}.{i}", limits) for i, child in enumerate(node.value)]
+        return self._scalar_value(hint, node, key, limits)
+
+    def _scalar_value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
         value = _scalar(node, hint)
         if value is None:
             hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))

@@ -10,6 +10,7 @@ import os
 import re
 from contextlib import suppress
 from difflib import get_close_matches
+from glob import glob, has_magic
 from pathlib import Path
 
 from rlctl.config.builtin import RECIPES
@@ -19,7 +20,7 @@ from rlctl.config.provenance import Origin
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # The hub's own bound is 96 for each half.
 _LONGEST_HUB_NAME = 200
-_DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".txt", ".yaml"}
+_DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".gz", ".txt", ".yaml"}
 
 
 def resolve(text: str, kind: str, origin: Origin) -> str:
@@ -46,6 +47,11 @@ def resolve(text: str, kind: str, origin: Origin) -> str:
         if os.path.exists(folder / given):
             wanted = "a file, which it" if kind == "template" else "a file or folder, which it"
             raise FileNotFoundError(f"must name {wanted} is not: {shortened(text)}")
+    if kind == "dataset" and has_magic(text):
+        for folder in folders:
+            if glob(str(folder / given), recursive=True):
+                return str((folder / given).absolute())
+        raise FileNotFoundError(f"no file has a name like {shortened(text)}")
     name = text.partition(":")[0] if kind == "dataset" else text
     if kind != "template" and len(name) <= _LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name):
         is_folder = any(os.path.isdir(folder / name.split("/")[0]) for folder in folders)

@@ -51,26 +51,43 @@ class ModelSection:
 
 @dataclass
 class DatasetSection:
-    path: str | None = spec(
-        "A JSONL or Parquet file, or a hub data set as name[:configuration]. null is no data set.", path="dataset"
+    path: str | list[str] | None = spec(
+        "A file (.jsonl, .jsonl.gz, .json, .csv, .parquet), a pattern of file names such as part-*.jsonl, a list of "
+        "both, a folder that save_to_disk wrote, or a hub data set as name[:configuration]. null is no data set.",
+        path="dataset",
     )
     split: str = spec(
-        "A split, or a slice of one: train[:90%], train[-10%:], train[10:20]. A file has one split, train."
+        "A split, or a slice of one: train[:90%], train[-10%:], train[10:20]. Files have one split, train."
     )
-    prompt_key: str = spec("The column of the prompt's text. It is used if there is no column of messages.")
+    prompt_key: str = spec(
+        "The column of the prompt: text, or a list of messages. It is used if there is no column of messages. A nested "
+        "column is written with dots: extra.question."
+    )
     answer_key: str = spec(
-        "The column of the reference answer (GRPO) or the response (SFT): text, or a number, written as 42 or 0.5."
+        "The column of the reference answer (GRPO) or the response (SFT): text, or a number, written as 42 or 0.5. "
+        "A nested column is written with dots: reward_model.ground_truth."
     )
     messages_key: str = spec(
-        "The column of chat messages, each {role, content}, where content is text or a list of parts of text."
+        "The column of chat messages, each {role, content}, where content is text or a list of parts of text, or each "
+        "{from, value}, as in ShareGPT's files."
     )
     limit: int | None = spec("Use only the first rows, this many. null uses all.", ge=1)
 
 
 @dataclass
+class HeldOutSection(DatasetSection):
+    fraction: float | None = spec(
+        "In place of a path: this share of data.train is held out and not trained on. The content of its prompt "
+        "decides where a row goes, so that it stays there when rows are added, moved or removed.",
+        gt=0,
+        lt=1,
+    )
+
+
+@dataclass
 class DataSection:
     train: DatasetSection = spec("The data that the run trains on.")
-    validation: DatasetSection = spec("The held-out data.")
+    validation: HeldOutSection = spec("The held-out data.")
     system_prompt: str | None = spec("A system message before every prompt. It needs a chat template.")
     chat_template: Literal["auto", "none"] | str = spec(
         "auto is the tokenizer's own template, where it has one. none is plain text. Anything else is a Jinja file.",
@@ -80,6 +97,11 @@ class DataSection:
         "Prompts of more tokens than this are left out of the data set. null leaves out none.", ge=1
     )
     shuffle: bool = spec("Draw a new order for each epoch, with run.seed.")
+
+    @property
+    def has_validation(self) -> bool:
+        """True if there is held-out data, of its own or of data.train."""
+        return self.validation.path is not None or self.validation.fraction is not None
 
 
 @dataclass

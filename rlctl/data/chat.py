@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import DataSection
-from rlctl.data.datasets import DataError
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
+from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
 Tokens = tuple[list[int], NDArray[np.bool_]]

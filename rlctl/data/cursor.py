@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.data.tasks import SupervisedSample, Task
 
 Drawn = TypeVar("Drawn", Task, SupervisedSample)

@@ -1,30 +1,16 @@
-"""Rows of a data set, read from JSONL, Parquet or a hub dataset, each with its place of origin.
+"""Rows of a data set, from files, from a folder of the datasets library or from a hub, each with its place of origin.
 
 Anything wrong with a row is a `DataError` of one line that names file and line.
 """
 
-import codecs
-import json
-import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.schema import DatasetSection
-
-FILE_SUFFIXES = (".jsonl", ".parquet")
-# Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
-MAX_DEPTH = 100
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-
-Read = Iterator[tuple[str, dict[str, Any]]]
-
-
-class DataError(ValueError):
-    """Something wrong with the data; one line for the user."""
+from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file, reason
 
 
 @dataclass(frozen=True)
@@ -40,136 +26,75 @@ class Row:
 
 
 def load_rows(section: DatasetSection) -> list[Row]:
-    """Return the rows of `section`, at most `limit`. `path` is a .jsonl or .parquet file, else a hub dataset.
+    """Return the rows of `section`, at most `limit`. Raises DataError.
 
-    A hub dataset's configuration follows a colon (`openai/gsm8k:main`). Raises DataError.
+    `path` is one or several files, a folder that the datasets library saved, or else a hub dataset, whose configuration
+    follows a colon (`openai/gsm8k:main`).
     """
     if section.path is None:
         raise DataError("no data set: path is null")
-    origins_and_values = islice(_read(section.path, section.split), section.limit)
-    rows = [Row(number, *each) for number, each in enumerate(origins_and_values)]
+    name = shown(section.path)
+    rows = [Row(number, *each) for number, each in enumerate(islice(_read(section.path, section.split), section.limit))]
     if not rows:
-        raise DataError(f"{section.path}: no rows" + f" in split {section.split}" * ("[" in section.split))
+        raise DataError(f"{name}: no rows" + f" in split {section.split}" * ("[" in section.split))
     return rows
 
 
-def first_line(path: str) -> tuple[int, dict[str, Any]]:
-    """Return line number and columns of the first row of a JSONL file. Raises DataError."""
-    for origin, values in _read_jsonl(path):
-        return int(origin.rpartition(":")[2]), values
-    raise DataError(f"{path}: is empty")
+def shown(path: str | Sequence[str] | None) -> str:
+    """Return the path of a data set as a person reads it."""
+    return path if isinstance(path, str) else ", ".join(path or ["null"])
 
 
-def _read(path: str, split: str) -> Read:
-    """Yield (origin, columns). A file is its split train; slices such as `train[:90%]` follow the datasets library."""
-    if Path(path).suffix not in FILE_SUFFIXES:
-        return _read_hub(path, split)
-    if not Path(path).is_file():
-        raise DataError(f"{path}: no such file")
-    read = _read_jsonl(path) if path.endswith(".jsonl") else _read_parquet(path)
+def _read(path: str | Sequence[str], split: str) -> Read:
+    """Yield (origin, columns). Files are one split, train; slices such as `train[:90%]` follow the datasets library."""
+    files = files_of(path)
+    if not files:
+        raise DataError(f"{shown(path)}: no file has such a name")
+    if len(files) == 1 and isinstance(path, str) and not is_file_of_rows(files[0]):
+        return _read_saved(path, split) if _is_saved(Path(path)) else _read_hub(path, split)
+    read = chain.from_iterable(map(read_file, files))
     if split == "train":
         return read
+    rows = list(read)
+    needed = "a file has the split train alone, whole or as train[:90%], train[-10%:], train[10:20]"
+    return (rows[index] for index in _rows_of(split, {"train": len(rows)}, shown(path), needed)["train"])
+
+
+def _rows_of(split: str, sizes: dict[str, int], path: str, needed: str) -> dict[str, list[int]]:
+    """Return the numbers of the rows of a split, by the split that they are of. sizes: rows of each split."""
     from datasets import ReadInstruction
 
-    rows = list(read)
+    found: dict[str, list[int]] = {name: [] for name in sizes}
     try:
-        parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+        for part in ReadInstruction.from_spec(split).to_absolute(sizes):
+            found[part.splitname] += range(part.from_, part.to)
     except (AssertionError, ValueError) as error:
-        needed = "a file has the split train alone, whole or as train[:90%], train[-10%:], train[10:20]"
-        raise DataError(f"{path}: split {split}: {_reason(error)} ({needed})") from error
-    return (row for part in parts for row in rows[part.from_ : part.to])
+        raise DataError(f"{path}: split {split}: {reason(error)} ({needed})") from error
+    return found
 
 
-def _read_jsonl(path: str) -> Read:
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+def _is_saved(folder: Path) -> bool:
+    """Return True for a folder that `save_to_disk` wrote: of one data set, or of several by split."""
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _json_object(line: bytes, origin: str) -> dict[str, Any]:
+def _read_saved(path: str, split: str) -> Read:
+    import datasets
+
     try:
-        text = line.removeprefix(codecs.BOM_UTF8).decode("utf-8")
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{origin}: not JSON: {error.msg} (column {error.colno})") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{origin}: not UTF-8: {error.reason} (byte {error.start + 1})") from error
-    except RecursionError as error:
-        raise DataError(f"{origin}: {_TOO_DEEP}") from error
-    except ValueError as error:
-        digits = f"a number of more than {sys.get_int_max_str_digits():,} digits: write it as text"
-        raise DataError(f"{origin}: {digits}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{origin}: a row must be a JSON object, not {type(value).__name__}")
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
-        raise DataError(f"{origin}: {_TOO_DEEP}")
-    # Half of a surrogate pair: no tokenizer takes it, nor can it be written as UTF-8.
-    for name, column in value.items() if _SURROGATE.search(text) else ():
-        try:
-            json.dumps([name, column], ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError as error:
-            half = rf"\u{ord(error.object[error.start]):04x}"
-            what = f"column {name!a} has the lone surrogate {half}, half of a character: mend or remove it"
-            raise DataError(f"{origin}: {what}") from error
-    return value
+        loaded = datasets.load_from_disk(path)
+    except Exception as error:  # as below: its errors have no common class
+        raise DataError(f"{path}: not what save_to_disk writes: {reason(error)}") from error
+    parts = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
+    needed = f"it has {', '.join(parts)}, each whole or as train[:90%]"
+    chosen = _rows_of(split, {name: len(rows) for name, rows in parts.items()}, path, needed)
+    return _numbered(((name, parts[name].select(numbers)) for name, numbers in chosen.items() if numbers), path)
 
 
-_TOO_DEEP = f"nested too deep: a row may have {MAX_DEPTH} levels; write what is below as text"
-
-
-def _is_deep(value: Any) -> bool:
-    """Return True above MAX_DEPTH levels. It goes level by level, since recursion is what deep values break."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        holders = (each for each in level if isinstance(each, dict | list))
-        level = [child for each in holders for child in (each.values() if isinstance(each, dict) else each)]
-    return any(isinstance(each, dict | list) for each in level)
-
-
-def _read_parquet(path: str) -> Read:
-    import pyarrow
-    import pyarrow.parquet
-
-    broken = (pyarrow.ArrowException, OSError)
-    try:
-        batches = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).iter_batches()
-    except broken as error:
-        raise DataError(f"{path}: not Parquet: {_reason(error)}") from error
-    number = 1
-    while True:
-        try:
-            batch = next(batches, None)
-        except broken as error:
-            raise DataError(f"{path}:{number}: rows from this one on cannot be read: {_reason(error)}") from error
-        if batch is None:
-            return
-        for row in _arrow_rows(batch, path, number):
-            yield f"{path}:{number}", row
-            number += 1
-
-
-def _arrow_rows(batch: Any, path: str, first: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch as Python values; float32 as the shortest equal number: 0.1, not 0.1000000014..."""
-    import numpy as np
-
-    narrow = [field.name for field in batch.schema if str(field.type) in ("float", "halffloat")]
-    try:
-        rows = batch.to_pylist()
-    except (ValueError, OverflowError):  # Text that is no UTF-8, times that Python does not have.
-        rows = (_arrow_row(batch, index, f"{path}:{first + index}") for index in range(batch.num_rows))
-    for row in rows:
-        for name in narrow:
-            if row[name] is not None:
-                row[name] = float(str(np.float32(row[name])))
-        yield row
-
-
-def _arrow_row(batch: Any, index: int, origin: str) -> dict[str, Any]:
-    try:
-        return dict(batch.slice(index, 1).to_pylist()[0])
-    except (ValueError, OverflowError) as error:
-        raise DataError(f"{origin}: cannot be read: {_reason(error)}") from error
+def _numbered(parts: Iterator[tuple[str, Any]], path: str) -> Read:
+    for name, rows in parts:
+        for number, row in enumerate(rows, 1):
+            yield f"{path}[{name}]:{number}", row
 
 
 def _read_hub(path: str, split: str) -> Read:
@@ -179,10 +104,6 @@ def _read_hub(path: str, split: str) -> Read:
     try:
         rows = datasets.load_dataset(name, configuration or None, split=split)
     except Exception as error:  # the hub's errors have no common class; every one ends the run with its line
-        raise DataError(f"{path} is no .jsonl or .parquet file and no hub dataset: {_reason(error)}") from error
-    for number, row in enumerate(rows, 1):
-        yield f"{path}[{split}]:{number}", row
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        files = ", ".join(FILE_SUFFIXES)
+        raise DataError(f"{path} is no file ({files}) and no hub dataset: {reason(error)}") from error
+    return _numbered(iter([(split, rows)]), path)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 
 MODEL_FILES = ("generation_config.json", "config.json")

@@ -3,15 +3,19 @@
 Rows are read and checked before anything starts. They are tokenized while the rest of the run starts.
 """
 
+import hashlib
+import json
 import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 from rlctl.config.plugins import needs_answers
 from rlctl.config.schema import DataSection, DatasetSection, GrpoConfig, RunConfig, SftConfig
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
-from rlctl.data.datasets import Row, load_rows
+from rlctl.data.datasets import Row, load_rows, shown
+from rlctl.data.files import DataError
 from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
@@ -27,7 +31,8 @@ class RunRows:
 
     def parts(self, data: DataSection) -> list[tuple[str, DatasetSection, list[Row]]]:
         """Return (name, section, rows) of train, and of validation where there is one."""
-        parts = [("train", data.train, self.train), ("validation", data.validation, self.validation)]
+        held_out = data.validation if data.validation.path is not None else data.train
+        parts = [("train", data.train, self.train), ("validation", held_out, self.validation)]
         return [part for part in parts if part[2]]
 
 
@@ -44,9 +49,14 @@ class RowReader:
     def read(self) -> RunRows:
         """Read all rows now, for the next `take`. Raises DataError at the first bad one."""
         data = self._config.data
-        validated = data.validation.path is not None and self._config.validation.every > 0
-        train = read_rows(self._config, data.train)
-        self._rows = RunRows(train, read_rows(self._config, data.validation) if validated else [])
+        validated = data.has_validation and self._config.validation.every > 0
+        train, held_out = read_rows(self._config, data.train), list[Row]()
+        if data.validation.fraction is not None:
+            # Also where nothing is validated: the rows stay apart whatever the run does.
+            train, held_out = split_off(train, data.train, data.validation.fraction)
+        elif validated:
+            held_out = read_rows(self._config, data.validation)
+        self._rows = RunRows(train, held_out if validated else [])
         return self._rows
 
     def take(self) -> RunRows:
@@ -54,6 +64,36 @@ class RowReader:
         rows = self._rows or self.read()
         self._rows = None
         return rows
+
+
+def rows_of_part(config: RunConfig, part: Literal["train", "validation"]) -> tuple[DatasetSection, list[Row]]:
+    """Return the rows of one part of a run's data, checked, with the section that says how to read them.
+
+    Raises DataError.
+    """
+    data = config.data
+    if part == "validation" and data.validation.path is not None:
+        return data.validation, read_rows(config, data.validation)
+    rows = read_rows(config, data.train)
+    if data.validation.fraction is None:
+        return data.train, rows
+    return data.train, split_off(rows, data.train, data.validation.fraction)[part == "validation"]
+
+
+def split_off(rows: list[Row], section: DatasetSection, fraction: float) -> tuple[list[Row], list[Row]]:
+    """Return (rows to train on, held-out rows). The SHA-256 of its prompt decides where a row goes.
+
+    Rows with one prompt go together. Raises DataError if a part has no row.
+    """
+    parts: tuple[list[Row], list[Row]] = ([], [])
+    for row in rows:
+        content = json.dumps(question(row, section)[0], sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+        number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+        parts[number < fraction].append(row)
+    if not all(parts):
+        what = f"{len(parts[1])} of {len(rows)} rows are held out by data.validation.fraction={fraction:g}"
+        raise DataError(f"{shown(section.path)}: {what}: both parts need one")
+    return parts
 
 
 def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:

@@ -11,7 +11,9 @@ from typing import Any
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.schema import DatasetSection
-from rlctl.data.datasets import DataError, Row
+from rlctl.data.columns import SHAREGPT_ROLES, convention, has_column, value_at
+from rlctl.data.datasets import Row
+from rlctl.data.files import DataError
 
 Messages = list[dict[str, Any]]
 
@@ -36,7 +38,7 @@ def question(row: Row, section: DatasetSection, *, answered: bool = False) -> tu
 def conversation(row: Row, section: DatasetSection) -> Messages:
     """Return the whole chat; the answer column answers a prompt text. Raises DataError."""
     messages = _messages(row, section)
-    if row.values.get(section.messages_key) is None:
+    if value_at(row.values, section.messages_key) is None:
         answer = _answer(row, section)
         if answer is None:
             raise DataError(f"{row.origin}: no answer to train on: {_absent(row, section.answer_key)}")
@@ -74,24 +76,53 @@ def answer_text(value: Any) -> str | None:
 
 def _answer(row: Row, section: DatasetSection) -> str | None:
     try:
-        return answer_text(row.values.get(section.answer_key))
+        value = value_at(row.values, section.answer_key)
+        # TRL's conversational completions: a list with the assistant's message.
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+            value = value[0].get("content") if value[0].get("role") == "assistant" else value
+        return answer_text(value)
     except ValueError as error:
         raise DataError(f"{row.origin}: answer column {section.answer_key!r} {error}") from None
 
 
 def _messages(row: Row, section: DatasetSection) -> Messages:
     """Return the messages column, checked, or the prompt text as a user message."""
-    messages = row.values.get(section.messages_key)
+    key, messages = section.messages_key, value_at(row.values, section.messages_key)
     if messages is None:
-        prompt = row.values.get(section.prompt_key)
-        if not isinstance(prompt, str):
+        prompt = value_at(row.values, section.prompt_key)
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt + _alpaca_input(row, section)}]
+        if not isinstance(prompt, list):
             wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
-            raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}")
-        return [{"role": "user", "content": prompt}]
+            raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}{_remedy(row)}")
+        key, messages = section.prompt_key, prompt
+    if isinstance(messages, list):
+        messages = [_of_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
     whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
     if not whole or not messages:
-        raise DataError(f"{row.origin}: {section.messages_key!r} must be a list of {{role, content}}")
+        raise DataError(f"{row.origin}: {key!r} must be a list of {{role, content}} or {{from, value}}")
     return [_message(message, row, number) for number, message in enumerate(messages, 1)]
+
+
+def _alpaca_input(row: Row, section: DatasetSection) -> str:
+    """Return what follows an instruction in Alpaca's files: its input, after a blank line."""
+    more = row.values.get("input") if section.prompt_key == "instruction" else None
+    return f"\n\n{more}" if isinstance(more, str) and more.strip() else ""
+
+
+def _of_sharegpt(message: Any, row: Row, number: int) -> Any:
+    """Return a message of ShareGPT's convention, {from, value}, as {role, content}; any other as it is."""
+    if not isinstance(message, dict) or not {"from", "value"} <= message.keys() or "role" in message:
+        return message
+    role = SHAREGPT_ROLES.get(str(message["from"]))
+    if role is None:
+        known = ", ".join(SHAREGPT_ROLES)
+        raise DataError(f"{row.origin}: message {number}: from must be one of {known}, not {message['from']!r}")
+    return {"role": role, "content": message["value"]}
+
+
+def _remedy(row: Row) -> str:
+    return convention(row.values)
 
 
 def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
@@ -124,9 +155,9 @@ def _shown(value: Any) -> str:
 
 
 def _absent(row: Row, key: str) -> str:
-    if key in row.values:
+    if has_column(row.values, key):
         return f"column {key!r} is null"
-    return f"no column {key!r}{did_you_mean(key, row.values) or _columns(row.values)}"
+    return f"no column {key!r}{_remedy(row) or did_you_mean(key, row.values) or _columns(row.values)}"
 
 
 def _columns(names: Iterable[str]) -> str:

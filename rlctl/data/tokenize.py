@@ -12,7 +12,8 @@ import numpy as np
 
 from rlctl.config.schema import DatasetSection
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import DataError, Row
+from rlctl.data.datasets import Row, shown
+from rlctl.data.files import DataError
 from rlctl.data.rows import conversation, question
 from rlctl.data.tasks import SupervisedSample, Task
 
@@ -64,7 +65,9 @@ def tokenize_prompts(
             report.unanswered += answer is None
             prompts.append(Task(f"r{row.number}", tokens, text, answer, row.values))
     if not prompts:
-        raise DataError(f"{section.path}: every prompt is longer than data.max_prompt_length={max_prompt_length}")
+        raise DataError(
+            f"{shown(section.path)}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
+        )
     return prompts, report
 
 
@@ -96,7 +99,7 @@ def tokenize_samples(
         report.unended += tokens[-1] not in stops
         samples.append(SupervisedSample(f"r{row.number}", np.array(tokens[:max_length], np.int32), mask[:max_length]))
     if not samples:
-        raise DataError(f"{section.path}: no sample is left: every prompt is longer than the limit")
+        raise DataError(f"{shown(section.path)}: no sample is left: every prompt is longer than the limit")
     return samples, report
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.data.load import RunRows, load_prompts
 from rlctl.data.tasks import Task
 from rlctl.launch.loading import DataLoading, RunData

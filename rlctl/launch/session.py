@@ -23,7 +23,7 @@ import yaml
 from rlctl.config.errors import ModelError
 from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import show_run
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.preflight.placement import PlacementError
 from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.version import earlier_version

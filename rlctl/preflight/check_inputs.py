@@ -17,7 +17,8 @@ from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS, needs_answers
 from rlctl.config.provenance import show_path
 from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
-from rlctl.data.datasets import FILE_SUFFIXES, first_line
+from rlctl.data.columns import convention, has_column
+from rlctl.data.files import FILE_SUFFIXES, DataError, files_of, first_row, is_file_of_rows
 from rlctl.preflight.backend import Violation, Violations
 
 # Bytes of a name in most file systems, less what is put before or after it.
@@ -30,11 +31,14 @@ def check_data(config: RunConfig) -> Violations:
     """Find data files that cannot be used. Hub names and folders are not looked into."""
     data = config.data
     if data.train.path is None:
-        yield Violation("data.train.path", "not set: a JSONL or Parquet file, or a hub dataset name")
+        yield Violation("data.train.path", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name")
     answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
     for name, dataset in (("train", data.train), ("validation", data.validation)):
-        for where, key, what in _check_dataset(dataset, answered):
+        for where, key, what in _check_dataset(dataset, answered, f"data.{name}"):
             yield Violation(f"data.{name}.{key}", what, where=where)
+    if data.validation.path is not None and data.validation.fraction is not None:
+        what = "holds rows of data.train out, and data.validation.path names others: set one of them to null"
+        yield Violation("data.validation.fraction", what, ("data.validation.path",))
 
 
 def check_validation(config: RunConfig) -> Violations:
@@ -45,35 +49,41 @@ def check_validation(config: RunConfig) -> Violations:
         yield Violation("validation.num_generations", what, ("validation.temperature",))
 
 
-def _check_dataset(dataset: DatasetSection, answered: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield (where, key, what) for a file that cannot be used; where: empty for the config's own line.
+def _check_dataset(dataset: DatasetSection, answered: bool, key: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (where, key, what) for files that cannot be used, by the first row of the first one; where: empty for the
+    config's own line.
 
-    answered: rows need an answer, which a chat holds itself.
+    answered: rows need an answer, which a chat holds itself. key: of the section.
     """
-    path = Path(dataset.path) if dataset.path is not None else None
-    if path is None or not os.path.isfile(path):
-        return
-    if path.suffix not in FILE_SUFFIXES:
-        yield "", "path", f"{show_path(path)} is no {' or '.join(FILE_SUFFIXES)} file"
-        return
+    files = [each for each in files_of(dataset.path or []) if os.path.isfile(each)]
+    for file in files:
+        if not is_file_of_rows(file):
+            yield (
+                "",
+                "path",
+                f"{show_path(Path(file))} is no {', '.join(FILE_SUFFIXES[:-1])} or {FILE_SUFFIXES[-1]} file",
+            )
+            return
+    if not files or (files[0].endswith(".parquet") and find_spec("pyarrow") is None):
+        return  # It comes with the engines; without them nothing can run anyway.
+    path = files[0]
     try:
-        parquet = path.suffix == ".parquet"
-        line, columns = (1, _parquet_columns(path)) if parquet else first_line(str(path))
-    except (OSError, ValueError) as error:
-        what = str(error).removeprefix(str(path)).removeprefix(": ")
-        yield "", "path", f"{show_path(path)}{what}" if what.startswith(":") else f"{show_path(path)}: {what}"
+        place, row = first_row(path)
+    except (OSError, DataError) as error:
+        what = str(error).removeprefix(path).removeprefix(": ")
+        yield "", "path", f"{show_path(Path(path))}{what}" if what[:1] in ":[" else f"{show_path(Path(path))}: {what}"
         return
-    if columns is None:
+    where = f"{show_path(Path(path))}{place.removeprefix(path)}"
+    if has_column(row, dataset.messages_key):
         return
-    where = f"{show_path(path)}:{line}"
-    if dataset.messages_key in columns:
-        return
-    listed = f"; it has {', '.join([*columns][:8])}"
-    if dataset.prompt_key not in columns:
+    remedy, listed = convention(row, key), f"; it has {', '.join([*row][:8])}"
+    if not has_column(row, dataset.prompt_key):
         wanted = f"no column {dataset.prompt_key} or {dataset.messages_key}"
-        yield where, "prompt_key", wanted + (did_you_mean(dataset.prompt_key, columns) or listed)
-    if answered and dataset.answer_key not in columns:
-        hint = did_you_mean(dataset.answer_key, columns) or listed
+        yield where, "prompt_key", wanted + (remedy or did_you_mean(dataset.prompt_key, row) or listed)
+        # It tells both keys.
+        answered = answered and not remedy
+    if answered and not has_column(row, dataset.answer_key):
+        hint = remedy or did_you_mean(dataset.answer_key, row) or listed
         yield where, "answer_key", f"no column {dataset.answer_key}{hint}"
 
 
@@ -141,22 +151,6 @@ def _unwritable(directory: str) -> str:
 def missing_megatron() -> str | None:
     """Return what to type if megatron-core is not installed. To look for more than its namespace would import it."""
     return None if find_spec("megatron") else "megatron needs megatron-core: pip install 'rlctl[megatron]'"
-
-
-def _parquet_columns(path: Path) -> list[str] | None:
-    """Return the columns of a Parquet file; None where they cannot be read here. Raises ValueError: no row."""
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:  # It comes with the engines; without them nothing can run anyway.
-        return None
-    try:
-        file = ParquetFile(path)
-    except (ArrowException, OSError) as error:
-        raise ValueError(f"is no Parquet file: {error}") from error
-    if file.metadata.num_rows == 0:
-        raise ValueError("is empty")
-    return list(file.schema_arrow.names)
 
 
 def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:

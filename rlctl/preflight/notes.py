@@ -102,7 +102,7 @@ def _best_checkpoints(config: RunConfig) -> list[str]:
     if metric not in names and not re.fullmatch(r"time/\w+|\w+/(groups|age)_\d+", metric):
         near = did_you_mean(metric, names)
         return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]
-    if config.data.validation.path is None or not validated or not metric.startswith(_HELD_OUT):
+    if not config.data.has_validation or not validated or not metric.startswith(_HELD_OUT):
         return []
     on_the_way = range(saved.every, Resolved(config).num_steps, saved.every) if saved.every else range(0)
     if missed := sum(step % validated > 0 for step in on_the_way):

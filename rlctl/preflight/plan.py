@@ -144,7 +144,7 @@ def _schedule(resolved: Resolved, sizes: ModelSizes | None) -> Schedule:
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
     validations = 0
-    if every and config.data.validation.path:
+    if every and config.data.has_validation:
         # Also after the last step.
         validations = config.validation.at_start + -(-steps // every)
     often, at_end = config.checkpoint.every, config.checkpoint.at_end
@@ -170,10 +170,10 @@ def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
 
 def _notes(config: RunConfig, updates: int, memory: Memory | None, gpus: int) -> list[str]:
     notes = []
-    validated = config.data.validation.path is not None and config.validation.every > 0
+    validated = config.data.has_validation and config.validation.every > 0
     metric = config.checkpoint.metric
     if not validated:
-        notes.append("nothing is validated: it needs data.validation.path and validation.every")
+        notes.append("nothing is validated: it needs data.validation.path or fraction, and validation.every")
         if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
             notes.append(f"{metric} is never measured: no best checkpoint is kept")
     warmup = config.trainer.optimizer.warmup_steps

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
+from rlctl.data.datasets import shown
+from rlctl.data.files import files_of
 from rlctl.data.tasks import SupervisedSample, Task
 from rlctl.models.architectures import own_keys
 from rlctl.preflight.resolved import Resolved
@@ -40,7 +42,14 @@ _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _ENDS = 1 << 20
 # Keys that determine the rows, their order and their text, apart from the data file's own bytes.
 _DATASET_KEYS = [f"data.train.{name}" for name in ("prompt_key", "answer_key", "messages_key", "limit", "split")]
-_DATA_KEYS = ["run.seed", "data.shuffle", "data.system_prompt", "data.chat_template", "data.max_prompt_length"]
+_DATA_KEYS = [
+    "data.validation.fraction",
+    "run.seed",
+    "data.shuffle",
+    "data.system_prompt",
+    "data.chat_template",
+    "data.max_prompt_length",
+]
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,8 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
         "weights": _weights(config, model),
         "tokenizer": _vocabulary(tokenizer) if tokenizer else None,
         "tokenizer_path": config.model.tokenizer or config.model.path,
-        "data": _digest(Path(dataset)) if dataset and Path(dataset).is_file() else None,
-        "data_path": dataset,
+        "data": _digest_files(dataset),
+        "data_path": shown(dataset) if dataset else None,
         "keys": keys,
     }
 
@@ -171,6 +180,14 @@ def _weights(config: RunConfig, folder: Path | None) -> str | None:
             file.seek(max(0, path.stat().st_size - _ENDS))
             digest.update(file.read(_ENDS))
     return digest.hexdigest() if folder else None
+
+
+def _digest_files(dataset: str | Sequence[str] | None) -> str | None:
+    """Return the digest of the files of a data set, in their order; None for one that is not of files."""
+    files = [Path(each) for each in files_of(dataset or [])]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    return _digest(files[0]) if len(files) == 1 else hashlib.sha256(" ".join(map(_digest, files)).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

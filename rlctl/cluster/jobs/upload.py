@@ -10,6 +10,7 @@ import os
 import subprocess
 import zipfile
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def named_files(value: Any, home: Path) -> list[Path]:
         return [path for each in parts for path in named_files(each, home)]
     if isinstance(value, str) and value.startswith(f"{home}/"):
         path = Path(value.partition(":")[0])
-        return [path] if path.exists() else []
+        return [path] if path.exists() else [Path(each) for each in glob(value, recursive=True)]
     return []
 
 

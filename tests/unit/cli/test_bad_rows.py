@@ -69,7 +69,9 @@ def test_a_corrupt_page_of_parquet_is_one_line(rlctl: Rlctl, home: Path) -> None
     rows.write_bytes(data)
     done = rlctl(*command)
     assert done.code == 2
-    assert done.err.splitlines()[0].startswith(f"error: data: {rows}:1: rows from this one on cannot be read: ")
+    assert done.err.splitlines()[0].startswith(
+        "error: override 1: data.train.path=rows.parquet: rows.parquet:1: rows from this one on cannot be read: "
+    )
 
 
 def test_a_mistyped_answer_column_is_refused_at_once(rlctl: Rlctl) -> None:

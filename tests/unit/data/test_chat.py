@@ -5,7 +5,7 @@ import pytest
 
 from rlctl.config.schema import DataSection, DatasetSection
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, UNSTABLE
 
 CHAT = [

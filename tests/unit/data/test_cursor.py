@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlctl.data.cursor import Cursor, Draw, TaskSource
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)

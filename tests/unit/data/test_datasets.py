@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from rlctl.config.schema import DatasetSection
-from rlctl.data.datasets import DataError, load_rows
+from rlctl.data.datasets import load_rows
+from rlctl.data.files import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
 
@@ -84,6 +85,6 @@ def test_an_empty_data_set_and_none_at_all_are_errors(tmp_path, section: Dataset
 
 def test_what_is_neither_file_nor_hub_dataset_is_one_line(tmp_path, section, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=r"nowhere is no \.jsonl or \.parquet file and no hub dataset") as error:
+    with pytest.raises(DataError, match=r"nowhere is no file \(\.jsonl, .*\) and no hub dataset") as error:
         load_rows(replace(section, path=str(tmp_path / "nowhere")))
     assert "\n" not in str(error.value)

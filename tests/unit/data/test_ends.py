@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from tests.unit.data.conftest import CHATML, UNMARKED
 
 SPECIAL = ["<unk>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"]

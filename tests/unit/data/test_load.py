@@ -1,7 +1,12 @@
+from dataclasses import replace
 from pathlib import Path
 
-from rlctl.config.schema import GrpoConfig, SftConfig
-from rlctl.data.load import RowReader, load_chat, load_prompts, load_samples
+import pytest
+
+from rlctl.config.schema import DatasetSection, GrpoConfig, SftConfig
+from rlctl.data.datasets import Row
+from rlctl.data.files import DataError
+from rlctl.data.load import RowReader, load_chat, load_prompts, load_samples, split_off
 from rlctl.preflight.load import load
 
 SUMS = Path(__file__).parents[3] / "recipes" / "tiny-data"
@@ -28,3 +33,23 @@ def test_rows_are_read_once_and_again_if_a_run_restarts(tmp_path: Path) -> None:
     file.write_text('{"prompt": "2+2=", "answer": 4}\n')
     assert reader.take() is ahead
     assert reader.take().train[0].values == {"prompt": "2+2=", "answer": 4}
+
+
+def test_a_share_of_the_rows_is_held_out_by_content_and_stays_there(section: DatasetSection) -> None:
+    def row(number: int) -> Row:
+        return Row(number, f"a:{number}", {"prompt": f"{number}+1=", "answer": str(number + 1)})
+
+    rows = [row(number) for number in range(2000)]
+    train, held_out = split_off(rows, section, 0.1)
+    assert sorted([*train, *held_out], key=lambda each: each.number) == rows
+    assert 150 < len(held_out) < 250
+    # Moved, with others between them and another answer: each prompt stays on its side, also where it comes twice.
+    before = {each.values["prompt"] for each in held_out}
+    more = [replace(row(number), values={**row(number).values, "answer": "?"}) for number in range(2500, -1, -1)]
+    _, again = split_off([*more, *rows[:100]], section, 0.1)
+    assert before <= {each.values["prompt"] for each in again}
+    assert {each.values["prompt"] for each in again if each.number < 2000} == before
+    # A larger share holds the same rows out, and more.
+    assert before < {each.values["prompt"] for each in split_off(rows, section, 0.3)[1]}
+    with pytest.raises(DataError, match=r"0 of 1 rows are held out by data\.validation\.fraction=0\.0001: both parts"):
+        split_off(rows[:1], section, 0.0001)

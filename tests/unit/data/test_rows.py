@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from rlctl.config.schema import DatasetSection
-from rlctl.data.datasets import DataError, Row
+from rlctl.data.datasets import Row
+from rlctl.data.files import DataError
 from rlctl.data.rows import answer_text, conversation, question
 
 PART = {"type": "text", "text": "hi "}

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import DataError, Row
+from rlctl.data.datasets import Row
+from rlctl.data.files import DataError
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
 from tests.unit.data.conftest import CHATML
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rlctl.data.chat import Chat
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED
 
 USER = [{"role": "user", "content": "guess"}]

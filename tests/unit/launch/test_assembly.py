@@ -6,7 +6,7 @@ import pytest
 
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.launch.assemble_grpo import check_room
 from rlctl.launch.assembly import processes_of

@@ -53,9 +53,9 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("model.path=empty", "HOME/empty has no config.json; needed: a Hugging Face model folder"),
         ("model.tokenizer=empty", "HOME/empty has no tokenizer.json; set model.tokenizer to a folder that has one"),
         ("data.train.path=trian.jsonl", "no file or folder trian.jsonl; did you mean train.jsonl?"),
-        ("data.train.path=null", "not set: a JSONL or Parquet file, or a hub dataset name"),
+        ("data.train.path=null", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name"),
         ("data.validation.path=empty.jsonl", "empty.jsonl: is empty"),
-        ("data.train.path=mine.py", "mine.py is no .jsonl or .parquet file"),
+        ("data.train.path=mine.py", "mine.py is no .jsonl, .jsonl.gz, .json, .csv or .parquet file"),
         ("data.train.path=text.jsonl", "text.jsonl:2: not JSON: Expecting value (column 1)"),
         ("data.chat_template=chat.jinja", "no file or folder chat.jinja; did you mean chats.jsonl?"),
         # Rewards.
@@ -191,7 +191,8 @@ def test_a_parquet_file_is_checked_like_a_jsonl_file(home: Path) -> None:
 
     write_table(pyarrow.table({"prompt": ["1+1="], "solution": ["2"]}), home / "train.parquet")
     assert problems("grpo", "grpo.recipe.yaml", ["data.train.path=train.parquet"]) == [
-        "train.parquet:1: data.train.answer_key: no column answer; it has prompt, solution"
+        "train.parquet:1: data.train.answer_key: no column answer; these are TRL's columns: set "
+        "data.train.answer_key=solution"
     ]
     load("grpo", "grpo.recipe.yaml", ["data.train.path=train.parquet", "data.train.answer_key=solution"])
 
@@ -481,3 +482,22 @@ def test_the_sft_recipe_is_fine(home: Path) -> None:
 def test_a_number_with_a_fraction_may_be_any_that_is_finite(home: Path) -> None:
     config = load("sft", "sft.recipe.yaml", ["trainer.optimizer.lr=1e30"]).config
     assert config.trainer.optimizer.lr == 1e30
+
+
+def test_each_file_of_a_list_and_a_held_out_share_beside_a_path_is_judged(home: Path) -> None:
+    (home / "s.jsonl").write_text('{"conversations": [{"from": "human", "value": "1+1="}]}\n')
+    assert problems("grpo", "grpo.recipe.yaml", ["data.train.path=[train.jsonl, trian.jsonl, x-*.csv]"]) == [
+        "override 1: data.train.path=[train.jsonl, trian.jsonl, x-*.csv]: data.train.path.1: no file or folder "
+        "trian.jsonl; did you mean train.jsonl?",
+        "override 1: data.train.path=[train.jsonl, trian.jsonl, x-*.csv]: data.train.path.2: no file has a name like "
+        "x-*.csv",
+    ]
+    assert problems("grpo", "grpo.recipe.yaml", ["data.train.path=s.jsonl"]) == [
+        "s.jsonl:1: data.train.prompt_key: no column prompt or messages; these are ShareGPT's columns: set "
+        "data.train.messages_key=conversations"
+    ]
+    both = ["data.validation.path=train.jsonl", "data.validation.fraction=0.1"]
+    (found,) = problems("grpo", "grpo.recipe.yaml", both)
+    assert "data.validation.fraction=0.1: holds rows of data.train out, and data.validation.path names others" in found
+    composed = load("grpo", "grpo.recipe.yaml", ["data.train.path=[train.jsonl, 's*.jsonl']"])
+    assert composed.config.data.train.path == [str(home / "train.jsonl"), str(home / "s*.jsonl")]

@@ -1,0 +1,221 @@
+"""Files of rows: JSON lines (also gzipped), JSON, CSV, Parquet. What is wrong is a `DataError` with its place."""
+
+import codecs
+import csv
+import gzip
+import json
+import re
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from glob import glob, has_magic
+from os.path import isfile
+from typing import Any
+
+# Levels of nesting in a row. Rows are pickled and written as JSON on their way through a run; both recurse.
+MAX_DEPTH = 100
+# Rows of Parquet that are read at a time.
+_BATCH = 4096
+# Longest cell of a CSV file, in characters.
+_LONGEST_CELL = 1 << 30
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+# (place of the row, its columns)
+Read = Iterator[tuple[str, dict[str, Any]]]
+
+
+class DataError(ValueError):
+    """Something wrong with the data; one line for the user."""
+
+
+def is_file_of_rows(path: str) -> bool:
+    """Return True if the name is one of a file of rows."""
+    return path.endswith(FILE_SUFFIXES)
+
+
+def files_of(path: str | Sequence[str]) -> list[str]:
+    """Return the files that `path` names: a file, a pattern such as `part-*.jsonl`, or a list of both.
+
+    A pattern's files come in the order of their names; what is no file and no pattern, such as a hub data set, stays.
+    """
+    named = [path] if isinstance(path, str) else path
+    found: list[str] = []
+    for each in named:
+        found += sorted(glob(each, recursive=True)) if has_magic(each) and not isfile(each) else [each]
+    return found
+
+
+def read_file(path: str) -> Read:
+    """Yield the rows of a file with their places. Raises DataError."""
+    if not isfile(path):
+        raise DataError(f"{path}: no such file")
+    suffix = next((each for each in FILE_SUFFIXES if path.endswith(each)), None)
+    if suffix is None:
+        raise DataError(f"{path}: must be a file in {', '.join(FILE_SUFFIXES)}")
+    return _READERS[suffix](path)
+
+
+def first_row(path: str) -> tuple[str, dict[str, Any]]:
+    """Return place and columns of the first row of a file. Raises DataError."""
+    for each in read_file(path):
+        return each
+    raise DataError(f"{path}: is empty")
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _read_jsonl(path: str) -> Read:
+    with open(path, "rb") as lines:
+        yield from _json_lines(path, lines)
+
+
+def _read_gzip(path: str) -> Read:
+    try:
+        with gzip.open(path, "rb") as lines:
+            yield from _json_lines(path, lines)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not gzip, or not whole: {reason(error)}") from error
+
+
+def _json_lines(path: str, lines: Any) -> Read:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+
+
+def _read_json(path: str) -> Read:
+    with open(path, "rb") as file:
+        value, text = _json(file.read(), path)
+    if not isinstance(value, list):
+        one = "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
+        raise DataError(f"{path}: must be a list of rows, not {one}; a file with a row a line is named .jsonl")
+    for number, row in enumerate(value, 1):
+        yield f"{path}[{number}]", _checked(row, text, f"{path}[{number}]")
+
+
+def _json_object(line: bytes, origin: str) -> dict[str, Any]:
+    return _checked(*_json(line, origin), origin)
+
+
+def _json(data: bytes, origin: str) -> tuple[Any, str]:
+    """Return the value and the text of JSON."""
+    try:
+        text = data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+        return json.loads(text), text
+    except json.JSONDecodeError as error:
+        more = "; a file with a row a line is named .jsonl" if error.msg == "Extra data" and error.lineno > 1 else ""
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise DataError(f"{origin}: not JSON: {error.msg} ({line}column {error.colno}){more}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{origin}: not UTF-8: {error.reason} (byte {error.start + 1})") from error
+    except RecursionError as error:
+        raise DataError(f"{origin}: {_TOO_DEEP}") from error
+    except ValueError as error:
+        digits = f"a number of more than {sys.get_int_max_str_digits():,} digits: write it as text"
+        raise DataError(f"{origin}: {digits}") from error
+
+
+def _checked(value: Any, text: str, origin: str) -> dict[str, Any]:
+    """Return a row that can be pickled, tokenized and written as UTF-8. text: the JSON that it is in."""
+    if not isinstance(value, dict):
+        raise DataError(f"{origin}: a row must be a JSON object, not {type(value).__name__}")
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deep(value):
+        raise DataError(f"{origin}: {_TOO_DEEP}")
+    # Half of a surrogate pair: no tokenizer takes it, nor can it be written as UTF-8.
+    for name, column in value.items() if _SURROGATE.search(text) else ():
+        try:
+            json.dumps([name, column], ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = rf"\u{ord(error.object[error.start]):04x}"
+            what = f"column {name!a} has the lone surrogate {half}, half of a character: mend or remove it"
+            raise DataError(f"{origin}: {what}") from error
+    return value
+
+
+_TOO_DEEP = f"nested too deep: a row may have {MAX_DEPTH} levels; write what is below as text"
+
+
+def _is_deep(value: Any) -> bool:
+    """Return True above MAX_DEPTH levels. It goes level by level, since recursion is what deep values break."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        holders = (each for each in level if isinstance(each, dict | list))
+        level = [child for each in holders for child in (each.values() if isinstance(each, dict) else each)]
+    return any(isinstance(each, dict | list) for each in level)
+
+
+def _read_csv(path: str) -> Read:
+    """Yield the rows of a CSV file, whose first line names the columns. An empty cell is null, all else text."""
+    csv.field_size_limit(_LONGEST_CELL)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, strict=True)
+            columns = next(lines, [])
+            if len(set(columns)) < len(columns):
+                raise DataError(f"{path}:1: two columns have one name: {', '.join(columns)}")
+            for cells in lines:
+                origin = f"{path}:{lines.line_num}"
+                if cells and len(cells) != len(columns):
+                    raise DataError(f"{origin}: {len(cells)} cells, and the first line names {len(columns)} columns")
+                if cells:
+                    yield origin, {name: cell or None for name, cell in zip(columns, cells)}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not CSV in UTF-8: {reason(error)}") from error
+
+
+def _read_parquet(path: str) -> Read:
+    import pyarrow
+    import pyarrow.parquet
+
+    broken = (pyarrow.ArrowException, OSError)
+    try:
+        batches = pyarrow.parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(_BATCH)
+    except broken as error:
+        raise DataError(f"{path}: not Parquet: {reason(error)}") from error
+    number = 1
+    while True:
+        try:
+            batch = next(batches, None)
+        except broken as error:
+            raise DataError(f"{path}:{number}: rows from this one on cannot be read: {reason(error)}") from error
+        if batch is None:
+            return
+        for row in _arrow_rows(batch, path, number):
+            yield f"{path}:{number}", row
+            number += 1
+
+
+def _arrow_rows(batch: Any, path: str, first: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch as Python values; float32 as the shortest equal number: 0.1, not 0.1000000014..."""
+    import numpy as np
+
+    narrow = [field.name for field in batch.schema if str(field.type) in ("float", "halffloat")]
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError):  # Text that is no UTF-8, times that Python does not have.
+        rows = (_arrow_row(batch, index, f"{path}:{first + index}") for index in range(batch.num_rows))
+    for row in rows:
+        for name in narrow:
+            if row[name] is not None:
+                row[name] = float(str(np.float32(row[name])))
+        yield row
+
+
+def _arrow_row(batch: Any, index: int, origin: str) -> dict[str, Any]:
+    try:
+        return dict(batch.slice(index, 1).to_pylist()[0])
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"{origin}: cannot be read: {reason(error)}") from error
+
+
+_READERS: dict[str, Callable[[str], Read]] = {
+    ".jsonl": _read_jsonl,
+    ".jsonl.gz": _read_gzip,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+FILE_SUFFIXES = tuple(_READERS)
