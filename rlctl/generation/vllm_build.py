@@ -5,6 +5,7 @@ from typing import Any
 
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import VLLM_FIELDS, EngineSpec
+from rlctl.generation.step_outputs import StepOutputs
 
 _CPU_BATCH_TOKENS = 8192
 
@@ -33,7 +34,7 @@ def build_llm(spec: EngineSpec) -> Any:
         if spec.tensor_parallel_size > 1:
             # In a placement group vLLM would choose Ray, and wants one of its own making.
             extra["distributed_executor_backend"] = "mp"
-    return llm_engine.from_engine_args(
+    llm = llm_engine.from_engine_args(
         engine_args(
             model=spec.model_path,
             skip_tokenizer_init=True,
@@ -47,6 +48,8 @@ def build_llm(spec: EngineSpec) -> Any:
             **extra,
         )
     )
+    StepOutputs(llm.engine_core.engine_core.scheduler, llm.output_processor.request_states)
+    return llm
 
 
 def _classes() -> tuple[Any, Any]:
