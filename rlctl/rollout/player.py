@@ -21,6 +21,7 @@ from threading import Condition
 from typing import Any, Literal, Protocol
 
 from rlctl.data.chat import Chat, Tools
+from rlctl.data.datasets import DataError
 from rlctl.environments.contract import EnvironmentContract, Message, Reward, opening
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.pool import EnvironmentPool
@@ -195,7 +196,12 @@ class EpisodePlayer:
             play, attempt, handle = self._events.popleft()
             if play.state is EpisodeState.ENDED or attempt != play.attempt:
                 return True
-        handle()
+        try:
+            handle()
+        except DataError as error:
+            # A row or a template that cannot be played: another try would end alike.
+            play.ending = "failed"
+            self._end(play, None, EnvironmentFailure("contract", str(error)))
         return True
 
     def _post(self, play: _Play, attempt: int, handle: Callable[[], None]) -> None:
@@ -216,6 +222,8 @@ class EpisodePlayer:
         play.contract = self._contracts[str(key)]
         play.tools = play.contract.tools
         messages = opening(play.start.messages, observation)
+        if not messages:
+            raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
         play.conversation.messages = list(messages)
         tokens = self._chat.prompt_tokens(self._chat.prompt_text(messages, play.tools))
         play.leaf = play.conversation.add_context(tokens, None)
@@ -317,8 +325,8 @@ class EpisodePlayer:
             if self._plays.pop(play.start.id, None) is None:
                 return
             play.state = EpisodeState.ENDED
-        if failure is None:
-            self._pool.close(play.start.id)
+        # Without effect where a failure ended it.
+        self._pool.close(play.start.id)
         play.done(
             PlayedEpisode(
                 play.start,

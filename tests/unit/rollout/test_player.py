@@ -228,6 +228,19 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_neve
     assert all(each == tries[0] for each in tries)
 
 
+def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer: Any) -> None:
+    chat, found = Chat(tokenizer, CHATML, None), list[PlayedEpisode]()
+    engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: None)
+    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
+    player = EpisodePlayer(*arguments)
+    player.play([replace(start(), messages=[])], found.append)
+    for _ in range(5):
+        player.play_next()
+    (episode,) = found
+    assert (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
+    assert pool.closed == [start().id]
+
+
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
     chat, found = Chat(tokenizer, CHATML, None), list[PlayedEpisode]()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
