@@ -21,7 +21,7 @@ from threading import Condition
 from typing import Any, Literal, Protocol
 
 from rlctl.data.chat import Chat, Tools
-from rlctl.data.datasets import DataError
+from rlctl.data.files import DataError
 from rlctl.environments.contract import EnvironmentContract, Message, Reward, opening
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.pool import EnvironmentPool
