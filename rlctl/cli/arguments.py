@@ -1,12 +1,11 @@
 """Arguments that several commands share: at most one recipe, and any number of key=value overrides."""
 
 import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rlctl.cli.completion import complete_arguments
 from rlctl.config.errors import ConfigError, Problem
 
 Arguments = Annotated[
@@ -15,23 +14,12 @@ Arguments = Annotated[
         metavar="RECIPE | KEY=VALUE",
         help="The name or file of a recipe, then overrides such as trainer.optimizer.lr=1e-5 or rewards.0.weight=2.",
         show_default=False,
+        autocompletion=complete_arguments,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print what is added, until Ctrl-C.")]
 Lines = Annotated[int, typer.Option("--lines", "-n", help="Print the last lines of each file, this many.", min=0)]
-
-
-def runs_folder(overrides: Iterable[str] = ()) -> Path:
-    """Return the folder in which a run is looked up by its name: `run.dir` of the overrides, or its default."""
-    given = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
-    if given:
-        return Path(given[-1])
-    import yaml
-
-    from rlctl.config.builtin import CONFIGS
-
-    return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
 
 
 def split(arguments: list[str] | None) -> tuple[str | None, list[str]]:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.completion import complete_config
 from rlctl.cli.output import console, examples, note, say
 from rlctl.config.errors import ConfigError
 
@@ -72,8 +73,10 @@ def check(
     epilog=examples("rlctl config diff grpo-tiny my.yaml", "rlctl config diff runs/first runs/second run.seed=2")
 )
 def diff(
-    a: Annotated[str, typer.Argument(help="A recipe or a run's directory.", show_default=False)],
-    b: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    a: Annotated[
+        str, typer.Argument(help="A recipe or a run's directory.", show_default=False, autocompletion=complete_config)
+    ],
+    b: Annotated[str, typer.Argument(help="Another one.", show_default=False, autocompletion=complete_config)],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of the second.", show_default=False)
     ] = None,

@@ -38,6 +38,7 @@ app = typer.Typer(
         "rlctl train grpo my.yaml --dry-run      what a run would do and need",
         "rlctl runs dash                         the newest run, live",
         "rlctl doctor                            is this machine ready?",
+        "rlctl --install-completion              recipes, config keys and runs at the tab key",
     ),
 )
 for _part in (train, runs, config, data, env, loss, recipes, cluster, bench):

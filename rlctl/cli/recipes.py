@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rlctl.cli.completion import complete_recipe
 from rlctl.cli.output import console, examples
 from rlctl.config.builtin import ALGORITHMS, RECIPES, algorithm_names, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
@@ -15,7 +16,10 @@ from rlctl.config.errors import ConfigError, Problem, did_you_mean
 app = typer.Typer(help="List, show and copy the recipes that come with rlctl.", no_args_is_help=True)
 
 _HOW_TO_TAKE = "An algorithm goes over a recipe: `defaults: [my.yaml, algorithms/NAME]`."
-Name = Annotated[str, typer.Argument(help="A name from `rlctl recipes list`.", show_default=False)]
+Name = Annotated[
+    str,
+    typer.Argument(help="A name from `rlctl recipes list`.", show_default=False, autocompletion=complete_recipe),
+]
 
 
 @app.command("list", epilog=examples("rlctl recipes list"))

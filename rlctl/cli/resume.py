@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlctl.cli.arguments import runs_folder
 from rlctl.cli.output import busy
+from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:

@@ -7,16 +7,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rlctl.cli.arguments import AsJson, Follow, Lines, runs_folder
+from rlctl.cli.arguments import AsJson, Follow, Lines
+from rlctl.cli.completion import complete_run
 from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, say
+from rlctl.config.builtin import runs_folder
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 app = typer.Typer(help="List, show, watch and stop runs.", no_args_is_help=True)
 
-Run = Annotated[str, typer.Argument(help="The name or directory of a run; if left out, the newest.")]
-Root = Annotated[Path | None, typer.Option("--dir", help="The folder of the runs; if left out, the default run.dir.")]
+# Before the run, so that its completion knows the folder.
+Root = Annotated[
+    Path | None,
+    typer.Option("--dir", help="The folder of the runs; if left out, the default run.dir.", is_eager=True),
+]
+Run = Annotated[
+    str,
+    typer.Argument(help="The name or directory of a run; if left out, the newest.", autocompletion=complete_run),
+]
 
 
 @app.command("list", epilog=examples("rlctl runs list", "rlctl runs list --dir experiments --json"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rlctl.cli.arguments import Arguments, split
+from rlctl.cli.completion import complete_run
 from rlctl.cli.data import read_ahead
 from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, examples, note, say
@@ -27,7 +28,11 @@ DryRun = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN", help="Continue a run, by name or directory, with its own config and these overrides."),
+    typer.Option(
+        metavar="RUN",
+        help="Continue a run, by name or directory, with its own config and these overrides.",
+        autocompletion=complete_run,
+    ),
 ]
 CompiledGraph = Annotated[
     bool, typer.Option("--compiled-graph", help="Call the ranks through a Ray Compiled Graph, after a warm-up.")

@@ -1,6 +1,7 @@
 """The YAML that comes with rlctl (defaults in configs/, complete runs in recipes/), and which file a name means."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
@@ -24,6 +25,16 @@ def recipe_names() -> list[str]:
 def algorithm_names() -> list[str]:
     """Return the names of the shipped algorithms; a recipe takes one by `defaults: [..., algorithms/NAME]`."""
     return sorted(path.stem for path in ALGORITHMS.glob("*.yaml"))
+
+
+def runs_folder(overrides: Iterable[str] = ()) -> Path:
+    """Return the folder in which a run is looked up by its name: `run.dir` of the overrides, or its default."""
+    given = [text.partition("=")[2] for text in overrides if text.startswith("run.dir=")]
+    if given:
+        return Path(given[-1])
+    import yaml
+
+    return Path(yaml.safe_load((CONFIGS / "base.yaml").read_text())["run"]["dir"])
 
 
 def find_recipe(recipe: str) -> Path:
