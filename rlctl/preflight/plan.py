@@ -173,7 +173,7 @@ def _notes(config: RunConfig, updates: int, memory: Memory | None, gpus: int) ->
     validated = config.data.has_validation and config.validation.every > 0
     metric = config.checkpoint.metric
     if not validated:
-        notes.append("nothing is validated: it needs data.validation.path or fraction, and validation.every")
+        notes.append("nothing is validated: it needs data.validation and validation.every")
         if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
             notes.append(f"{metric} is never measured: no best checkpoint is kept")
     warmup = config.trainer.optimizer.warmup_steps

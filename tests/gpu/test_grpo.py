@@ -57,8 +57,12 @@ def check(records: list[dict[str, Any]], most: float = 1.02) -> None:
 
 
 @pytest.mark.skipif("gpus() < 1", reason="needs a CUDA device")
-def test_engine_and_trainer_share_one_device(model: Path, tmp_path: Path) -> None:
-    check(run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true"))
+@pytest.mark.parametrize("sleep", ["true", "false"])
+def test_engine_and_trainer_share_one_device(sleep: str, model: Path, tmp_path: Path) -> None:
+    """In turns, and side by side; the trainer is compiled, by default."""
+    check(
+        run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", f"generation.sleep={sleep}")
+    )
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")
