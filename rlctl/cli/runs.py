@@ -147,7 +147,7 @@ def logs(
     epilog=examples(
         "rlctl runs rollouts                              the newest step's groups",
         "rlctl runs rollouts sums --step 40-60 --worst    where it fails",
-        "rlctl runs rollouts sums --validation --group r3 one held-out prompt over the run",
+        "rlctl runs rollouts sums --validation --group r3 one prompt over the run",
         "rlctl runs rollouts sums --grep 'I cannot' --json",
     )
 )
