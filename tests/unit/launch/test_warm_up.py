@@ -1,0 +1,56 @@
+"""A compiled trainer compiles on full packs before step 1, once."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlctl.config.schema import RunConfig
+from rlctl.launch.session import Session
+from rlctl.launch.warm_up import warm_up, warms_up
+from rlctl.preflight.load import load
+from rlctl.preflight.tuning import tune
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
+
+
+def settled(kind: str, *overrides: str) -> RunConfig:
+    return tune(load(kind, None, list(overrides)).config, "cpu", None, None).config
+
+
+def session_in(folder: Path) -> Any:
+    one: Any = Session.__new__(Session)
+    one.events, one.startup, one.begun, one.lost = EventLog(folder / "events.jsonl"), {}, 0.0, ""
+    one.interrupts = SimpleNamespace(asked=False)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "expected"),
+    [
+        ("grpo", [], False),
+        ("grpo", ["trainer.compile=true"], True),
+        ("sft", ["trainer.compile=true"], True),
+        ("sft", ["trainer.compile=true", "ray_compiled_graph.enabled=true"], False),
+    ],
+)
+def test_only_a_compiled_trainer_warms_up_and_none_twice(kind: str, overrides: list[str], expected: bool) -> None:
+    assert warms_up(settled(kind, *overrides)) is expected
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_each_rank_goes_through_a_full_pack_of_two_lengths(kl: float, tmp_path: Path) -> None:
+    sizes = ("trainer.compile=true", "trainer.num_ranks=3", "trainer.micro_batch_tokens=600", "model.max_length=50")
+    seen: list[tuple[int, int, bool]] = []
+    trainer: Any = SimpleNamespace(
+        warm_up=lambda count, length, loss, log_probs: seen.append((count, length, log_probs))
+    )
+    session = session_in(tmp_path)
+    warm_up(session, settled("grpo", *sizes, "data.max_prompt_length=8", f"grpo.loss.kl_coef={kl}"), trainer)
+    [(count, length, _), (_, second, _)] = seen
+    assert count * length <= 3 * 600 < (count + 3) * length
+    assert 2 <= second < length <= 50
+    assert {log_probs for _, _, log_probs in seen} == {kl > 0}
+    session.started()
+    assert set(list(read_records(tmp_path / "events.jsonl"))[-1]["parts"]) == {"warm-up"}
