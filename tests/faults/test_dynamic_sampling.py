@@ -62,6 +62,7 @@ def loses_and_repeats_nothing(run: Run) -> None:
     assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}
 
 
+@pytest.mark.long  # three starts; every rule of it: tests/unit/rollout/test_schedules.py
 @pytest.mark.slow
 def test_a_synchronous_run_takes_the_first_that_teach_and_resumes_bit_exact(tmp_path: Path) -> None:
     run = killed_and_resumed(tmp_path)

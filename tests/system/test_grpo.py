@@ -82,15 +82,23 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_loss_of_ones_own_is_trained_with_its_keys(tmp_path: Path) -> None:
-    """The example of rlctl/README.md, in a file of the user's own: ranks import it, and its fields are keys."""
-    shutil.copy(Path(__file__).parents[1] / "plugins" / "my_loss.py", tmp_path)
-    mine = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
-    run = Run(tmp_path, "mine", "grpo.num_steps=2", "validation.every=0", *mine)
+def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(tmp_path: Path) -> None:
+    """The examples of rlctl/README.md, in files of the user's own: ranks import them, and their fields are keys."""
+    for name in ("my_loss.py", "rank_advantage.py"):
+        text = (Path(__file__).parents[1] / "plugins" / name).read_text()
+        assert len(text.splitlines()) < 30
+        (tmp_path / name).write_text(text)
+    loss = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
+    advantage = "grpo.advantage={name: 'rank_advantage.py:RankAdvantage', most: 2.0}"
+    run = Run(tmp_path, "mine", "grpo.num_steps=2", "validation.every=0", "checkpoint.every=0", *loss, advantage)
     assert run.end() == 0, run.text()
-    assert [step["train/grad_norm"] > 0 for step in run.steps()] == [True, True]
-    # The second update of a step is of a policy that has moved.
-    assert all(step["ratio/max"] > 1 and "ratio/clipped_low" not in step for step in run.steps())
+    steps = run.steps()
+    assert [step["step"] for step in steps] == [1, 2]
+    for step in steps:
+        assert abs(step["advantage/mean"]) < 1e-6 and 0 < step["advantage/std"] <= 2
+        assert step["groups/uniform"] <= step["advantage/zero"] < 1 and step["train/grad_norm"] > 0
+        # The second update of a step is of a policy that has moved.
+        assert step["ratio/max"] > 1 and "ratio/clipped_low" not in step
     assert "tau_down: 2" in (run.path / "config.yaml").read_text()
 
 
@@ -142,19 +150,3 @@ def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path
     exports = [run.path / "checkpoints" / "step_6" / "hf" / "model.safetensors" for run in (whole, half)]
     assert exports[0].read_bytes() == exports[1].read_bytes()
     assert json.loads((whole.path / "checkpoints" / "step_6" / "state.json").read_text())["score"] < 0
-
-
-@pytest.mark.slow
-def test_an_advantage_of_ones_own_trains(tmp_path: Path) -> None:
-    """The example of rlctl/README.md, in a file beside the run: under 30 lines."""
-    text = (Path(__file__).parents[1] / "plugins/rank_advantage.py").read_text()
-    assert len(text.splitlines()) < 30
-    (tmp_path / "my_advantage.py").write_text(text)
-    own = "grpo.advantage={name: 'my_advantage.py:RankAdvantage', most: 2.0}"
-    run = Run(tmp_path, "ranked", own, "grpo.num_steps=2", "validation.every=0", "checkpoint.every=0")
-    assert run.end() == 0, run.text()
-    steps = run.steps()
-    assert [step["step"] for step in steps] == [1, 2]
-    for step in steps:
-        assert abs(step["advantage/mean"]) < 1e-6 and 0 < step["advantage/std"] <= 2
-        assert step["groups/uniform"] <= step["advantage/zero"] < 1 and step["train/grad_norm"] > 0
