@@ -246,3 +246,19 @@ def test_drained_nothing_begins_and_resumed_it_does() -> None:
     for _ in range(4):
         stage.all_go_on()
     assert len(mine.answers) == 2
+
+
+def test_an_error_in_a_thread_ends_the_wait_at_once_and_not_at_the_deadline() -> None:
+    stage = Stage(1, 4)
+
+    class Broken(Mine):
+        def completed(self, answers: list[Answer]) -> None:
+            raise KeyError("a defect")
+
+    stage.dispatcher.submit(turns(0, 2, [1], 3), Broken())
+    for wait in (stage.dispatcher.repair, stage.dispatcher.drain):
+        with pytest.raises(KeyError, match="a defect"):
+            for _ in range(10):
+                stage.clock.anything_happens()
+                wait()
+    assert stage.clock.time < DEADLINE
