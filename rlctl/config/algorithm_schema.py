@@ -13,6 +13,16 @@ from rlctl.config.fields import spec
 
 
 @dataclass
+class UserClassSection:
+    """Keys of a class of the user's own, whatever it is."""
+
+    name: str = spec(
+        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
+    )
+    further: dict[str, Any] = spec("The fields of the class.")
+
+
+@dataclass
 class AdvantageSection:
     """Keys that every advantage has."""
 
@@ -65,11 +75,8 @@ class PassAtKSection(AdvantageSection):
 
 
 @dataclass
-class UserAdvantageSection(AdvantageSection):
-    name: str = spec(
-        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
-    )
-    further: dict[str, Any] = spec("The fields of the class.")
+class UserAdvantageSection(UserClassSection, AdvantageSection):
+    """An advantage of the user's own."""
 
 
 AnyAdvantageSection = (
@@ -191,11 +198,8 @@ class DppoLossSection(LossSection):
 
 
 @dataclass
-class UserLossSection(LossSection):
-    name: str = spec(
-        "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"
-    )
-    further: dict[str, Any] = spec("The fields of the class.")
+class UserLossSection(UserClassSection, LossSection):
+    """A loss of the user's own."""
 
 
 AnyLossSection = (

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rlctl.config.convert import Converter
-from rlctl.config.errors import Problem
+from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import alternatives, join
 from rlctl.config.provenance import ConfigNode, Origin
 from rlctl.utils.plugins import load_object
@@ -25,7 +25,7 @@ def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
     """
     try:
         found = load_object(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return None, f"cannot be imported: {type(error).__name__}: {error}"
     wanted = load_object(base)
     if not (isinstance(found, type) and issubclass(found, wanted) and is_dataclass(found)):
@@ -68,6 +68,14 @@ def plugin_options(
     unset = [join(key, name) for name in filler]
     problems += [replace(each, where="") for each in converter.problems if each.key not in unset]
     return {each.name: getattr(values, each.name) for each in set_here}, problems
+
+
+def checked_options(plugin: type[Any], base: type[Any], given: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the values of `plugin_options`. Raises ConfigError for a mistake, as where the config was not checked."""
+    values, problems = plugin_options(plugin, base, given, key)
+    if problems:
+        raise ConfigError(problems)
+    return values
 
 
 def _node(value: Any) -> ConfigNode:

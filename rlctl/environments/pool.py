@@ -149,7 +149,7 @@ class EnvironmentPool:
         return await asyncio.shield(self._place().ready)
 
     async def _reset(self, episode: Hashable, row: dict[str, Any], seed: int) -> Observation | EnvironmentFailure:
-        key = self._key_of(row)
+        key = self.key_of(row)
         if key not in self._specs:
             known = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
@@ -222,7 +222,7 @@ class EnvironmentPool:
             await process.stop(EnvironmentFailure("timeout", "an episode of its process hung"))
         return outcome if isinstance(outcome, EnvironmentFailure) else None
 
-    def _key_of(self, row: Mapping[str, Any]) -> Any:
+    def key_of(self, row: Mapping[str, Any]) -> Any:
         """Return the key of a row's environment: its column `environment` where there are several."""
         return row.get(ENVIRONMENT_COLUMN) if len(self._specs) > 1 else next(iter(self._specs))
 

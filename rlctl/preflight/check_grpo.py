@@ -15,8 +15,7 @@ from rlctl.config.algorithm_schema import (
     DppoLossSection,
     LossSection,
     PassAtKSection,
-    UserAdvantageSection,
-    UserLossSection,
+    UserClassSection,
 )
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.plugin_options import load_plugin, plugin_options
@@ -61,7 +60,7 @@ def check_algorithm(config: GrpoConfig, away: bool) -> Violations:
     for key, section, known, base in named:
         if what := missing_plugin(section.name, known, "Class"):
             yield Violation(f"{key}.name", what)
-        elif isinstance(section, UserLossSection | UserAdvantageSection) and not away:
+        elif isinstance(section, UserClassSection) and not away:
             plugin, what = load_plugin(section.name, base)
             if plugin is None:
                 yield Violation(f"{key}.name", what)

@@ -19,7 +19,7 @@ from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
-from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience
+from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
 from rlctl.rollout.prefetch import AdaptivePrefetch
 from rlctl.rollout.refill import RefillRule
 from rlctl.rollout.staleness import StalenessRule
@@ -65,12 +65,12 @@ class RolloutBuffer:
         self._waste = Waste()
         # Seconds that the step under way waited, and when it began.
         self._waited, self._step_began = 0.0, self._clock.now()
-        self._failure: Exception | None = None
         self._closed = False
         self._changed = threading.Condition(threading.RLock())
+        self._errors = ThreadErrors(self._changed)
         # Held from the choice of groups to begin until they are submitted, which must not happen under `_changed`.
         self._admitting = threading.RLock()
-        self._clock.spawn("scoring", self._score_sampled)
+        self._clock.spawn("scoring", self._errors.guarded(self._score_sampled))
 
     def admit(self, version: int) -> None:
         """Begin as many groups as there is room for, but no more than the run still trains; the engines serve
@@ -290,15 +290,10 @@ class RolloutBuffer:
             if not sampled and not self._closed:
                 self._clock.wait(self._changed, TICK_S)
                 return True
-            if self._closed or self._failure:
+            if self._closed:
                 return False
-        try:
-            if self._note_scores(sampled, self._score([_group(each) for each in sampled])):
-                self._admit()
-        except Exception as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+        if self._note_scores(sampled, self._score([_group(each) for each in sampled])):
+            self._admit()
         return True
 
     def _note_scores(self, sampled: list[GroupRecord], scored: list[RolloutGroup]) -> bool:
@@ -327,8 +322,7 @@ class RolloutBuffer:
 
     def _chosen(self, choice: Callable[[], list[int] | None]) -> list[int] | None:
         with self._changed:
-            if self._failure:
-                raise self._failure
+            self._errors.check()
             return choice()
 
     def _waits_for(self) -> str:

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rlctl.environments.contract import Message
 from rlctl.generation.requests import Completion
-
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)

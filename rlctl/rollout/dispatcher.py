@@ -29,7 +29,7 @@ from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
-from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience
+from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
 from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
@@ -110,13 +110,12 @@ class RolloutDispatcher:
         # Groups, in the order in which they begin.
         self._pending: deque[list[_Submitted]] = deque()
         self._held = self._closed = False
-        # What ended a thread otherwise than by the loss of its engine: a defect, which must end the run at once.
-        self._failure: Exception | None = None
         # Tokens that were sampled of requests that were aborted, by all engines so far.
         self.aborted_tokens = 0
         self._changed = threading.Condition(threading.RLock())
+        self._errors = ThreadErrors(self._changed)
         self._threads = [
-            self._clock.spawn(f"{step.__name__.strip('_')}-{index}", partial(self._guarded, step, index))
+            self._clock.spawn(f"{step.__name__.strip('_')}-{index}", self._errors.guarded(partial(step, index)))
             for index in range(len(self._queues))
             for step in (self._collect, self._send)
         ]
@@ -334,19 +333,8 @@ class RolloutDispatcher:
             queue.lost = queue.lost or error
             self._changed.notify_all()
 
-    def _guarded(self, step: Callable[[int], bool], index: int) -> bool:
-        """Do a step of a thread. An error in it ends the run, from the loop's thread, and not this thread alone."""
-        try:
-            return step(index)
-        except Exception as error:
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
-            return False
-
     def _lose_silent(self) -> None:
-        if self._failure:
-            raise self._failure
+        self._errors.check()
         for queue in self._queues:
             if queue.requests and not queue.lost and self._clock.now() - queue.last >= self._deadline_s:
                 queue.lost = WorkerTimeout("collect", [queue.worker.name], self._deadline_s, "run.deadline_s")

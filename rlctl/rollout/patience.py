@@ -37,6 +37,36 @@ class Clock:
         return thread
 
 
+class ThreadErrors:
+    """First unexpected error of some threads: a defect, which ends the run at once, from the loop's thread.
+
+    changed: condition that is notified, so that whoever waits looks.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._first: Exception | None = None
+
+    def guarded(self, step: Callable[[], bool]) -> Callable[[], bool]:
+        """Return a step of a thread that keeps an error of it, and ends the thread."""
+
+        def run() -> bool:
+            try:
+                return step()
+            except Exception as error:
+                with self._changed:
+                    self._first = self._first or error
+                    self._changed.notify_all()
+                return False
+
+        return run
+
+    def check(self) -> None:
+        """Raise the first error, if there was one."""
+        if self._first:
+            raise self._first
+
+
 class Patience:
     """Deadline of a wait: a long silence is explained, a silence of `run.deadline_s` ends the run."""
 

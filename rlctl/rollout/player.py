@@ -11,16 +11,14 @@ again. Everything happens on one thread, `play_next`; engines and environments o
 environment is no reward: the episode is played again from its task with the same seeds, or given up.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 from threading import Condition
 from typing import Any, Literal, Protocol
 
-from rlctl.data.chat import Chat, Tools
+from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.environments.contract import EnvironmentContract, Message, Reward, opening
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
@@ -28,7 +26,7 @@ from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import parse_tool_calls
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.conversation import Conversation
-from rlctl.rollout.patience import Clock
+from rlctl.rollout.patience import Clock, ThreadErrors
 
 _POLL_S = 1.0
 # Why an episode ended: the environment said so; the policy called no tool; a budget was used up; it failed too often.
@@ -91,21 +89,10 @@ class PlayedEpisode:
     failure: EnvironmentFailure | None
     # Tries that failed.
     failures: int
-    # Seconds that the environment took.
+    # Of all tries: seconds that the environment took, calls, and calls that were malformed or whose tool raised.
     environment_s: float
     tool_calls: int
-    # Calls that were malformed, or whose tool raised.
     tool_errors: int
-
-
-class EpisodeState(Enum):
-    """State of an episode, see the head of this file."""
-
-    RESETTING = auto()
-    SAMPLING = auto()
-    ACTING = auto()
-    SCORING = auto()
-    ENDED = auto()
 
 
 @dataclass(eq=False)
@@ -114,18 +101,13 @@ class _Play:
 
     start: EpisodeStart
     done: Callable[[PlayedEpisode], None]
-    state: EpisodeState = EpisodeState.RESETTING
     conversation: Conversation = field(default_factory=Conversation)
     # Node that the next turn follows.
     leaf: int = -1
-    tools: Tools = ()
-    contract: EnvironmentContract | None = None
     # Try under way, counted from 0: answers to an earlier one are dropped.
     attempt: int = 0
     ending: Ending = "failed"
     began: float = 0.0
-    # When the environment was last asked.
-    asked: float = 0.0
     environment_s: float = 0.0
     tool_calls: int = 0
     tool_errors: int = 0
@@ -150,21 +132,24 @@ class EpisodePlayer:
         self._plays: dict[RolloutId, _Play] = {}
         self._events: deque[tuple[_Play, int, Callable[[], None]]] = deque()
         self._changed, self._closed = Condition(), False
-        self._clock = clock or Clock()
-        self._thread = self._clock.spawn("episodes", self.play_next)
+        self._clock, self._errors = clock or Clock(), ThreadErrors(self._changed)
+        self._thread = self._clock.spawn("episodes", self._errors.guarded(self.play_next))
 
     def play(self, starts: Sequence[EpisodeStart], done: Callable[[PlayedEpisode], None]) -> None:
-        """Begin episodes; `done` gets each as it ends, on the player's thread."""
+        """Begin episodes; `done` gets each as it ends, on the player's thread.
+
+        Raises the error that ended that thread.
+        """
+        self._errors.check()
         for start in starts:
             play = self._plays[start.id] = _Play(start, done)
             self._post(play, 0, partial(self._reset, play))
 
     def abort(self, ids: Collection[RolloutId]) -> list[RolloutId]:
         """Stop playing these episodes; none of them is handed out afterwards. Returns those that had not ended."""
+        self._errors.check()
         with self._changed:
             plays = [play for each in ids if (play := self._plays.pop(each, None))]
-            for play in plays:
-                play.state = EpisodeState.ENDED
         self._engines.abort([RequestId(play.start.id, play.conversation.turns) for play in plays])
         for play in plays:
             self._pool.close(play.start.id)
@@ -194,13 +179,12 @@ class EpisodePlayer:
             if self._closed or not self._events:
                 return not self._closed
             play, attempt, handle = self._events.popleft()
-            if play.state is EpisodeState.ENDED or attempt != play.attempt:
+            if self._plays.get(play.start.id) is not play or attempt != play.attempt:
                 return True
         try:
             handle()
         except DataError as error:
             # A row or a template that cannot be played: another try would end alike.
-            play.ending = "failed"
             self._end(play, None, EnvironmentFailure("contract", str(error)))
         return True
 
@@ -212,20 +196,17 @@ class EpisodePlayer:
     # Each of these is one transition; the environment's answers come back through `_ask`.
 
     def _reset(self, play: _Play) -> None:
-        play.state, play.began = EpisodeState.RESETTING, self._clock.now()
+        play.began = self._clock.now()
         play.conversation, play.leaf = Conversation(), -1
         future = self._pool.reset(play.start.id, play.start.row, play.start.group_seed)
         self._ask(play, future, self._opened)
 
     def _opened(self, play: _Play, observation: Any) -> None:
-        key = play.start.row.get("environment") if len(self._contracts) > 1 else next(iter(self._contracts))
-        play.contract = self._contracts[str(key)]
-        play.tools = play.contract.tools
         messages = opening(play.start.messages, observation)
         if not messages:
             raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
         play.conversation.messages = list(messages)
-        tokens = self._chat.prompt_tokens(self._chat.prompt_text(messages, play.tools))
+        tokens = self._chat.prompt_tokens(self._chat.prompt_text(messages, self._contract(play).tools))
         play.leaf = play.conversation.add_context(tokens, None)
         self._sample(play)
 
@@ -240,25 +221,23 @@ class EpisodePlayer:
         elif self._clock.now() - play.began > limits.timeout_s:
             self._score(play, "time")
         else:
-            play.state = EpisodeState.SAMPLING
             turn = play.conversation.turns
             seed = turn_seed(start.seed, turn)
             request = TurnRequest(RequestId(start.id, turn), tokens, room, start.temperature, seed)
             self._engines.submit([request], self)
 
     def _answered(self, play: _Play, completion: Completion) -> None:
-        assert play.contract is not None
-        play.state = EpisodeState.ACTING
         play.leaf = play.conversation.add_turn(completion, play.leaf)
         said = completion.tokens.tolist()
         text = self._chat.decode(said[:-1] if said and said[-1] in self._stops else said)
         message: Message = {"role": "assistant", "content": text}
         play.conversation.messages.append(message)
-        calls = parse_tool_calls(text, self._format, list(play.tools)).calls if self._format and play.tools else []
+        contract = self._contract(play)
+        calls = parse_tool_calls(text, self._format, contract.tools).calls if self._format and contract.tools else []
         if calls:
             play.tool_calls += len(calls)
             self._ask(play, self._pool.call(play.start.id, calls), self._tools_answered)
-        elif play.contract.has_step:
+        elif contract.has_step:
             self._ask(play, self._pool.step(play.start.id, text), self._stepped)
         else:
             self._score(play, "answered")
@@ -278,9 +257,9 @@ class EpisodePlayer:
         one, limits = play.conversation, self._limits
         before, last = one.messages[:-1], one.completions[-1].tokens.tolist()
         one.messages.extend(added)
-        link = self._chat.link(before, added, play.tools).after(last, self._stops)
+        link = self._chat.link(before, added, self._contract(play).tools).after(last, self._stops)
         if limits.history == "strip" and one.turns < limits.max_turns:
-            rendered = self._chat.prompt_tokens(self._chat.prompt_text(one.messages, play.tools))
+            rendered = self._chat.prompt_tokens(self._chat.prompt_text(one.messages, self._contract(play).tools))
             if rendered != one.tokens(play.leaf) + link:
                 play.leaf = one.add_context(rendered, None)
                 self._sample(play)
@@ -288,10 +267,13 @@ class EpisodePlayer:
         play.leaf = one.add_context(link, play.leaf)
         self._sample(play)
 
+    def _contract(self, play: _Play) -> EnvironmentContract:
+        """Return the contract of an episode's environment, once its reset has shown that there is one."""
+        return self._contracts[self._pool.key_of(play.start.row)]
+
     def _score(self, play: _Play, ending: Ending) -> None:
-        play.state, play.ending = EpisodeState.SCORING, ending
-        assert play.contract is not None
-        if play.contract.has_reward:
+        play.ending = ending
+        if self._contract(play).has_reward:
             self._ask(play, self._pool.reward(play.start.id), self._scored)
         else:
             self._end(play, None, None)
@@ -301,37 +283,36 @@ class EpisodePlayer:
 
     def _ask(self, play: _Play, future: Any, handle: Callable[[_Play, Any], None]) -> None:
         """Have `handle` called with the environment's answer, on the player's thread."""
-        play.asked, attempt = time.monotonic(), play.attempt
+        asked, attempt = self._clock.now(), play.attempt
 
         def answered(done: Any) -> None:
-            self._post(play, attempt, partial(self._told, play, done.result(), handle))
+            seconds = self._clock.now() - asked
+            self._post(play, attempt, partial(self._told, play, done.result(), seconds, handle))
 
         future.add_done_callback(answered)
 
-    def _told(self, play: _Play, answer: Any, handle: Callable[[_Play, Any], None]) -> None:
-        play.environment_s += time.monotonic() - play.asked
+    def _told(self, play: _Play, answer: Any, seconds: float, handle: Callable[[_Play, Any], None]) -> None:
+        play.environment_s += seconds
         if not isinstance(answer, EnvironmentFailure):
             handle(play, answer)
-        elif play.attempt < self._limits.max_retries:
-            play.attempt += 1
+            return
+        play.attempt += 1
+        if play.attempt <= self._limits.max_retries:
             self._reset(play)
         else:
-            play.attempt += 1
-            play.ending = "failed"
             self._end(play, None, answer)
 
     def _end(self, play: _Play, reward: Reward | None, failure: EnvironmentFailure | None) -> None:
         with self._changed:
             if self._plays.pop(play.start.id, None) is None:
                 return
-            play.state = EpisodeState.ENDED
         # Without effect where a failure ended it.
         self._pool.close(play.start.id)
         play.done(
             PlayedEpisode(
                 play.start,
                 play.conversation,
-                play.ending,
+                "failed" if failure else play.ending,
                 reward,
                 failure,
                 play.attempt,

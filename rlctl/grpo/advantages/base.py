@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rlctl.config.algorithm_schema import UserAdvantageSection
-from rlctl.config.plugin_options import plugin_options
+from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
 from rlctl.rollout.types import Rollout
@@ -181,7 +181,7 @@ class Advantage(ABC):
         """Return the advantage with the values of `grpo.advantage`."""
         section = config.grpo.advantage
         if isinstance(section, UserAdvantageSection):
-            return cls(**plugin_options(cls, Advantage, section.further)[0])
+            return cls(**checked_options(cls, Advantage, section.further, "grpo.advantage"))
         return cls(**{each.name: getattr(section, each.name) for each in fields(cls)})
 
 

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from rlctl.config.algorithm_schema import UserLossSection
+from rlctl.config.plugin_options import checked_options
 from rlctl.config.plugins import LOSSES
 from rlctl.config.schema import GrpoConfig
 from rlctl.grpo.losses.pieces import Bounds, Estimator, bounded_exp, kl_estimate, kl_term, weighted_sums, within
@@ -154,7 +156,9 @@ class PolicyLoss(ABC):
     def from_config(cls, config: GrpoConfig, **own: Any) -> Self:
         """Return the loss of a run: keys of `grpo.loss` by their names. own: fields that are resolved already."""
         section, resolved = config.grpo.loss, Resolved(config)
-        given = {**vars(section), **getattr(section, "further", {}), "max_age": resolved.max_age}
+        given = {**vars(section), "max_age": resolved.max_age}
+        if isinstance(section, UserLossSection):
+            given |= checked_options(cls, PolicyLoss, section.further, "grpo.loss")
         given["proximal"] = "current" if resolved.on_policy_ratio else resolved.proximal
         for name in ("importance_mask", "sequence_mask"):
             given[name] = tuple(given[name]) if given[name] else None

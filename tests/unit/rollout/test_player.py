@@ -60,6 +60,9 @@ class ScriptedPool:
     def __init__(self, acts: Any) -> None:
         self.acts, self.closed = acts, list[RolloutId]()
 
+    def key_of(self, row: Any) -> str:
+        return "game"
+
     def reset(self, episode: RolloutId, row: Any, seed: int) -> Any:
         return self._told("reset", (row, seed))
 
@@ -239,6 +242,22 @@ def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer
     (episode,) = found
     assert (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
     assert pool.closed == [start().id]
+
+
+def test_an_error_of_the_players_thread_is_raised_to_whoever_plays_on(tokenizer: Any) -> None:
+    chat, clock = Chat(tokenizer, CHATML, None), VirtualClock(lambda: None)
+
+    def acts(kind: str, payload: Any) -> Any:
+        return 7  # Neither text, nor messages, nor None: the pool lets nothing of the kind through.
+
+    arguments: Any = (ScriptedEngines(chat, None), ScriptedPool(acts), {"game": contract(True)}, chat, LIMITS, None)
+    player = EpisodePlayer(*arguments, clock)
+    player.play([start()], lambda episode: None)
+    while clock.steps[0]():
+        pass
+    for call in (lambda: player.play([start(1)], lambda episode: None), lambda: player.abort([start().id])):
+        with pytest.raises(TypeError):
+            call()
 
 
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:

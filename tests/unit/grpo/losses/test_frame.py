@@ -171,6 +171,12 @@ def test_is_made_from_the_config_of_a_run() -> None:
     assert configured("grpo.loss=cispo", "async.enabled=true").proximal == "rollout"
 
 
+def test_keys_of_a_users_class_become_values_of_its_fields_types() -> None:
+    file = Path(__file__).parents[3] / "plugins" / "my_loss.py"
+    tau = vars(configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2"))["tau_down"]
+    assert (tau, type(tau)) == (2.0, float)
+
+
 @pytest.mark.parametrize("loss", [*DEFAULTS.values(), FULL])
 def test_travels_by_pickle(loss: PolicyLoss) -> None:
     assert pickle.loads(pickle.dumps(loss)) == loss
