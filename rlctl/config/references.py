@@ -13,6 +13,8 @@ from rlctl.config.provenance import MISSING, MOST_BYTES, ConfigNode, children, l
 _MOST_REFERENCES = 100
 # Letters of one reference: OmegaConf parses some 20,000 a second.
 _MOST_LETTERS = 1_000
+# A value within a value within a value: OmegaConf calls itself for each, and a stack has an end.
+_MOST_DEEP = 24
 # What a value costs besides its letters.
 _VALUE = 32
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
@@ -36,7 +38,7 @@ def fill_references(root: ConfigNode) -> ConfigNode:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    errors = (_ReferenceError, OmegaConfBaseException, RecursionError)
+    errors = (_ReferenceError, OmegaConfBaseException)
     walk, total, problems = _Walk(root), 0, []
     for key, node in marked:
         try:
@@ -69,10 +71,7 @@ def fill_references(root: ConfigNode) -> ConfigNode:
 
 
 def _problem(key: str, node: ConfigNode, error: Exception) -> Problem:
-    what = str(error).strip().splitlines()[0]
-    if "recursion depth" in what:
-        what = "references nested too deep"
-    return Problem(str(node.origin), key, f"{node.value}: {what}")
+    return Problem(str(node.origin), key, f"{node.value}: {str(error).strip().splitlines()[0]}")
 
 
 def _rebuild(node: ConfigNode, filled: dict[int, ConfigNode]) -> ConfigNode:
@@ -129,6 +128,8 @@ class _Walk:
         """
         if id(node) in above:
             raise _ReferenceError(f"{key} refers to itself")
+        if len(above) > _MOST_DEEP:
+            raise _ReferenceError(f"references nested deeper than {_MOST_DEEP} levels")
         if id(node) not in self._known:
             parts, secret, size = [(f"{key}.{name}", child) for name, child in children(node).items()], False, 0
             if not isinstance(node.value, dict | list):

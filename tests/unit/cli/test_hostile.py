@@ -91,7 +91,7 @@ OVERRIDES: dict[str, tuple[list[str], str]] = {
     "a circle of references": (["run.name=${run.dir}", "run.dir=${run.name}"], "run.dir refers to itself"),
     "a section within itself": (["run=${run}"], "run refers to itself"),
     "a section in its own value": (["x={y: '${x}'}"], "x.y refers to itself"),
-    "a chain of references": ([*(f"t{n}=${{t{n + 1}}}" for n in range(99)), "t99=x"], "references nested too deep"),
+    "a chain of references": ([*(f"t{n}=${{t{n + 1}}}" for n in range(99)), "t99=x"], "nested deeper than 24 levels"),
     "a reference of 100,000 letters": (["run.name='${oc.env:NIX," + "a " * 50_000 + "}'"], "more than 1,000 letters"),
     "references in each other": (["run.name=" + "${" * 200 + "a" + "}" * 200], "more than 100 references"),
     "a looked-up reference": (["a=b", "run.name=${${a}}"], "must name its key, not look it up"),
