@@ -127,6 +127,7 @@ def test_fifty_steps_through_a_compiled_graph_have_the_same_bits(tmp_path: Path,
     assert len(curves[0]) == 50 and curves[0] == curves[1]
 
 
+@pytest.mark.long  # test_damage.py resumes SFT, with a graph, on one rank
 @pytest.mark.slow
 def test_sft_resumes_where_it_stood_and_a_compiled_graph_changes_no_bit(tmp_path: Path) -> None:
     short = (

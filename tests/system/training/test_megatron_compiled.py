@@ -40,15 +40,9 @@ def variants(function: Callable[..., Any]) -> int:
     return len(_debug_get_cache_entry_list(function.__code__))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("qwen3", {}),
-        pytest.param("llama", {}, marks=pytest.mark.long),
-        pytest.param("qwen3", RECOMPUTE, marks=pytest.mark.long),
-        pytest.param("llama", RECOMPUTE, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # test_megatron.py has a compiled layout of two ranks
+@pytest.mark.parametrize("options", [{}, RECOMPUTE])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_path: Path) -> None:
     make_model(tmp_path / kind, kind)
     assert_compiled_trains_alike(tmp_path / kind, tmp_path, DATA, backend="megatron", **options)
