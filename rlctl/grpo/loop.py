@@ -20,9 +20,9 @@ from rlctl.grpo.metrics import validation_metrics
 from rlctl.grpo.overlong import training_score
 from rlctl.grpo.parity_check import parity
 from rlctl.grpo.step import GrpoStep
+from rlctl.grpo.validation import Validation
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.buffer import RolloutBuffer
-from rlctl.rollout.types import Sampling
 from rlctl.run.checkpoints import Checkpoint
 from rlctl.run.health import HealthStop
 from rlctl.run.loop import Loop
@@ -150,17 +150,13 @@ class GrpoLoop(Loop):
 
     def validate(self) -> None:
         """Measure every held-out task, greedy or by k samples of each. A rollout whose reward fails counts apart."""
-        config, tasks = self._config.validation, self._parts.validation
-        if not tasks:
+        parts = self._parts
+        if not parts.validation:
             return
-        with self._parts.recorder.validation(self.done) as metrics:
-            shape = (len(tasks), config.num_generations, self._config.generation.max_new_tokens)
-            sampling = Sampling("validation", self._config.run.seed, *shape, config.temperature)
-            groups = self._parts.score(self._parts.dispatcher.sample(sampling, tasks, self.done))
+        with parts.recorder.validation(self.done) as metrics:
+            groups = Validation(self._config, parts.dispatcher, parts.score, parts.validation).groups(self.done)
             metrics |= validation_metrics(groups)
-        self._parts.recorder.groups(
-            self.done, "validation", lambda count: group_records(groups[:count], self._parts.decode)
-        )
+        parts.recorder.groups(self.done, "validation", lambda count: group_records(groups[:count], parts.decode))
 
     def resume(self, checkpoint: Checkpoint) -> None:
         super().resume(checkpoint)

@@ -137,13 +137,16 @@ class RolloutDispatcher:
                 self._pending.extend(groups)
             self._hand_out()
 
-    def sample(self, sampling: Sampling, tasks: Sequence[Task], version: int) -> list[RolloutGroup]:
+    def sample(
+        self, sampling: Sampling, tasks: Sequence[Task], version: int, first_place: int = 0
+    ) -> list[RolloutGroup]:
         """Sample a group of each task ahead of whatever is PENDING, wait, and return the groups in order.
 
+        first_place: place of the first task among the `sampling.groups_per_step` ones, from which seeds follow.
         For the loop's thread: engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was
         sampled for `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
-        first = version * sampling.groups_per_step
+        first = version * sampling.groups_per_step + first_place
         groups = [sampling.requests(task, first + place) for place, task in enumerate(tasks)]
         answers, wanted = _Answers(self._changed, self._patience), sum(map(len, groups))
         self._patience.news()

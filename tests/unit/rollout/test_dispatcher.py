@@ -262,3 +262,18 @@ def test_an_error_in_a_thread_ends_the_wait_at_once_and_not_at_the_deadline() ->
                 stage.clock.anything_happens()
                 wait()
     assert stage.clock.time < DEADLINE
+
+
+def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None:
+    def seeds(parts: list[range]) -> list[int]:
+        stage, seen = Stage(1, 4), list[int]()
+        submit = stage.dispatcher.submit
+        stage.dispatcher.submit = lambda requests, *rest, **how: (  # type: ignore[method-assign]
+            seen.extend(each.seed for each in requests),
+            submit(requests, *rest, **how),
+        )[1]
+        for part in parts:
+            stage.dispatcher.sample(SAMPLING, [TASKS[place] for place in part], 4, part.start)
+        return seen
+
+    assert seeds([range(1), range(1, 3)]) == seeds([range(3)]) != []
