@@ -11,7 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from rlctl.config.plugins import TRACKERS
-from rlctl.config.schema import RunConfig, SwanlabSection, TrackerSection, TrackioSection, WandbSection
+from rlctl.config.schema import RunConfig
+from rlctl.config.telemetry_schema import SwanlabSection, TrackerSection, TrackioSection, WandbSection
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import missing_plugin
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.config.schema import UserTrackerSection
+from rlctl.config.telemetry_schema import UserTrackerSection
 from rlctl.grpo.losses.check import check_loss, one_token, outcome
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.model_sizes import read_sizes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.config.plugins import TRACKERS
-from rlctl.config.schema import TrackerSection, UserTrackerSection
+from rlctl.config.telemetry_schema import TrackerSection, UserTrackerSection
 from rlctl.telemetry.events import EventLog, Tracker
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.plugins import load_object

@@ -13,7 +13,8 @@ from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, section
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.named import NAMED_SECTIONS, defaults_of
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS, TrackerSection
+from rlctl.config.schema import KINDS
+from rlctl.config.telemetry_schema import TrackerSection
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
 

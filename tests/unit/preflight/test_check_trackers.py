@@ -7,7 +7,7 @@ import pytest
 
 from rlctl.config.errors import ConfigError
 from rlctl.config.plugins import TRACKERS
-from rlctl.config.schema import UserTrackerSection
+from rlctl.config.telemetry_schema import UserTrackerSection
 from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 

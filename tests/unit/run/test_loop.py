@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.config.schema import CheckpointSection, ValidationSection
+from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.data.cursor import Cursor
 from rlctl.preflight.load import load
 from rlctl.run.health import Ceiling, Health, HealthStop

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import CheckpointSection, TelemetrySection, ValidationSection
+from rlctl.config.schema import CheckpointSection, ValidationSection
+from rlctl.config.telemetry_schema import TelemetrySection
 from rlctl.preflight.load import load
 from rlctl.run.recorder import RunRecorder
 from rlctl.run.run_dir import RunDir

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import MlflowSection, SwanlabSection, TrackerSection, TrackioSection, WandbSection
+from rlctl.config.telemetry_schema import MlflowSection, SwanlabSection, TrackerSection, TrackioSection, WandbSection
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import TensorBoardSection, UserTrackerSection, WandbSection
+from rlctl.config.telemetry_schema import TensorBoardSection, UserTrackerSection, WandbSection
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
