@@ -5,12 +5,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.builtin import find_recipe
+from rlctl.config.builtin import CONFIGS, find_recipe
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import FURTHER, key_of
 from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
+from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.preflight.checks import check
 from rlctl.preflight.notes import notes
@@ -32,13 +33,16 @@ class Composed:
     notes: list[str]
     # Dotted key -> the interpolation by which its value came from the environment.
     secrets: dict[str, str]
+    # Of a run that goes on: dotted key -> origin that its config.yaml records.
+    recorded: dict[str, str]
 
     def to_yaml(self) -> str:
         """Return the resolved config, which runs again as it is: no `defaults:`, paths absolute.
 
-        A `${...}` that reads the environment stays as it was written: a secret in it is on no disk.
+        A `${...}` that reads the environment stays as it was written: a secret in it is on no disk. A comment says
+        where each value that is no default was written.
         """
-        return dump(self.written(Interpolation))
+        return with_origins(dump(self.written(Interpolation)), self._origins_to_record())
 
     def written(self, kind: type[str] = str) -> dict[str, Any]:
         """Return `values` with those of the environment as they were written, as text of a `kind`."""
@@ -52,6 +56,17 @@ class Composed:
     def variables(self) -> list[str]:
         """Return the names of the environment variables that the config reads."""
         return sorted({name for text in self.secrets.values() for name in re.findall(r"oc\.env:\s*(\w+)", text)})
+
+    def _origins_to_record(self) -> dict[str, str]:
+        """Return the origin of each value that is no default; of one that a resumed run keeps, the recorded one."""
+        known = self.recorded
+        own = {key for key, origin in self.origins.items() if known and origin.file == self.recipe}
+        given = {
+            key: str(origin)
+            for key, origin in self.origins.items()
+            if key not in own and (origin.override or (origin.file and not origin.file.is_relative_to(CONFIGS)))
+        }
+        return {**{key: text for key, text in known.items() if key in own}, **given}
 
     def values(self) -> dict[str, Any]:
         """Return the resolved config as plain values, by the keys that a YAML file has."""
@@ -72,7 +87,9 @@ def load(
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
     said = [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
-    composed = Composed(config, file, origins, said + notes(config, origins), {})
+    composed = Composed(
+        config, file, origins, said + notes(config, origins), {}, recorded_origins(file) if resume else {}
+    )
     values = composed.values()
     # A path of the environment that was written from the recipe's folder would mean another one in the run's.
     unchanged = {

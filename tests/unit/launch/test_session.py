@@ -87,8 +87,8 @@ def test_what_comes_from_the_environment_is_on_no_disk_and_a_resume_reads_it_aga
     written = {path: path.read_text() for path in run.rglob("*") if path.is_file()}
     assert len(written) >= 3
     assert [path for path, text in written.items() if SECRET in text] == []
-    assert "system_prompt: ${oc.env:RLCTL_TEST_SECRET}\n" in written[run / "config.yaml"]
-    assert "\n  every: 8\n" in written[run / "config.yaml"]
+    assert "system_prompt: ${oc.env:RLCTL_TEST_SECRET}  # from " in written[run / "config.yaml"]
+    assert "\n  every: 8  # from " in written[run / "config.yaml"]
     again = load("sft", str(run / "config.yaml"), [], resume=True).config
     assert again.data.system_prompt == SECRET
     assert again.checkpoint.metric == f"validation/{SECRET}"

@@ -1,7 +1,10 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
+from rlctl.config.provenance import dump
+from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.load import Composed, load
 
@@ -23,9 +26,38 @@ def test_the_resolved_config_runs_again_as_it_is_from_anywhere(home: Path, monke
     monkeypatch.chdir(home / "elsewhere")
     again = rerun(first, home / "elsewhere/resolved.yaml")
     assert again.config == first.config
-    assert again.to_yaml() == first.to_yaml()
+    assert again.written() == first.written()
     assert first.config.data.system_prompt == "use ${x}: ok"
     assert first.config.run.seed == 100
+
+
+def test_the_resolved_config_says_where_each_value_was_written_also_after_a_resume(home: Path) -> None:
+    first = load("grpo", "grpo.recipe.yaml", ["run.seed=5", "data.system_prompt='say: # x\\nend'"])
+    text = first.to_yaml()
+    assert "\n  seed: 5  # from override 1: run.seed=5\n" in text and "  deadline_s: 600.0\n" in text
+    (home / "config.yaml").write_text(text)
+    assert recorded_origins(home / "config.yaml") == {
+        key: str(origin) for key, origin in first.origins.items() if not str(origin).startswith("configs/")
+    }
+    assert load(None, "config.yaml", [], resume=True).to_yaml() == text
+    again = load(None, "config.yaml", ["grpo.num_steps=200"], resume=True).to_yaml()
+    assert "  num_steps: 200  # from override 1: grpo.num_steps=200\n" in again and "# from override 1: run.s" in again
+
+
+def test_an_origin_with_any_characters_is_a_comment_that_yaml_reads(home: Path) -> None:
+    origins = {"a.b": "override 1: a.b=\x1b[31m\nc: d # \u2028é", "c.0": "x.yaml:3", "d": "y", "e.f": "z.yaml:1"}
+    values = {"a": {"b": "x: 'y' # z"}, "c": [1, 2], "d": {}, "e": {"f": None}}
+    text = with_origins(dump(values), origins)
+    (home / "it.yaml").write_text(text)
+    assert yaml.safe_load(text) == values
+    found = recorded_origins(home / "it.yaml")
+    assert found.pop("a.b") == "override 1: a.b=?[31m c: d # é" and found == {
+        "c.0": "x.yaml:3",
+        "d": "y",
+        "e.f": "z.yaml:1",
+    }
+    (home / "it.yaml").write_text("a: [")
+    assert recorded_origins(home / "it.yaml") == {} == recorded_origins(home / "none.yaml")
 
 
 def test_values_have_the_types_of_the_schema(home: Path) -> None:

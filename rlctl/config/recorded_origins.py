@@ -1,0 +1,50 @@
+"""Origins of a resolved config's values, as comments in its YAML: `lr: 0.0003  # from my.yaml:7`.
+
+A run's config.yaml is written whole, so its own lines say nothing of where a value came from. A value without a comment
+is a default of configs/.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+_MARK = "  # from "
+
+
+def with_origins(text: str, origins: Mapping[str, str]) -> str:
+    """Return YAML in block style with a comment after each value that `origins` names by its dotted key."""
+    parts, begin = [], 0
+    for key, end in _ends(yaml.compose(text, Loader=yaml.SafeLoader), ""):
+        if key in origins:
+            parts += [text[begin:end], _MARK, _comment(origins[key])]
+            begin = end
+    return "".join([*parts, text[begin:]])
+
+
+def recorded_origins(path: Path) -> dict[str, str]:
+    """Return dotted key -> origin, of the values in a file that have such a comment; none of what is no YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        ends = list(_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    rests = ((key, text[end:].partition("\n")[0]) for key, end in ends)
+    return {key: rest.removeprefix(_MARK) for key, rest in rests if rest.startswith(_MARK)}
+
+
+def _ends(node: yaml.Node | None, key: str) -> Iterator[tuple[str, int]]:
+    """Yield (dotted key, index after its last character) of every scalar and every empty mapping or list, in order."""
+    if isinstance(node, yaml.MappingNode) and node.value:
+        for name, child in node.value:
+            yield from _ends(child, f"{key}.{name.value}" if key else str(name.value))
+    elif isinstance(node, yaml.SequenceNode) and node.value:
+        for index, child in enumerate(node.value):
+            yield from _ends(child, f"{key}.{index}")
+    elif node is not None and key:
+        yield key, node.end_mark.index
+
+
+def _comment(origin: str) -> str:
+    # YAML allows no control characters, in comments neither.
+    return "".join(each if each.isprintable() else "?" for each in " ".join(origin.split()))
