@@ -121,6 +121,13 @@ class Converter(Generic[T]):
             return self._section(next(alike, sections[-1]), node, key, sections)
         if node.value is None and NoneType in get_args(hint):
             return None
+        if get_origin(hint) is dict:
+            if not isinstance(node.value, dict):
+                return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
+            item = get_args(hint)[1]
+            if item is Any:
+                return plain(node)
+            return {name: self._value(item, child, join(key, name), limits) for name, child in node.value.items()}
         if lists := [each for each in alternatives(hint) if get_origin(each) is list]:
             if not isinstance(node.value, list) and str in alternatives(hint):
                 return self._scalar_value(hint, node, key, limits)

@@ -1,7 +1,7 @@
-"""Sections and list entries that take their defaults by their `name`: rewards, trackers, the loss, the advantage.
+"""Sections and entries that take their defaults by their `name`: rewards, environments, trackers, loss, advantage.
 
-Their defaults are in configs/reward.yaml, tracker.yaml, loss.yaml and advantage.yaml: `all` for every name, and a
-section for each name that has keys of its own.
+Their defaults are in configs/reward.yaml, environment.yaml, tracker.yaml, loss.yaml and advantage.yaml: `all` for every
+name, and a section for each name that has keys of its own.
 """
 
 from dataclasses import replace
@@ -12,6 +12,7 @@ from rlctl.config.provenance import ConfigNode, leaves, merge, node_at, put, rea
 
 # Paths in a config -> file of their defaults.
 _LISTS = {("rewards",): "reward", ("telemetry", "trackers"): "tracker"}
+_MAPPINGS = {("environment", "choices"): "environment"}
 _SECTIONS = {("grpo", "loss"): "loss", ("grpo", "advantage"): "advantage"}
 NAMED_SECTIONS = [".".join(path) for path in _SECTIONS]
 FILES_BY_PATH = {".".join(path): kind for path, kind in (*_LISTS.items(), *_SECTIONS.items())}
@@ -19,7 +20,7 @@ FILES_BY_PATH = {".".join(path): kind for path, kind in (*_LISTS.items(), *_SECT
 
 @cache
 def defaults_of(kind: str, name: str) -> ConfigNode:
-    """Return the defaults of what has this `name`. kind: "reward", "tracker", "loss" or "advantage"."""
+    """Return the defaults of what has this `name`. kind: "reward", "environment", "tracker", "loss" or "advantage"."""
     root = read_file(CONFIGS / f"{kind}.yaml")
     assert isinstance(root.value, dict)
     return merge(root.value["all"], root.value.get(name, ConfigNode({}, root.origin)))
@@ -32,6 +33,11 @@ def complete(root: ConfigNode) -> ConfigNode:
         if found is not None and isinstance(found.value, list):
             entries = [_over_defaults(kind, entry) for entry in found.value]
             root = put(root, list(path), ConfigNode(entries, found.origin))
+    for path, kind in _MAPPINGS.items():
+        found = node_at(root, list(path))
+        if found is not None and isinstance(found.value, dict):
+            named = {key: _over_defaults(kind, entry) for key, entry in found.value.items()}
+            root = put(root, list(path), ConfigNode(named, found.origin))
     for path, kind in _SECTIONS.items():
         section = node_at(root, list(path))
         if section is not None:

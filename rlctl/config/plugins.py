@@ -41,8 +41,8 @@ TRACKERS = {
     "swanlab": "rlctl.telemetry.trackers.swanlab:SwanLab",
 }
 
-# Name of the penalty of grpo.overlong among the rewards, in metrics and rollouts.
-OVERLONG = "overlong"
+# Names among the rewards, in metrics and rollouts: the penalty of grpo.overlong, and an environment's own reward.
+OVERLONG, ENVIRONMENT_REWARD = "overlong", "environment"
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:

@@ -155,12 +155,15 @@ def _shown_default(key: str, root: ConfigNode, names: list[str]) -> tuple[str, s
     assert node is not None, f"{key} has no default"
     entries = [str(each.text) for each in node.value] if isinstance(node.value, list) else None
     value = str(node.text) if entries is None else f"[{', '.join(entries)}]"
+    value = "{}" if node.value == {} else value
     shown = "must be set" if value == MISSING else f"`{value}`"
     file = node.origin.file.relative_to(CONFIGS).as_posix() if node.origin.file else ""
     return shown, file
 
 
 def _type(field: "Field[Any]") -> str:
+    if get_origin(field.type) is dict:
+        return "section"
     limits = describe_limits(field.metadata)
     if "most" in field.metadata:
         limits += f"{' and ' if limits else ''}at most {field.metadata['most']:,}"

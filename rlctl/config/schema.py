@@ -8,6 +8,7 @@ A key that is a Python keyword has an underscore behind it here (`async_`), and 
 from dataclasses import dataclass
 from typing import Literal
 
+from rlctl.config.environment_schema import EnvironmentSection
 from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
 from rlctl.config.grpo_schema import AsyncSection, GenerationSection, GrpoSection, RefitSection, RewardSection
 from rlctl.config.telemetry_schema import TelemetrySection
@@ -307,6 +308,10 @@ class GrpoConfig:
     data: DataSection = spec("The prompts.")
     rewards: list[RewardSection] = spec(
         "The rewards, summed by weight. One of them decides what is right (correct_at)."
+    )
+    environment: EnvironmentSection = spec(
+        "The other side of rollouts of several turns: a game, or tools. Its own reward is added to rewards, which may "
+        "then be []. It decides what is right, at 1, unless a reward has a correct_at."
     )
     grpo: GrpoSection = spec("The algorithm.")
     async_: AsyncSection = spec("Generation and training at the same time.")

@@ -33,7 +33,8 @@ _PROXIMAL = "grpo.loss.proximal"
 
 def check_rewards(config: GrpoConfig) -> Violations:
     """Find rewards that cannot work, alone or together."""
-    if not config.rewards:
+    played = config.environment.enabled
+    if not config.rewards and not played:
         yield Violation("rewards", "is empty: at least one reward, for example `- name: exact`")
         return
     for index, reward in enumerate(config.rewards):
@@ -44,7 +45,7 @@ def check_rewards(config: GrpoConfig) -> Violations:
     if len(told) > 1:
         what = f"one reward decides what is right; rewards.{told[0]} has a correct_at too: leave one at null"
         yield Violation(f"rewards.{told[1]}.correct_at", what)
-    if all(reward.weight == 0 for reward in config.rewards):
+    if not played and all(reward.weight == 0 for reward in config.rewards):
         yield Violation("rewards.0.weight", "the weights are all 0: nothing would be learnt")
 
 

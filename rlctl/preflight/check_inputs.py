@@ -33,8 +33,10 @@ def check_data(config: RunConfig) -> Violations:
     if data.train.path is None:
         yield Violation("data.train.path", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name")
     answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
+    # An environment may pose the whole task.
+    asked = isinstance(config, SftConfig) or not config.environment.enabled
     for name, dataset in (("train", data.train), ("validation", data.validation)):
-        for where, key, what in _check_dataset(dataset, answered, f"data.{name}"):
+        for where, key, what in _check_dataset(dataset, asked, answered, f"data.{name}"):
             yield Violation(f"data.{name}.{key}", what, where=where)
     if data.validation.path is not None and data.validation.fraction is not None:
         what = "holds rows of data.train out, and data.validation.path names others: set one of them to null"
@@ -49,11 +51,11 @@ def check_validation(config: RunConfig) -> Violations:
         yield Violation("validation.num_generations", what, ("validation.temperature",))
 
 
-def _check_dataset(dataset: DatasetSection, answered: bool, key: str) -> Iterator[tuple[str, str, str]]:
+def _check_dataset(dataset: DatasetSection, asked: bool, answered: bool, key: str) -> Iterator[tuple[str, str, str]]:
     """Yield (where, key, what) for files that cannot be used, by the first row of the first one; where: empty for the
     config's own line.
 
-    answered: rows need an answer, which a chat holds itself. key: of the section.
+    asked: rows need a prompt. answered: rows need an answer, which a chat holds itself. key: of the section.
     """
     files = [each for each in files_of(dataset.path or []) if os.path.isfile(each)]
     for file in files:
@@ -77,7 +79,7 @@ def _check_dataset(dataset: DatasetSection, answered: bool, key: str) -> Iterato
     if has_column(row, dataset.messages_key):
         return
     remedy, listed = convention(row, key), f"; it has {', '.join([*row][:8])}"
-    if not has_column(row, dataset.prompt_key):
+    if asked and not has_column(row, dataset.prompt_key):
         wanted = f"no column {dataset.prompt_key} or {dataset.messages_key}"
         yield where, "prompt_key", wanted + (remedy or did_you_mean(dataset.prompt_key, row) or listed)
         # It tells both keys.

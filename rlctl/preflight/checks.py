@@ -12,6 +12,7 @@ from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.backend import Violation, Violations, unbroken
+from rlctl.preflight.check_environment import check_environment
 from rlctl.preflight.check_grpo import (
     check_advantage,
     check_algorithm,
@@ -56,6 +57,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
     if isinstance(config, GrpoConfig):
         checks += [
             check_rewards(config),
+            check_environment(config, sizes),
             check_algorithm(config, away),
             check_advantage(config),
             check_sampling(config),

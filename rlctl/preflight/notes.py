@@ -6,7 +6,7 @@ A checkpoint is ranked by metrics of its own weights alone, in its step's record
 import re
 
 from rlctl.config.errors import did_you_mean
-from rlctl.config.plugins import OVERLONG, reward_names
+from rlctl.config.plugins import ENVIRONMENT_REWARD, OVERLONG, reward_names
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.preflight.backend import backend_of
@@ -118,6 +118,7 @@ def _metrics(config: RunConfig) -> list[str]:
         held_out = ["accuracy", "reward", "failed_rewards", "length", "prompts"]
         held_out += ["pass_at_k"] * (config.validation.num_generations > 1)
         rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
+        rewards += [ENVIRONMENT_REWARD] if config.environment.enabled else []
         own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
     else:
         held_out, own = ["loss", "prompts"], []

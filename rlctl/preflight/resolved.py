@@ -146,7 +146,9 @@ class Resolved:
 
     def max_length(self, limit: int) -> int:
         """Return the longest sequence of the run in tokens. limit: the model's."""
-        return self.config.model.max_length or limit
+        own = self.config.model.max_length or limit
+        episode = self.config.environment.max_length if isinstance(self.config, GrpoConfig) else None
+        return own if episode is None else min(own, episode)
 
     def trainer_threads(self, cores: int, ranks: int, engines: int) -> int:
         """Return the CPU threads of one of `ranks` trainer ranks that share a machine of `cores` with engines.
@@ -180,7 +182,8 @@ def _declared(name: str, what: str) -> Any:
 
 def longest_sequence(config: RunConfig, sizes: ModelSizes | None) -> int | None:
     """Return the tokens of the longest sequence of the run, if they are known before the data is read."""
-    own = Resolved(config).max_length(sizes.max_positions) if sizes else config.model.max_length
+    limit = sizes.max_positions if sizes else config.model.max_length
+    own = None if limit is None else Resolved(config).max_length(limit)
     prompt = config.data.max_prompt_length
     if prompt is None or not isinstance(config, GrpoConfig):
         return own

@@ -9,6 +9,7 @@ from rlctl.config.algorithm_schema import AnyAdvantageSection, AnyLossSection
 from rlctl.config.builtin import CONFIGS, RECIPES, find
 from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
+from rlctl.config.environment_schema import EnvironmentChoice
 from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, sections_of
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.named import NAMED_SECTIONS, defaults_of
@@ -24,7 +25,13 @@ def generic(key: str) -> str:
 
 
 # The files of what has its defaults by name, each with the type of its section.
-NAMED = {"reward": RewardSection, "tracker": TrackerSection, "loss": AnyLossSection, "advantage": AnyAdvantageSection}
+NAMED = {
+    "reward": RewardSection,
+    "environment": EnvironmentChoice,
+    "tracker": TrackerSection,
+    "loss": AnyLossSection,
+    "advantage": AnyAdvantageSection,
+}
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.stem not in NAMED], ids=lambda path: path.name)

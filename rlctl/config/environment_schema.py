@@ -1,0 +1,71 @@
+"""The section of a GRPO run whose rollouts are played against an environment."""
+
+# ruff: noqa: RUF009  (spec() makes a field, not a default)
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rlctl.config.fields import MOST_PROCESSES, seconds, spec
+
+
+@dataclass
+class EnvironmentChoice:
+    """One environment of several."""
+
+    name: str = spec(
+        "A shipped environment (guess, calculator, sqlite, maze) or a class: module:Class or file.py:Class.",
+        path="plugin",
+    )
+    args: dict[str, Any] = spec("The keyword arguments of the class.")
+
+
+@dataclass
+class EnvironmentSection:
+    """The other side of a run's rollouts."""
+
+    name: str | None = spec(
+        "A shipped environment (guess, calculator, sqlite, maze) or a class: module:Class or file.py:Class. null has "
+        "one prompt and one answer a rollout.",
+        path="plugin",
+    )
+    args: dict[str, Any] = spec("The keyword arguments of the class.")
+    choices: dict[str, EnvironmentChoice] = spec(
+        "In place of a name: several environments, each {name, args} under a key of its own. A row's column "
+        "environment holds its key."
+    )
+    max_turns: int = spec("An episode ends after this many turns.", ge=1, most=32767)
+    max_length: int | None = spec(
+        "An episode ends when its conversation has this many tokens. null is the longest sequence of the model.", ge=2
+    )
+    timeout_s: float = seconds(
+        "A reset, tool call, step or reward that takes longer than this, in seconds, has failed.", gt=0
+    )
+    episode_timeout_s: float = seconds("After this many seconds an episode begins no further turn.", gt=0)
+    max_retries: int = spec(
+        "An episode whose environment failed is played again from its task, at most this many times. Then it is left "
+        "out and counted.",
+        ge=0,
+    )
+    history: Literal["keep", "strip"] = spec(
+        "Earlier turns stay as they were sampled (keep), or are written as the chat template writes them (strip). "
+        "Where the two differ, strip trains on several rows a rollout."
+    )
+    tool_format: Literal["auto", "hermes", "qwen3_coder", "llama3", "mistral"] = spec(
+        "The format of tool calls. auto is that of the chat template."
+    )
+    processes: int | Literal["auto"] = spec(
+        "The processes that environments run in. auto is one a core, at most 4.", ge=1, most=MOST_PROCESSES
+    )
+    memory_mib: int = spec("The memory that each of these processes may use, in MiB.", ge=64, most=1 << 30)
+
+    @property
+    def enabled(self) -> bool:
+        """True if rollouts are played against an environment."""
+        return self.name is not None or bool(self.choices)
+
+    @property
+    def named(self) -> dict[str, EnvironmentChoice]:
+        """Environments of the run by key; the key of a single one is its name."""
+        if self.name is None:
+            return self.choices
+        return {self.name.rpartition(":")[2]: EnvironmentChoice(self.name, self.args)}

@@ -1,0 +1,63 @@
+"""Checks of a run's environments, judged by the config and their sources: nothing is imported. The classes themselves
+are read once their process runs, see rollout/episode_setup.py."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from rlctl.config.errors import BrokenValueError
+from rlctl.config.plugins import ENVIRONMENTS
+from rlctl.config.schema import GrpoConfig
+from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.backend import Violation, Violations
+from rlctl.preflight.check_inputs import missing_plugin
+
+_MAX_LENGTH = "environment.max_length"
+
+
+def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
+    """Find environments that do not exist, and values that do not go with episodes."""
+    section = config.environment
+    if section.name is not None and section.choices:
+        what = "names environments beside environment.name: leave one of the two empty"
+        yield Violation("environment.choices", what, ("environment.name",))
+    if section.args and section.name is None:
+        yield Violation("environment.args", "are of environment.name, which is null; those of choices are in them")
+    for key, name in _names(config):
+        with suppress(BrokenValueError):
+            if what := missing_plugin(name, ENVIRONMENTS, "Class"):
+                yield Violation(key, what)
+    if not section.enabled:
+        return
+    yield from _lengths(config, sizes)
+    if section.timeout_s >= config.run.deadline_s:
+        what = f"must be below run.deadline_s={config.run.deadline_s:g}, after which the run ends, not "
+        yield Violation("environment.timeout_s", f"{what}{section.timeout_s:g}", ("run.deadline_s",))
+
+
+def _names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of every environment."""
+    section = config.environment
+    if section.name is not None:
+        yield "environment.name", section.name
+    for key, choice in section.choices.items():
+        with suppress(BrokenValueError):
+            yield f"environment.choices.{key}.name", choice.name
+
+
+def _lengths(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
+    """Find lengths that do not fit a conversation."""
+    longest, turn = config.environment.max_length, config.generation.max_new_tokens
+    limits = (config.model.max_length, sizes.max_positions if sizes else None)
+    limit = min((each for each in limits if each is not None), default=None)
+    if longest is not None and limit is not None and longest > limit:
+        what = f"must be at most the longest sequence, {limit}, not {longest}"
+        yield Violation(_MAX_LENGTH, what, ("model.max_length",))
+    if longest is not None and turn >= longest:
+        what = f"bounds one turn and must be below {_MAX_LENGTH}={longest}, not {turn}"
+        yield Violation("generation.max_new_tokens", what, (_MAX_LENGTH,))
+    if config.data.max_prompt_length is not None:
+        what = f"a prompt is known when its episode begins: leave it null; {_MAX_LENGTH} bounds the conversation"
+        yield Violation("data.max_prompt_length", what, ("environment.name",))
+    if config.grpo.overlong.penalty_tokens is not None:
+        what = "is for rollouts of one turn: leave it null, or value lengths in get_reward or in a reward"
+        yield Violation("grpo.overlong.penalty_tokens", what, ("environment.name",))

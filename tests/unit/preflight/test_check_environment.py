@@ -1,0 +1,88 @@
+"""The section `environment` of a recipe: what is read, and the errors a person meets, word for word."""
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.environment_schema import EnvironmentChoice
+from rlctl.config.errors import ConfigError
+from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.load import load
+from rlctl.preflight.resolved import Resolved, longest_sequence
+
+GAME = ["environment.name=guess", "rewards=[]", "data.max_prompt_length=null"]
+
+
+def played(*overrides: str) -> GrpoConfig:
+    config = load("grpo", "grpo.recipe.yaml", [*GAME, *overrides]).config
+    assert isinstance(config, GrpoConfig)
+    return config
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        played(*overrides)
+    return [f"{problem.key}: {problem.what}" for problem in caught.value.problems]
+
+
+def test_without_a_name_there_is_no_environment(home: Path) -> None:
+    config = load("grpo", "grpo.recipe.yaml", []).config
+    assert isinstance(config, GrpoConfig)
+    assert not config.environment.enabled and config.environment.named == {}
+
+
+def test_an_environment_that_values_its_episodes_needs_no_other_reward_and_rows_need_no_prompt(home: Path) -> None:
+    (home / "tasks.jsonl").write_text('{"low": 1, "high": 15}\n')
+    config = played("data.train.path=tasks.jsonl", "environment.args={guesses: 4}")
+    assert config.environment.named == {"guess": EnvironmentChoice("guess", {"guesses": 4})}
+    with pytest.raises(ConfigError, match="no column prompt or messages"):
+        load("grpo", "grpo.recipe.yaml", ["data.train.path=tasks.jsonl"])
+
+
+def test_one_of_several_may_be_named_alone_or_with_arguments(home: Path) -> None:
+    (home / "mine.py").write_text("class Game: ...\n")
+    config = played("environment.name=null", "environment.choices={easy: guess, own: {name: mine:Game, args: {n: 3}}}")
+    own = f"{home / 'mine.py'}:Game"
+    assert config.environment.named == {"easy": EnvironmentChoice("guess", {}), "own": EnvironmentChoice(own, {"n": 3})}
+
+
+def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path) -> None:
+    assert longest_sequence(played(), None) is None
+    assert Resolved(played("environment.max_length=100")).max_length(256) == 100
+    assert Resolved(played()).max_length(256) == 256
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("environment.name=gues", "environment.name: must be calculator, guess, maze, sqlite or module:Class, not "
+         "gues; did you mean guess?"),
+        ("environment.name=mine.py:Gone", "environment.name: mine.py defines no Gone"),
+        ("environment.choices={a: maze}", "environment.choices: names environments beside environment.name: leave one "
+         "of the two empty"),
+        ("environment.choices=maze", "environment.choices: must be a section of `key: value`, not 'maze'"),
+        ("environment.args=[1]", "environment.args: must be a section of `key: value`, not a list"),
+        ("environment.history=drop", "environment.history: must be one of keep, strip, not 'drop'"),
+        ("environment.timeout_s=600", "environment.timeout_s: must be below run.deadline_s=600, after which the run "
+         "ends, not 600"),
+        ("environment.max_length=300", "environment.max_length: must be at most the longest sequence, 256, not 300"),
+        ("environment.max_length=64", "generation.max_new_tokens: bounds one turn and must be below "
+         "environment.max_length=64, not 64"),
+        ("data.max_prompt_length=9", "data.max_prompt_length: a prompt is known when its episode begins: leave it "
+         "null; environment.max_length bounds the conversation"),
+        ("grpo.overlong.penalty_tokens=9", "grpo.overlong.penalty_tokens: is for rollouts of one turn: leave it "
+         "null, or value lengths in get_reward or in a reward"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_one_line(home: Path, override: str, expected: str) -> None:
+    (home / "mine.py").write_text("class Game: ...\n")
+    (found,) = problems(override)
+    assert found.replace(f"{home}/", "") == expected
+
+
+def test_arguments_without_a_name_and_a_choice_that_does_not_exist_are_told_at_once(home: Path) -> None:
+    choices = "environment.choices={a: {name: maz}, b: {nmae: maze}}"
+    found = problems("environment.name=null", "environment.args={n: 1}", choices)
+    assert [line.partition(": ")[0] for line in found] == [
+        "environment.choices.b.nmae", "environment.choices.b.name", "environment.args", "environment.choices.a.name"
+    ]  # fmt: skip
