@@ -134,6 +134,13 @@ class GenerationSection:
         "both fit side by side."
     )
     kv_cache_mib: int = spec("Only on a CPU: the key-value cache of an engine, in MiB.", ge=1, most=1 << 30)
+    prefix_caching: bool | Literal["auto"] = spec(
+        "Requests of an engine reuse the keys and values of a prefix that one of them computed: those of a group that "
+        "of their prompt, a later turn that of the turns before. auto is true."
+    )
+    reset_prefix_cache_after_weight_updates: bool = spec(
+        "After a refit no new request or turn reuses keys and values of older weights. If false, it does."
+    )
     enforce_eager: bool | None = spec("Run engines without CUDA graphs. null is true on a CPU and false on GPUs.")
     max_restarts: int = spec("The run stops when more engines than this have died; until then each is replaced.", ge=0)
     max_generation_failures: int = spec(

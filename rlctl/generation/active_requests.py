@@ -37,12 +37,22 @@ class EngineStats:
     # Sampled tokens: one a step for each sequence in it.
     tokens: int = 0
     steps: int = 0
+    # Prompt tokens of requests that began, and those of them that the prefix cache held.
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     # When this was read, seconds of the engine's own clock.
     at: float = field(default=0.0, compare=False)
 
-    def after_step(self, seconds: float, sequences: int) -> "EngineStats":
-        """Return the totals after one more step of `sequences`."""
-        return replace(self, busy=self.busy + seconds, tokens=self.tokens + sequences, steps=self.steps + 1)
+    def after_step(self, seconds: float, sequences: int, cache: Any) -> "EngineStats":
+        """Return the totals after one more step of `sequences`. cache: vLLM's `PrefixCacheStats` since the start."""
+        return replace(
+            self,
+            busy=self.busy + seconds,
+            tokens=self.tokens + sequences,
+            steps=self.steps + 1,
+            prompt_tokens=cache.queries,
+            cached_tokens=cache.hits,
+        )
 
     def after_pause(self, seconds: float) -> "EngineStats":
         """Return the totals after a change of weights."""

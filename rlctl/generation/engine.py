@@ -176,7 +176,11 @@ class Engine(ReceivesWeights):
             return
         self._steps.append(time.perf_counter())
         finished = [output for output in outputs if output.finished]
-        self._stats = self._stats.after_step(self._steps[-1] - begin, len(self._scheduler.running) + len(finished))
+        self._stats = self._stats.after_step(
+            self._steps[-1] - begin,
+            len(self._scheduler.running) + len(finished),
+            self._scheduler.kv_cache_manager.prefix_cache_stats,
+        )
         for output in finished:
             self._requests.finish(output.request_id, output.outputs[0])
 
@@ -194,8 +198,11 @@ class Engine(ReceivesWeights):
             raise RuntimeError(f"this engine must not be used: {self._poisoned}")
 
     def _enter(self, name: str, request: TurnRequest) -> None:
-        # The salt keeps prefixes that older weights computed out of the cache's reach.
-        prompt = {"prompt_token_ids": request.prompt_tokens, "cache_salt": f"v{self._version}"}
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_tokens}
+        if self._spec.reset_prefix_cache:
+            # The salt keeps prefixes that older weights computed out of reach. vLLM's own reset does nothing while
+            # requests run, or begins all of them again.
+            prompt["cache_salt"] = f"v{self._version}"
         self._llm.add_request(name, prompt, sampling_params(self._spec, request))
 
     def _stage(self, header: Header) -> list[ReceiveReport]:

@@ -20,7 +20,7 @@ _STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}
 _RESAMPLED = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class RolloutId:
     """Identity of one attempt at a task. A rollout's seed is a function of it and of the run's seed."""
 

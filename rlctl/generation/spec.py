@@ -56,6 +56,10 @@ class EngineSpec:
     load_format: str
     # Class mixed into vLLM's workers, "module.Class".
     extension: str
+    # Requests reuse keys and values of a prefix that another one computed.
+    prefix_caching: bool
+    # A change of weights puts the keys and values of before out of new requests' reach.
+    reset_prefix_cache: bool
     # Running requests recompute keys and values after a change of weights.
     recompute_kv_cache: bool
     # Answers end by these instead of stop tokens.

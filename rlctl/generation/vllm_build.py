@@ -38,7 +38,7 @@ def build_llm(spec: EngineSpec) -> Any:
         engine_args(
             model=spec.model_path,
             skip_tokenizer_init=True,
-            enable_prefix_caching=True,
+            enable_prefix_caching=spec.prefix_caching,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
@@ -48,8 +48,17 @@ def build_llm(spec: EngineSpec) -> Any:
             **extra,
         )
     )
-    StepOutputs(llm.engine_core.engine_core.scheduler, llm.output_processor.request_states)
+    scheduler = llm.engine_core.engine_core.scheduler
+    StepOutputs(scheduler, llm.output_processor.request_states)
+    _count_prefix_hits(scheduler.kv_cache_manager)
     return llm
+
+
+def _count_prefix_hits(manager: Any) -> None:
+    """Have the cache's manager count the prompt tokens that it finds, without vLLM's other statistics."""
+    from vllm.v1.metrics.stats import PrefixCacheStats
+
+    manager.log_stats, manager.prefix_cache_stats = True, PrefixCacheStats()
 
 
 def _classes() -> tuple[Any, Any]:

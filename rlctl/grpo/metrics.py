@@ -155,7 +155,10 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     """
     pairs = [(b, a) for b, a in zip(interval.before, interval.after) if a.busy >= b.busy and a.at > b.at > 0]
     busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
-    tokens, steps = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("tokens", "steps"))
+    tokens, steps, prompts, cached = (
+        sum(getattr(a, n) - getattr(b, n) for b, a in pairs)
+        for n in ("tokens", "steps", "prompt_tokens", "cached_tokens")
+    )
     if not pairs:
         return {}
     return {
@@ -165,6 +168,7 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
         "idle/generator_refit": min(1.0, paused / whole),
         "generator/sequences": tokens / max(1, steps),
         "generator/decode_step": busy / max(1, steps),
+        "generator/prefix_hit_share": cached / max(1, prompts),
         "tokens/sampled": float(tokens),
     }
 

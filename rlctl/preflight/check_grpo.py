@@ -133,6 +133,13 @@ def check_async(config: GrpoConfig) -> Violations:
             "drained before an update, a larger bound makes groups older and the generator no busier; set 1"
         )
         yield Violation("async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",))
+    if rules.recompute_kv_cache_after_weight_updates and not config.generation.reset_prefix_cache_after_weight_updates:
+        recomputes = "async.recompute_kv_cache_after_weight_updates"
+        yield Violation(
+            "generation.reset_prefix_cache_after_weight_updates",
+            f"false keeps nothing with {recomputes}=true, which empties the cache; leave it true",
+            (recomputes,),
+        )
     loss = config.grpo.loss
     clips = isinstance(loss, ClippedLossSection)
     if clips and Resolved(config).proximal == "rollout" and rules.max_trajectory_age_steps > 1:

@@ -42,7 +42,12 @@ _CPU: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 8192,
         "logprob_chunk_tokens": 1024,
     },
-    "generation": {"max_num_seqs": 256, "gpu_memory_utilization": _UNKNOWN_SHARE, "sleep": False},
+    "generation": {
+        "max_num_seqs": 256,
+        "gpu_memory_utilization": _UNKNOWN_SHARE,
+        "sleep": False,
+        "prefix_caching": True,
+    },
 }
 
 
@@ -107,7 +112,8 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
         config, "trainer", {"compile": (True, _why_compiled(device)), "logprob_chunk_tokens": _chunk(sizes, memory)}
     )
     if isinstance(config, GrpoConfig):
-        config = fill(config, "generation", {"max_num_seqs": _sequences(config)})
+        shared = "rollouts of a group share their prompt, turns of a rollout what was said"
+        config = fill(config, "generation", {"max_num_seqs": _sequences(config), "prefix_caching": (True, shared)})
     fit = _fit(config, sizes, longest, memory)
     checkpointed = "no pack that fits keeps its activations" if fit.checkpointing else "activations fit"
     config = fill(

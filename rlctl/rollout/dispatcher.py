@@ -4,14 +4,15 @@
                  ^                            |    |
                  +------ engine is lost ------+    +-- abort --> ABORTING -- engine confirms --> gone
 
-The rollouts of a group go to one engine, where they share their prompt's prefix. An engine gets no more rollouts than
-it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work whatever long tail
-another one is at. A rollout that ended makes room at once, not with its group: of eight answers of log-normal lengths
-(sigma 1) the longest is 3.1 times the mean, so engines would be a third full.
+The rollouts of a group go to one engine, where they share their prompt's prefix. A later turn waits for room on the
+engine of the turn before, which has its prefix, ahead of new groups. An engine gets no more rollouts than it decodes at
+a time, and one group ahead; the rest is PENDING here, so that a free engine finds work whatever long tail another is
+at. A rollout that ended makes room at once, not with its group: of eight answers of log-normal lengths (sigma 1) the
+longest is 3.1 times the mean, and engines would be a third full.
 
-Each engine has two threads: one collects, one sends orders (an engine takes 70 ms to begin 512 rollouts of the tiny
-model, which nobody needs to wait for, nor for an engine that hangs). Everything that can stop a run (replacing an
-engine, giving up) happens on the loop's thread, in `repair`, while it waits.
+Each engine has two threads: one collects, one sends orders, so that nobody waits for an engine that hangs or is slow
+(70 ms to begin 512 rollouts of the tiny model). Everything that can stop a run (replacing an engine, giving up) happens
+on the loop's thread, in `repair`, while it waits.
 """
 
 import threading
@@ -22,13 +23,14 @@ from enum import Enum, auto
 from functools import partial
 from itertools import chain, groupby
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
 from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
@@ -71,7 +73,13 @@ class _Submitted:
     state: RequestState = RequestState.PENDING
 
 
-@dataclass
+def _groups(submitted: Sequence[_Submitted]) -> list[list[_Submitted]]:
+    """Return what is handed out together: first turns of a group in a row, and each later turn by itself."""
+    ids = groupby(submitted, lambda each: each.request.id if each.request.id.turn else each.request.id.rollout.siblings)
+    return [list(group) for _, group in ids]
+
+
+@dataclass(eq=False)
 class _EngineQueue:
     """One engine and its requests."""
 
@@ -107,8 +115,10 @@ class RolloutDispatcher:
         pool.forget_gone()
         # By the pool's slots.
         self._queues = [_EngineQueue(worker, self._clock.now()) for worker in pool.engines]
-        # Groups, in the order in which they begin.
+        # Groups and later turns, in the order in which they begin.
         self._pending: deque[list[_Submitted]] = deque()
+        # Engine that sampled a rollout's last turn, for as long as anybody holds the rollout's id.
+        self._homes: WeakKeyDictionary[RolloutId, _EngineQueue] = WeakKeyDictionary()
         self._held = self._closed = False
         # Tokens that were sampled of requests that were aborted, by all engines so far.
         self.aborted_tokens = 0
@@ -123,18 +133,17 @@ class RolloutDispatcher:
     def submit(self, requests: Sequence[TurnRequest], submitter: Submitter, *, ahead: bool = False) -> None:
         """Sample requests, those of a group in a row; `submitter` gets the answers one by one.
 
-        ahead: before whatever is PENDING. Raises RuntimeError while the engines are asleep.
+        ahead: before whatever is PENDING, but for later turns. Raises RuntimeError while the engines are asleep.
         """
         self._pool.require_awake()
-        groups = [
-            [_Submitted(request, submitter) for request in group]
-            for _, group in groupby(requests, lambda request: request.id.rollout.siblings)
-        ]
         with self._changed:
-            if ahead:
-                self._pending.extendleft(reversed(groups))
-            else:
-                self._pending.extend(groups)
+            front = next(
+                (n for n, group in enumerate(self._pending) if not group[0].request.id.turn), len(self._pending)
+            )
+            for group in _groups([_Submitted(request, submitter) for request in requests]):
+                early = ahead or group[0].request.id.turn > 0
+                self._pending.insert(front if early else len(self._pending), group)
+                front += early
             self._hand_out()
 
     def sample(
@@ -259,19 +268,26 @@ class RolloutDispatcher:
                 thread.join(_CLOSE_S)
 
     def _hand_out(self) -> None:
-        """Begin PENDING groups, each on the engine with the fewest tokens ahead of it."""
-        loads = {id(queue): sum(e.request.max_new_tokens for e in queue.requests.values()) for queue in self._queues}
+        """Begin PENDING groups, each on the engine with the fewest tokens ahead of it, later turns at their home."""
+        loads = {queue: sum(e.request.max_new_tokens for e in queue.requests.values()) for queue in self._queues}
+        waiting: deque[list[_Submitted]] = deque()
         while self._pending and not self._held and not self._closed:
             free = [each for each in self._queues if not each.lost and len(each.requests) < self._pool.at_a_time]
             if not free:
                 break
-            queue = min(free, key=lambda each: loads[id(each)])
             group = self._pending.popleft()
+            home = self._homes.get(group[0].request.id.rollout) if group[0].request.id.turn else None
+            if home in self._queues and not home.lost and home not in free:
+                waiting.append(group)
+                continue
+            queue = home if home in free else min(free, key=lambda each: loads[each])
             for each in group:
                 each.state, queue.requests[each.request.id] = RequestState.SAMPLING, each
-                loads[id(queue)] += each.request.max_new_tokens
+                self._homes[each.request.id.rollout] = queue
+                loads[queue] += each.request.max_new_tokens
             queue.last = self._clock.now()
             queue.order(Engine.submit, [each.request for each in group])
+        self._pending.extendleft(reversed(waiting))
         self._changed.notify_all()
 
     def _send(self, index: int) -> bool:
@@ -361,8 +377,7 @@ class RolloutDispatcher:
                     queue.lost = queue.lost or WorkerDied("collect", [queue.worker.name], "its node is gone")
             for each in again:
                 each.state = RequestState.PENDING
-            groups = groupby(again, lambda each: each.request.id.rollout.siblings)
-            self._pending.extendleft(reversed([list(group) for _, group in groups]))
+            self._pending.extendleft(reversed(_groups(again)))
             self._hand_out()
         for submitter in {each.submitter for each in again}:
             submitter.restarted([each.request for each in again if each.submitter is submitter])

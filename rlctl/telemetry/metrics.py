@@ -73,6 +73,7 @@ MEANING = {
     "generator/sequences": "sequences that an engine decoded at a time, mean over its steps",
     "generator/decode_step": "seconds in which an engine samples one token of each of its sequences, mean",
     "idle/generator": "share of the step in which the generator did nothing",
+    "generator/prefix_hit_share": "share of the prompt tokens, of all turns, that the engines' prefix caches held",
     "idle/generator_refit": "share of the step in which a refit kept the generator from sampling",
     "memory/trainer_gib": "peak memory of a trainer rank, GiB",
     "memory/engine_gib": "memory of an engine, GiB",

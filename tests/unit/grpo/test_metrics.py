@@ -194,8 +194,16 @@ def test_each_throughput_has_the_tokens_time_and_devices_of_its_own_side() -> No
 
 
 def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
-    before = [EngineStats(10.0, 1.0, 100, 20, 50.0), EngineStats(20.0, 1.0, 200, 40, 9.0), EngineStats(5.0, 0.0, 50)]
-    after = [EngineStats(13.0, 1.5, 400, 60, 54.0), EngineStats(26.0, 1.0, 500, 100, 15.0), EngineStats(1.0, 0.0, 10)]
+    before = [
+        EngineStats(10.0, 1.0, 100, 20, 1000, 600, at=50.0),
+        EngineStats(20.0, 1.0, 200, 40, at=9.0),
+        EngineStats(5.0, 0.0, 50),
+    ]
+    after = [
+        EngineStats(13.0, 1.5, 400, 60, 1300, 840, at=54.0),
+        EngineStats(26.0, 1.0, 500, 100, 100, at=15.0),
+        EngineStats(1.0, 0.0, 10),
+    ]
     assert generator_metrics(EngineInterval(before, after, devices=4)) == pytest.approx(
         {
             "throughput/generation": 600 / 9 * 3 / 4,
@@ -203,6 +211,7 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
             "idle/generator_refit": 0.5 / 10,
             "generator/sequences": 600 / 100,
             "generator/decode_step": 9 / 100,
+            "generator/prefix_hit_share": 240 / 400,
             "tokens/sampled": 600,
         }
     )

@@ -283,6 +283,15 @@ OLD = "async.max_trajectory_age_steps=2"
     ("overrides", "key", "what"),
     [
         ([ASYNC, "placement.colocated=true"], "placement.colocated", "devices of their own"),
+        (
+            [
+                ASYNC,
+                "async.recompute_kv_cache_after_weight_updates=true",
+                "generation.reset_prefix_cache_after_weight_updates=false",
+            ],
+            "generation.reset_prefix_cache_after_weight_updates",
+            "false keeps nothing",
+        ),
         ([ASYNC, OLD, "async.in_flight_weight_updates=false"], "async.max_trajectory_age_steps", "2 needs async.in_fl"),
         ([ASYNC, OLD, "grpo.loss.proximal=rollout"], "grpo.loss.proximal", "lets training collapse"),
         ([ASYNC, "grpo.loss.importance_cap=null"], "grpo.loss.importance_cap", "null without a mask leaves"),

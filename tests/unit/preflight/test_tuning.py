@@ -51,6 +51,7 @@ def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None
         "generation.max_num_seqs": 256,
         "generation.gpu_memory_utilization": 0.6,
         "generation.sleep": False,
+        "generation.prefix_caching": True,
     }
     assert tuned.kv_cache_mib is None
 
@@ -113,6 +114,7 @@ def test_what_was_written_stays_and_the_rest_follows_from_it(sizes: dict[str, Mo
         "generation.max_num_seqs": 7,
         "generation.gpu_memory_utilization": 0.5,
         "generation.sleep": True,
+        "generation.prefix_caching": False,
     }
     own = config_of(*(f"{key}={str(value).lower()}" for key, value in written.items()))
     tuned = tune(own, "cuda", sizes["qwen3-0.6b"], H200)

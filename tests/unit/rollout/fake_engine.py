@@ -78,7 +78,8 @@ class FakeModel:
     def __init__(self) -> None:
         self.weights = [-1, -1]
         self.running: dict[str, Running] = {}
-        scheduler = SimpleNamespace(requests=self.running, running=self.running)
+        cache = SimpleNamespace(prefix_cache_stats=SimpleNamespace(queries=0, hits=0))
+        scheduler = SimpleNamespace(requests=self.running, running=self.running, kv_cache_manager=cache)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.broken = False
@@ -109,7 +110,7 @@ class SteppedEngine(Engine):
     """The engine without its thread: it steps when it is told to. `sampling_params` gives the length of an answer."""
 
     def __init__(self) -> None:
-        self._spec: Any = SimpleNamespace(recompute_kv_cache=False)
+        self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)
         self._requests, self._stats = ActiveRequests(), EngineStats()
         self._version, self._poisoned, self._llm = -1, "", FakeModel()
         self._state = RefitState.SERVING

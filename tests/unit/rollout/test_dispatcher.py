@@ -1,6 +1,9 @@
 """The dispatcher on engines that step when they are told to: who samples what, who gets the answers, who waits."""
 
+import gc
 from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -277,3 +280,84 @@ def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None
         return seen
 
     assert seeds([range(1), range(1, 3)]) == seeds([range(3)]) != []
+
+
+def next_turn(request: TurnRequest) -> TurnRequest:
+    return replace(request, id=RequestId(request.id.rollout, request.id.turn + 1))
+
+
+class Talk:
+    """Conversations of a few turns each: the next one is submitted some time after the one before was answered."""
+
+    def __init__(self, stage: Stage, random: Random, last: int) -> None:
+        self.stage, self.random, self.last, self.mine = stage, random, last, Mine()
+        self.acting: list[TurnRequest] = []
+        self.answered: list[RequestId] = []
+        # Engine by request, as seen on the engines.
+        self.seen: dict[RequestId, str] = {}
+
+    def go_on(self) -> None:
+        """Have a while pass; some of what was answered goes on."""
+        self.stage.all_go_on()
+        for worker in self.stage.pool.engines:
+            for active in worker.engine._requests._turns.values():  # type: ignore[attr-defined]
+                self.seen[active.request.id] = worker.name
+        self.answered += [request.id for request, _ in self.mine.answers]
+        self.acting += [request for request, _ in self.mine.answers if request.id.turn < self.last]
+        self.mine.answers.clear()
+        ready = [each for each in self.acting if self.random.random() < 0.5]
+        self.acting = [each for each in self.acting if each not in ready]
+        self.stage.dispatcher.submit([next_turn(each) for each in ready], self.mine)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.booleans(), st.integers(0, 1 << 30))
+def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
+    engines: int, at_a_time: int, count: int, dies: bool, seed: int
+) -> None:
+    stage, random, size = Stage(engines, at_a_time), Random(seed), 1 + seed % 3
+    requests = [one for group in range(count) for one in turns(group, size, [1], random.randint(1, 4))]
+    talk, most = Talk(stage, random, last=3), 0
+    stage.dispatcher.submit(requests, talk.mine)
+    dies_at, moved = (random.randint(1, 12) if dies else 0), set[str]()
+    for number in range(1, 400):
+        if number == dies_at:
+            lost = stage.pool.engines[0]
+            moved = {str(each.rollout) for each, name in talk.seen.items() if name == lost.name}
+            lost.kill()
+        if stage.dispatcher.repair():
+            moved |= {str(each.rollout) for each in talk.mine.again}
+        talk.go_on()
+        most = max(most, *(len(stage.at(index)) for index in range(engines)))
+    assert sorted(map(str, talk.answered)) == sorted(f"{r.id}"[:-1] + str(t) for r in requests for t in range(4))
+    # A group begins while there is room for one of it.
+    assert most <= at_a_time + size - 1
+    for request in requests:
+        homes = {talk.seen[RequestId(request.id.rollout, t)] for t in range(4)}
+        assert len(homes) == 1 or str(request.id.rollout) in moved
+
+
+def test_a_later_turn_waits_for_its_engine_and_goes_before_new_groups() -> None:
+    stage, mine = Stage(2, at_a_time=1), Mine()
+    stage.dispatcher.submit([turn(0, longest=1), turn(1, longest=2), turn(2, longest=5), turn(3, longest=1)], mine)
+    for _ in range(3):
+        stage.all_go_on()
+    assert [request.id.rollout.group for request, _ in mine.answers] == [0, 1]
+    # Engine 0 went on with another group, engine 1 is about to be free.
+    assert (stage.at(0), stage.at(1)) == ([(2, 0)], [(3, 0)])
+    stage.dispatcher.submit([turn(4, longest=1), next_turn(mine.answers[0][0])], mine)
+    for _ in range(6):
+        stage.all_go_on()
+    order = [request.id for request, _ in mine.answers[2:]]
+    assert order == [turn(3).id, turn(4).id, turn(2).id, next_turn(turn(0)).id]
+
+
+def test_nobody_remembers_the_engine_of_a_rollout_that_is_over() -> None:
+    stage, mine = Stage(1, at_a_time=4), Mine()
+    stage.dispatcher.submit(turns(0, 3, [1], 2), mine)
+    for _ in range(4):
+        stage.all_go_on()
+    assert len(mine.answers) == 3 and len(stage.dispatcher._homes) == 3
+    mine.answers.clear()
+    gc.collect()
+    assert len(stage.dispatcher._homes) == 0
