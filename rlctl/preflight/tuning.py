@@ -32,6 +32,8 @@ _OWN_DEVICE_SHARE = 0.85
 _ASLEEP_BYTES, _RESTING_BYTES, _MOST_SHARE = 5 * GIB, 3 * GIB, 0.92
 # Tokens beyond the longest request, see `launch.worker_specs`; blocks of the cache are filled in part.
 _ROOM = 32
+# Longest sequence, in tokens, of which a prefix hit changes no bit on a CPU; see generation/README.md.
+_EXACT_PREFIX = 448
 # Share where sizes or memory are unknown, or nothing fits: half is for each side.
 _UNKNOWN_SHARE = 0.6
 
@@ -42,12 +44,7 @@ _CPU: dict[str, dict[str, Any]] = {
         "micro_batch_tokens": 8192,
         "logprob_chunk_tokens": 1024,
     },
-    "generation": {
-        "max_num_seqs": 256,
-        "gpu_memory_utilization": _UNKNOWN_SHARE,
-        "sleep": False,
-        "prefix_caching": True,
-    },
+    "generation": {"max_num_seqs": 256, "gpu_memory_utilization": _UNKNOWN_SHARE, "sleep": False},
 }
 
 
@@ -102,7 +99,7 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
         values = {section: {name: (value, why) for name, value in own.items()} for section, own in _CPU.items()}
         values["trainer"]["micro_batch_tokens"] = (max(8192, longest or 0), why)
         values["trainer"]["compile"] = (device == "cuda", _why_compiled(device))
-        values["generation"]["sleep"] = (device == "cuda", why)
+        values["generation"] |= {"sleep": (device == "cuda", why), "prefix_caching": _caches(device, longest)}
         config = fill(config, "trainer", values["trainer"])
         config = fill(config, "generation", values["generation"]) if isinstance(config, GrpoConfig) else config
         return Tuned(config, tuple(choices), None)
@@ -112,8 +109,9 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
         config, "trainer", {"compile": (True, _why_compiled(device)), "logprob_chunk_tokens": _chunk(sizes, memory)}
     )
     if isinstance(config, GrpoConfig):
-        shared = "rollouts of a group share their prompt, turns of a rollout what was said"
-        config = fill(config, "generation", {"max_num_seqs": _sequences(config), "prefix_caching": (True, shared)})
+        config = fill(
+            config, "generation", {"max_num_seqs": _sequences(config), "prefix_caching": _caches(device, longest)}
+        )
     fit = _fit(config, sizes, longest, memory)
     checkpointed = "no pack that fits keeps its activations" if fit.checkpointing else "activations fit"
     config = fill(
@@ -133,6 +131,14 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
 
 def _why_compiled(device: Device) -> str:
     return "on GPUs: a step of Qwen3-1.7B is 1.65 times as fast (H200)" if device == "cuda" else "on a CPU"
+
+
+def _caches(device: Device, longest: int | None) -> tuple[bool, str]:
+    """Return True where a prefix hit saves work; on a CPU a run must also sample what it samples without one."""
+    if device == "cuda":
+        return True, "rollouts of a group share their prompt, turns of a rollout what was said"
+    exact = longest is not None and longest <= _EXACT_PREFIX
+    return exact, f"on a CPU a hit changes no bit of sequences of at most {_EXACT_PREFIX} tokens"
 
 
 def _chunk(sizes: ModelSizes, memory: int) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes, read_sizes
 from rlctl.preflight.load import load
 from rlctl.preflight.plan import make_plan
+from rlctl.preflight.resolved import Device
 from rlctl.preflight.tuning import Tuned, tune
 
 GIB = 1 << 30
@@ -51,9 +52,19 @@ def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None
         "generation.max_num_seqs": 256,
         "generation.gpu_memory_utilization": 0.6,
         "generation.sleep": False,
-        "generation.prefix_caching": True,
+        "generation.prefix_caching": False,
     }
     assert tuned.kv_cache_mib is None
+
+
+@pytest.mark.parametrize(
+    ("device", "longest", "caches"), [("cpu", 448, True), ("cpu", 449, False), ("cuda", 449, True)]
+)
+def test_prefixes_are_kept_on_a_cpu_where_a_hit_changes_no_bit(
+    sizes: dict[str, ModelSizes], device: Device, longest: int, caches: bool
+) -> None:
+    config = config_of(f"model.max_length={longest}", "data.max_prompt_length=null", "generation.max_new_tokens=64")
+    assert chosen(tune(config, device, sizes["qwen3-0.6b"], H200))["generation.prefix_caching"] is caches
 
 
 def test_a_pack_holds_the_longest_sequence(sizes: dict[str, ModelSizes]) -> None:
