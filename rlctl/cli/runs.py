@@ -179,6 +179,42 @@ def rollouts(
         printer.show(limit)
 
 
+@app.command(
+    epilog=examples(
+        "rlctl runs report                             of the newest run, beside its files",
+        "rlctl runs report sums --open",
+        "rlctl runs report sums sums-async -o both.html --png pictures",
+    )
+)
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN]...",
+            help="Names or directories of runs, drawn together; if left out, the newest.",
+            autocompletion=complete_run,
+            show_default=False,
+        ),
+    ] = None,
+    root: Root = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the page to this file; if left out, to the first run's directory."),
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FOLDER", help="Write the charts to this folder too, as pictures.")
+    ] = None,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Write one HTML page that loads nothing: curves, step time, events, samples and config of one or more runs."""
+    from rlctl.cli.report import write_report
+
+    folders = [_find(run, root) for run in runs or [""]]
+    for folder in folders:
+        _bring_up_to_date(folder)
+    write_report(folders, output, png, open_it)
+
+
 def _stop_driver(folder: Path, start: "dict[str, Any]") -> None:
     """Ask a driver on this machine to stop."""
     import os

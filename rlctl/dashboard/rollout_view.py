@@ -41,12 +41,12 @@ def shown(group: Record, console: Console, pattern: Pattern = None) -> Renderabl
         grid.add_row()
     prompt = [_marked(line, "", pattern, "  ") for line in _wrapped(str(group.get("prompt", "")), width - 2, console)]
     title = Rule(Text(title_of(group), style="bold"), align="left", style="bright_black")
-    return Group(title, Text(_about(group), style="bright_black"), *prompt, Text(), grid)
+    return Group(title, Text(about(group), style="bright_black"), *prompt, Text(), grid)
 
 
 def plain(group: Record) -> Iterator[str]:
     """Yield a group as lines for a pipe."""
-    yield f"== {title_of(group)} · {_about(group)}"
+    yield f"== {title_of(group)} · {about(group)}"
     yield from (f"   {line}" for line in neutral(str(group.get("prompt", ""))).split("\n"))
     for rollout in group["rollouts"]:
         sign, _ = SIGNS.get(rollout.get("right"), SIGNS[None])
@@ -86,7 +86,8 @@ def pieces(rollout: Record) -> list[tuple[str, bool]]:
     return [(str(text), bool(sampled)) for text, sampled in rollout.get("text", ())]
 
 
-def _about(group: Record) -> str:
+def about(group: Record) -> str:
+    """Return the expected answer of a group, how many rollouts are right, and their mean reward, in a line."""
     rollouts, mean = group["rollouts"], mean_reward(group)
     right = sum(each.get("right") is True for each in rollouts)
     parts = [f"answer {one_line(group['answer'])}"] if group.get("answer") is not None else []

@@ -39,6 +39,11 @@ class History:
         return list(self._records)
 
     @property
+    def names(self) -> list[str]:
+        """Return every name with a number in some record."""
+        return list(self._series)
+
+    @property
     def last(self) -> Record:
         """Newest record; empty before the first."""
         return next(reversed(self._records.values()), {})

@@ -43,7 +43,7 @@ def summary_table(state: RunState) -> Group:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bright_black", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, value in _lines(state):
+    for label, value in facts_of(state):
         table.add_row(label, value)
     return Group(title, table)
 
@@ -57,7 +57,8 @@ def print_next_steps(state: RunState, console: Console) -> None:
             console.print(Text(f"  {command}"), soft_wrap=True, highlight=False)
 
 
-def _lines(state: RunState) -> Iterator[tuple[str, str]]:
+def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
+    """Yield (label, value) of the results and the cost of a run, of those that it has."""
     yield "steps", f"{state.step} of {state.num_steps or '?'} in {span(state.elapsed)}"
     for line in state.start.get("damaged") or []:
         yield "damaged", f"{one_line(line)}; resumed after step {state.start.get('start_step', 0)} instead"

@@ -81,6 +81,18 @@ def read_records(path: Path) -> list[Record]:
     return Tail(path).read()
 
 
+def damaged_lines(path: Path) -> int:
+    """Return the number of complete lines of a file that are no records; 0 if the file does not exist."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return 0
+    complete = data[: data.rfind(b"\n") + 1]
+    # Blank ones stand where a writer ended a torn line.
+    lines = [line for line in complete.splitlines() if line.strip()]
+    return len(lines) - sum(1 for _ in _parse(complete))
+
+
 def _parse(data: bytes) -> Iterator[Record]:
     for line in data.splitlines():
         try:

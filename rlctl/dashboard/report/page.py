@@ -1,0 +1,252 @@
+"""The report of runs as one HTML page that loads nothing: its texts, its tables, and its data for `report.js`."""
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rlctl.dashboard.formats import span
+from rlctl.dashboard.report import vega
+from rlctl.dashboard.report.metric_charts import OTHERS, MetricChart, charts_of, zeros
+from rlctl.dashboard.report.source import (
+    HEALTH,
+    MOST_EVENTS,
+    ConfigValue,
+    ReportedRun,
+    meaning_of_key,
+    meanings_of_keys,
+)
+from rlctl.dashboard.summary import facts_of
+from rlctl.telemetry.metrics import meaning
+
+_HERE = Path(__file__).parent
+# Nothing may be loaded or sent; Vega compiles its expressions.
+_POLICY = "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
+_ABSENT = ConfigValue("–", "")
+_HEALTH = "Health and events"
+
+
+def page(runs: Sequence[ReportedRun], written: str) -> str:
+    """Return the HTML. written: when, for the reader."""
+    charts = charts_of([run.state for run in runs])
+    names = [run.name for run in runs]
+    title = " · ".join(names)
+    sections = list(dict.fromkeys(chart.section for chart in charts))
+    body = "".join(
+        [
+            _differences(runs) if len(runs) > 1 else "",
+            *(_section(each, _grid(charts, each, names)) for each in sections if each != OTHERS),
+            _section(_HEALTH, _health_grid(runs) + _events(runs)),
+            _section("Samples", '<div id="samples"></div>') if any(any(run.samples.values()) for run in runs) else "",
+            _section(OTHERS, _grid(charts, OTHERS, names) + _zeros(runs)),
+            _config(runs),
+        ]
+    )
+    data = {
+        "themes": {name: vega.config(theme) for name, theme in (("light", vega.LIGHT), ("dark", vega.DARK))},
+        "charts": [*(_chart_data(chart, names) for chart in charts), *_health_data(runs)],
+        "samples": [{"name": run.name, "groups": run.samples} for run in runs],
+    }
+    return _PAGE.format(
+        policy=_POLICY,
+        title=escape(title),
+        style=(_HERE / "report.css").read_text(),
+        heads="".join(_head(run) for run in runs),
+        body=body,
+        written=escape(written),
+        data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
+        library=vega.script(),
+        script=(_HERE / "report.js").read_text(),
+    )
+
+
+def _chart_data(chart: MetricChart, names: Sequence[str]) -> dict[str, Any]:
+    many = len({each.run for each in chart.series}) > 1
+    return {
+        "spec": vega.spec_of(chart, names),
+        "unit": chart.unit,
+        "series": [
+            {
+                "metric": each.name,
+                "run": names[each.run],
+                "label": f"{names[each.run]} · {each.name}" if many else each.name,
+                "meaning": meaning(each.name),
+                "steps": each.steps,
+                "values": [float(f"{value:.6g}") for value in each.values],
+            }
+            for each in chart.series
+        ],
+    }
+
+
+def _health_data(runs: Sequence[ReportedRun]) -> list[dict[str, Any]]:
+    rows = [
+        {"step": event.step, "label": event.label, "text": event.text, "run": run.name, "kind": event.kind}
+        for run in runs
+        for event in run.events
+        if event.kind in HEALTH
+    ]
+    if {row["kind"] for row in rows} <= {"run_ended"}:
+        return []
+    labels = {row["label"] for row in rows}
+    return [{"spec": vega.health_spec([run.name for run in runs], len(labels)), "rows": rows}]
+
+
+def _section(title: str, content: str) -> str:
+    return f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{content}</section>' if content else ""
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(" ", "-")
+
+
+def _grid(charts: Sequence[MetricChart], section: str, names: Sequence[str]) -> str:
+    """Return the places of a section's charts; `report.js` fills them in the order of all charts."""
+    cards = "".join(_card(number, chart, names) for number, chart in enumerate(charts) if chart.section == section)
+    return f'<div class="grid">{cards}</div>' if cards else ""
+
+
+def _card(number: int, chart: MetricChart, runs: Sequence[str]) -> str:
+    names = list(chart.meanings)
+    shown = names if len(names) <= 4 else [*names[:3], f"and {len(names) - 3} more"]
+    title = f"{chart.title}: {runs[chart.series[0].run]}" if chart.stacked and len(runs) > 1 else chart.title
+    meanings = "\n".join(f"{name}: {text}" for name, text in chart.meanings.items() if text)
+    wide = " wide" if chart.stacked else ""
+    return (
+        f'<figure class="card{wide}"><figcaption title="{escape(meanings)}"><b>{escape(title)}</b> '
+        f'<span class="names">{escape(", ".join(shown))}</span></figcaption>'
+        f'<div class="chart" data-chart="{number}"></div>{_notes(chart)}</figure>'
+    )
+
+
+def _notes(chart: MetricChart) -> str:
+    notes = []
+    if chart.bound is not None:
+        notes.append(f"dashed: health.max_token_mult_prob_error, {chart.bound:g}")
+    if chart.stacked and (over := vega.steps_above(chart)):
+        listed = ", ".join(f"{step} ({value:.3g})" for step, value in over[:3])
+        notes.append(f"cut at the top: step {listed}{' and others' * (len(over) > 3)}")
+    return "".join(f"<p class='note'>{escape(note)}</p>" for note in notes)
+
+
+def _head(run: ReportedRun) -> str:
+    state = run.state
+    facts = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts_of(state))
+    reason = f": {escape(str(state.end['reason']))}" if state.end.get("reason") else ""
+    remarks = "".join(f"<p class='remark'>{escape(text)}</p>" for text in run.remarks)
+    model = escape(str(state.start.get("model", "")))
+    return (
+        f"<article class='run'><h1>{escape(run.name)} <span class='status {escape(state.status)}'>"
+        f"{escape(state.status)}</span></h1><p class='note'>{escape(state.algorithm)} · {model}{reason}</p>"
+        f"{remarks}<table>{facts}</table></article>"
+    )
+
+
+def _differences(runs: Sequence[ReportedRun]) -> str:
+    keys = [key for key in _keys(runs) if len({run.config.get(key, _ABSENT).text for run in runs}) > 1]
+    known = [run for run in runs if run.config]
+    if len(known) < 2:
+        return ""
+    rows = _table(runs, keys) if keys else "<p>Their configs are equal.</p>"
+    return _section("What differs", rows)
+
+
+def _config(runs: Sequence[ReportedRun]) -> str:
+    if not any(run.config for run in runs):
+        return ""
+    legend = ""
+    if any(value.origin for run in runs for value in run.config.values()):
+        legend = (
+            "<p class='note'>Bold: no default; the place where it was written is beside it. "
+            "<label><input type='checkbox' id='given'> nothing else</label></p>"
+        )
+    return _section("Config", legend + _table(runs, _keys(runs), id_="config"))
+
+
+def _keys(runs: Iterable[ReportedRun]) -> list[str]:
+    return list(dict.fromkeys(key for run in runs for key in run.config))
+
+
+def _table(runs: Sequence[ReportedRun], keys: Iterable[str], id_: str = "differences") -> str:
+    """Return a row for each key, a column for each run; the meaning of a key appears on hover."""
+    heads = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    meanings = meanings_of_keys()
+    rows = []
+    for key in keys:
+        values = [run.config.get(key, _ABSENT) for run in runs]
+        cells = "".join(_value(value) for value in values)
+        default = "" if any(value.origin for value in values) else " class='default'"
+        doc = escape(meaning_of_key(key, meanings))
+        rows.append(f'<tr{default}><th title="{doc}">{escape(key)}</th>{cells}</tr>')
+    return (
+        f"<div class='scroll'><table id='{id_}' class='config'><thead><tr><th>key</th>{heads}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def _value(value: ConfigValue) -> str:
+    origin = f"<span class='origin'>{escape(value.origin)}</span>" if value.origin else ""
+    return f"<td><code>{escape(value.text)}</code>{origin}</td>"
+
+
+def _health_grid(runs: Sequence[ReportedRun]) -> str:
+    if not _health_data(runs):
+        return "<p class='note'>No warnings, no errors, no engine lost.</p>"
+    return '<figure class="card health"><div class="chart" data-chart="-1"></div></figure>'
+
+
+def _events(runs: Sequence[ReportedRun]) -> str:
+    return "".join(_events_of(run, len(runs) == 1) for run in runs if run.events)
+
+
+def _events_of(run: ReportedRun, is_open: bool) -> str:
+    shown = run.events[-MOST_EVENTS:]
+    rows = "".join(
+        f"<tr class='{escape(event.kind)}'><td>{span(event.at_s)}</td><td>{event.step}</td>"
+        f"<td>{escape(event.text)}</td></tr>"
+        for event in shown
+    )
+    more = f", the newest {len(shown)}" if len(shown) < len(run.events) else ""
+    return (
+        f"<details{' open' * is_open}><summary>{len(run.events)} events of {escape(run.name)}{more}</summary>"
+        f"<div class='scroll'><table class='events'><thead><tr><th>after</th><th>step</th><th>event</th></tr></thead>"
+        f"<tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _zeros(runs: Sequence[ReportedRun]) -> str:
+    names = zeros([run.state for run in runs])
+    return f"<p class='note'>0 in every step: {escape(', '.join(names))}.</p>" if names else ""
+
+
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} · rlctl</title>
+<style>{style}</style>
+</head>
+<body>
+<header>
+<nav id="nav"></nav>
+<span class="theme"><button data-theme="">auto</button><button data-theme="light">light</button><button
+data-theme="dark">dark</button></span>
+</header>
+<main>
+<div class="runs">{heads}</div>
+<p class="note">Hover a chart for its values and their meaning; drag to move along the steps, Alt + wheel to zoom,
+double-click to see all. Of 40 points and more the thick line is the mean over neighbours.</p>
+{body}
+<p class="note">{written}</p>
+</main>
+<div id="tip" hidden></div>
+<script type="application/json" id="data">{data}</script>
+<script>{library}</script>
+<script>{script}</script>
+</body>
+</html>
+"""

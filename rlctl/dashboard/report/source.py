@@ -1,0 +1,221 @@
+"""A run as a report needs it: its state, its config with origins, its events, and samples over its steps.
+
+Everything is read from the run directory. What is damaged is left out and named.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.compose import compose
+from rlctl.config.errors import ConfigError
+from rlctl.config.fields import generic, schema_keys
+from rlctl.config.provenance import dump, leaves, plain
+from rlctl.config.recorded_origins import recorded_origins
+from rlctl.config.schema import KINDS
+from rlctl.dashboard.event_text import describe
+from rlctl.dashboard.formats import count
+from rlctl.dashboard.rollout_view import about, facts, headline, pieces, title_of
+from rlctl.dashboard.state import SILENT, RunState, read_state
+from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
+from rlctl.telemetry.rollouts_file import GroupPlace, index, read_groups
+
+# Steps whose groups are shown, groups of one of them, rollouts of a group, and letters of a text.
+MOST_STEPS = 24
+MOST_GROUPS = {"train": 2, "validation": 6}
+MOST_ROLLOUTS = 8
+MOST_LETTERS = 3000
+# JSON of a run's samples, bytes.
+MOST_SAMPLES = 400_000
+MOST_EVENTS = 300
+_UNTOLD = {*SILENT, "validation_started", "processes"}
+# Events that are marks on the chart of health.
+HEALTH = {
+    "warning",
+    "error",
+    "engine_lost",
+    "engine_restarted",
+    "engine_gone",
+    "restart",
+    "redrawn",
+    "checkpoint",
+    "run_ended",
+}
+
+
+@dataclass(frozen=True)
+class ReportedEvent:
+    """An event in words."""
+
+    # Seconds since the run began.
+    at_s: float
+    # Steps that were done.
+    step: int
+    kind: str
+    # A health check's name, or the kind.
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class ConfigValue:
+    """A value of a run's config as YAML, and the place where it was written; empty for a default."""
+
+    text: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """One run of a report."""
+
+    # Name, unique in the report.
+    name: str
+    path: Path
+    state: RunState
+    config: dict[str, ConfigValue]
+    events: list[ReportedEvent]
+    # Purpose -> groups, in the order of steps.
+    samples: dict[str, list[Record]]
+    # One line each on what is damaged, missing or not over.
+    remarks: list[str]
+
+
+def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
+    """Return the runs in these directories; those of one name are told apart by their paths."""
+    names = [folder.resolve().name for folder in folders]
+    return [
+        read_run(folder, name if names.count(name) == 1 else f"{name} ({folder.parent})")
+        for folder, name in zip(folders, names)
+    ]
+
+
+def read_run(folder: Path, name: str) -> ReportedRun:
+    """Return the run in a directory, as far as its files can be read."""
+    run, state = RunDir(folder), read_state(folder)
+    state.name = name
+    remarks = list(_remarks(run, state))
+    config: dict[str, ConfigValue] = {}
+    try:
+        config = _config(run.config)
+        if config and not any(value.origin for value in config.values()):
+            remarks.append("config.yaml records no origins: the run is of an earlier version of rlctl")
+    except ConfigError as error:
+        remarks.append(f"its config is left out: {error.problems[0]}")
+    events = _events(run.events, state)
+    samples = {purpose: _samples(run.rollouts, purpose) for purpose in ("validation", "train")}
+    return ReportedRun(name, folder, state, config, events, samples, remarks)
+
+
+def meanings_of_keys() -> dict[str, str]:
+    """Return the meaning of every key of a config, the number of a list's entry as `N`."""
+    return {key: each.metadata.get("doc", "") for kind in KINDS.values() for key, each in schema_keys(kind)}
+
+
+def meaning_of_key(key: str, meanings: dict[str, str]) -> str:
+    """Return the meaning of a key, of an entry of a list that of the list."""
+    return meanings.get(generic(key)) or meanings.get(generic(key).removesuffix(".N"), "")
+
+
+def _remarks(run: RunDir, state: RunState) -> Iterator[str]:
+    if state.status in ("new", "running"):
+        yield f"is under way: {count(state.step, 'step')} of {state.num_steps or '?'} done when this was written"
+    if state.status == "died":
+        yield "its driver is gone without a last word: what it had written is shown"
+    for path in (run.events, run.metrics):
+        if damaged := damaged_lines(path):
+            yield f"{path.name}: without {count(damaged, 'damaged line')}"
+        if not path.exists():
+            yield f"has no {path.name}"
+    if not state.steps:
+        yield "has done no step yet, so there are no curves"
+
+
+def _config(path: Path) -> dict[str, ConfigValue]:
+    """Return dotted key -> value. Raises ConfigError."""
+    tree, origins = compose(path, []), recorded_origins(path)
+    texts = ((key, dump({"key": plain(node)}).removeprefix("key: ").rstrip("\n")) for key, node in leaves(tree))
+    return {key: ConfigValue(text, origins.get(key, "")) for key, text in texts}
+
+
+def _events(path: Path, state: RunState) -> list[ReportedEvent]:
+    """Return what happened over all attempts, in order."""
+    records = [each for each in read_records(path) if isinstance(each.get("time"), (int, float)) and "kind" in each]
+    begin = float(records[0]["time"]) if records else 0.0
+    done = state.steps.series("time")
+    times, steps = [at for _, at in done], [step for step, _ in done]
+    events = []
+    for record in records:
+        kind = str(record["kind"])
+        if kind in _UNTOLD:
+            continue
+        at = float(record["time"])
+        position = bisect_right(times, at)
+        step = record["step"] if isinstance(record.get("step"), int) else steps[position - 1] if position else 0
+        label = str(record.get("check") or kind).replace("_", " ")
+        events.append(ReportedEvent(at - begin, step, kind, label, _in_words(record)))
+    return events
+
+
+def _in_words(record: Record) -> str:
+    try:
+        return describe(record)[0]
+    except (KeyError, TypeError, ValueError):
+        return json.dumps(record)
+
+
+def _samples(path: Path, purpose: str) -> list[Record]:
+    """Return groups of steps evenly over the run, the first and the last among them, within MOST_SAMPLES."""
+    by_step: dict[int, list[GroupPlace]] = {}
+    for place in index(path):
+        if place.purpose == purpose:
+            by_step.setdefault(place.step, []).append(place)
+    most = MOST_STEPS
+    while steps := evenly(sorted(by_step), most):
+        places = [place for step in steps for place in by_step[step][: MOST_GROUPS[purpose]]]
+        groups = [_shown(group) for group in read_groups(path, places)]
+        if len(json.dumps(groups)) <= MOST_SAMPLES or len(steps) == 1:
+            return groups
+        most = len(steps) // 2
+    return []
+
+
+def evenly(steps: list[int], most: int) -> list[int]:
+    """Return at most `most` of the steps, the first and the last among them."""
+    if len(steps) <= most:
+        return steps
+    if most < 2:
+        return steps[-1:]
+    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+
+
+def _shown(group: Record) -> Record:
+    rollouts = group["rollouts"]
+    left_out = len(rollouts) - MOST_ROLLOUTS
+    return {
+        "step": group["step"],
+        "title": title_of(group),
+        "prompt": _cut(str(group.get("prompt", ""))),
+        "about": _cut(about(group)),
+        "rollouts": [_rollout(each) for each in rollouts[:MOST_ROLLOUTS]],
+        "more": max(0, left_out),
+    }
+
+
+def _rollout(rollout: Record) -> dict[str, Any]:
+    text, room = [], MOST_LETTERS
+    for piece, sampled in pieces(rollout):
+        text.append([_cut(piece, room), sampled])
+        room -= len(piece)
+        if room <= 0:
+            break
+    head = "".join(part for part, _ in headline(rollout))
+    return {"right": rollout.get("right"), "head": head, "facts": facts(rollout), "text": text}
+
+
+def _cut(text: str, most: int = MOST_LETTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} more letters"

@@ -1,0 +1,209 @@
+"""`rlctl runs report`: one page of one or more runs, as far as their files go, that loads nothing."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rlctl.cli.runs import app
+from rlctl.config.errors import ConfigError
+from rlctl.dashboard.report import vega
+from rlctl.dashboard.report.metric_charts import charts_of, stack_sums, thinned, zeros
+from rlctl.dashboard.report.page import page
+from rlctl.dashboard.report.source import ConfigValue, evenly, read_run, read_runs
+from rlctl.dashboard.state import read_state
+from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.rollouts_file import RolloutsFile
+from tests.unit.dashboard.synthetic import async_metrics, step_metrics, write_run
+
+
+@pytest.fixture
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library that is there at once."""
+    monkeypatch.setattr(vega, "is_installed", lambda: True)
+    monkeypatch.setattr(vega, "script", lambda: "/* library */")
+
+
+def call(*words: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["report", *map(str, words)])
+    if isinstance(result.exception, ConfigError):
+        return 2, result.stdout, str(result.exception)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def data_of(html: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def group(step: int, text: str = "4<eos>") -> dict[str, Any]:
+    rollout = {"index": 0, "text": [[text, True]], "tokens": 2, "finish": "stop", "reward": 1.0, "right": True}
+    return {"task": f"e0-r{step}", "prompt": "2+2=", "answer": "4", "outcome": "trained", "rollouts": [rollout]}
+
+
+def write_groups(run: RunDir, steps: range, text: str = "4<eos>") -> None:
+    file = RolloutsFile(run.rollouts, 1 << 30, lambda *_, **__: None)
+    for step in steps:
+        file.groups(step, "train", [group(step, text)])
+
+
+def test_every_metric_that_is_not_always_0_is_in_exactly_one_chart(tmp_path: Path) -> None:
+    metrics = {**async_metrics(1), "reward/mine/mean": 1.0, "of/my_own": 2.0, "reward/failed": 0.0}
+    write_run(tmp_path, "a", metrics=lambda step: {**metrics, "train/lr": step})
+    state = read_state(tmp_path / "a")
+    drawn = [each.name for chart in charts_of([state]) for each in chart.series]
+    named = {name for name in metrics if not name.startswith(("time/step", "version"))}
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == (named - {"reward/failed", "buffer/age_2"}) | {"train/lr", "validation/accuracy"}
+    assert zeros([state]) == ["buffer/age_2", "reward/failed"]
+    assert [chart.section for chart in charts_of([state]) if chart.matches("of/my_own")] == ["Other metrics"]
+
+
+def test_the_areas_of_a_step_add_up_to_its_wall_time(tmp_path: Path) -> None:
+    def metrics(step: int) -> dict[str, float]:
+        times = step_metrics(step)
+        return times if step % 5 else {**times, "time/checkpoint": 1.0, "time/step": times["time/step"] + 1}
+
+    write_run(tmp_path, "a", metrics=metrics)
+    state = read_state(tmp_path / "a")
+    (chart,) = (chart for chart in charts_of([state]) if chart.title == "Phases of a step")
+    assert stack_sums(chart.series) == pytest.approx(dict(state.series("time/step")))
+    assert {len(each.values) for each in chart.series} == {20}
+
+
+def test_stacks_of_two_runs_have_the_same_colours_and_axis(tmp_path: Path) -> None:
+    write_run(tmp_path, "a")
+    write_run(tmp_path, "b", metrics=async_metrics)
+    charts = charts_of([read_state(tmp_path / name) for name in "ab"])
+    first, second = (chart for chart in charts if chart.title == "Phases of a step")
+    assert first.names == second.names and first.top == second.top and first.series != second.series
+
+
+def test_a_slow_first_step_is_cut_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path, "a", 100, metrics=lambda step: {"time/train": 100.0 if step == 1 else 1.0, "reward/mean": 1})
+    (chart,) = (chart for chart in charts_of([read_state(tmp_path / "a")]) if chart.title == "Phases of a step")
+    assert chart.top == 1.5 and vega.steps_above(chart) == [(1, 100.0)]
+
+
+def test_a_long_series_is_thinned_to_means_that_end_with_its_last_step() -> None:
+    steps, values = thinned(list(range(1, 1002)), [float(step) for step in range(1, 1002)], most=100)
+    assert len(steps) <= 100 and steps[0] == 11 and values[0] == 6.0 and steps[-1] == 1001
+    assert thinned([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_steps_are_chosen_evenly_with_the_first_and_the_last() -> None:
+    assert evenly(list(range(101)), 5) == [0, 25, 50, 75, 100]
+    assert evenly([3, 9], 5) == [3, 9] and evenly([3, 9, 11], 1) == [11]
+
+
+def test_the_page_has_curves_meanings_events_samples_and_origins(tmp_path: Path, light: None) -> None:
+    run = write_run(tmp_path, "a")
+    write_groups(run, range(1, 21))
+    run.config.write_text("kind: grpo\nrun:\n  seed: 5  # from override 1: run.seed=5\n  log_every: 1\n")
+    EventLog(run.events).emit("warning", what="grad norm is <high>", check="grad_norm", step=7)
+    html = page([read_run(run.path, "a")], "today")
+    shown = data_of(html)
+    loss = next(each for chart in shown["charts"] for each in chart.get("series", []) if each["metric"] == "loss/kl")
+    assert loss["meaning"] == "KL to the reference, nats a token" and loss["values"][:2] == [0.001, 0.002]
+    assert "warning: grad norm is &lt;high&gt;" in html
+    assert {"step": 7, "label": "grad norm"}.items() <= shown["charts"][-1]["rows"][-1].items()
+    assert [each["step"] for each in shown["samples"][0]["groups"]["train"]] == list(range(1, 21))
+    assert "<code>5</code><span class='origin'>override 1: run.seed=5</span>" in html
+    assert "<tr class='default'><th title=\"Print a line" in html or "<tr class='default'>" in html
+    assert "default-src 'none'" in html and not re.search(r'(src|href)="(?!#)', html)
+
+
+def test_what_the_policy_wrote_cannot_become_a_part_of_the_page(tmp_path: Path, light: None) -> None:
+    run = write_run(tmp_path, "a")
+    write_groups(run, range(1, 2), text="</script><script>alert(1)</script>\ud800<!--")
+    html = page([read_run(run.path, "<b>")], "today")
+    assert "<script>alert" not in html and "<b> <span" not in html
+    html.encode()
+    rollout = data_of(html)["samples"][0]["groups"]["train"][0]["rollouts"][0]
+    assert rollout["text"][0][0].startswith("</script><script>alert(1)")
+
+
+def test_samples_take_a_bounded_part_of_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "a")
+    write_groups(run, range(1, 101), text="long " * 20_000)
+    groups = read_run(run.path, "a").samples["train"]
+    assert (groups[0]["step"], groups[-1]["step"], len(groups)) == (1, 100, 24)
+    assert len(json.dumps(groups)) < 100_000 and "more letters" in groups[0]["rollouts"][0]["text"][0][0]
+
+
+def test_two_runs_are_drawn_together_with_what_differs(tmp_path: Path, light: None) -> None:
+    for name, seed in (("a", 1), ("b", 2)):
+        write_run(tmp_path, name).config.write_text(f"kind: grpo\nrun:\n  seed: {seed}\n  log_every: 1\n")
+    runs = read_runs([tmp_path / "a", tmp_path / "b"])
+    html = page(runs, "today")
+    differing = html.partition("<h2>What differs</h2>")[2].partition("</section>")[0]
+    assert "run.seed" in differing and "run.log_every" not in differing
+    assert [each["label"] for each in data_of(html)["charts"][0]["series"]] == [
+        f"{run} · {name}" for name in ("reward/accuracy", "validation/accuracy") for run in "ab"
+    ]
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder in ("x", "y"):
+        write_run(tmp_path / folder, "a")
+    names = [run.name for run in read_runs([tmp_path / "x/a", tmp_path / "y/a"])]
+    assert names == [f"a ({tmp_path / folder})" for folder in ("x", "y")]
+
+
+def test_damaged_files_are_read_as_far_as_they_go_and_named(tmp_path: Path, light: None) -> None:
+    run = write_run(tmp_path, "a")
+    write_groups(run, range(1, 4))
+    lines = run.metrics.read_bytes().split(b"\n")
+    nan = b'{"kind": "step", "step": 20, "time": 1800000060.0, "loss/kl": NaN, "loss/policy": 1e999}'
+    run.metrics.write_bytes(b"\n".join([*lines[:5], b"\xff\x00{", b'{"kind": "st', nan, b'{"half']))
+    run.rollouts.write_bytes(run.rollouts.read_bytes()[:-40])
+    run.config.write_text("kind: [")
+    read = read_run(run.path, "a")
+    assert [len(read.samples[purpose]) for purpose in ("validation", "train")] == [0, 2]
+    assert read.remarks[0] == "metrics.jsonl: without 2 damaged lines" and "its config is left out: " in read.remarks[1]
+    assert all(
+        value == value
+        for chart in data_of(page([read], "now"))["charts"]
+        for each in chart.get("series", ())
+        for value in each["values"]
+    )
+
+
+def test_a_run_under_way_and_one_that_has_no_step_are_shown_as_they_are(tmp_path: Path, light: None) -> None:
+    assert (
+        read_run(write_run(tmp_path, "a", steps=7, ended=None).path, "a")
+        .remarks[0]
+        .startswith("is under way: 7 steps of 20 done")
+    )
+    run = write_run(tmp_path, "b", steps=0, ended="failed")
+    read = read_run(run.path, "b")
+    assert "has no metrics.jsonl" in read.remarks and "has done no step yet, so there are no curves" in read.remarks
+    assert "Config" in page([read], "now") and read.config["checkpoint.metric"] == ConfigValue(
+        "validation/accuracy", ""
+    )
+
+
+def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(tmp_path: Path, light: None) -> None:
+    for name in "ab":
+        write_run(tmp_path, name)
+    code, out, err = call("a", "--dir", tmp_path)
+    assert code == 0 and out.startswith(f"{tmp_path / 'a' / 'report.html'} (0.") and "records no origins" in err
+    assert call("a", "b", "--dir", tmp_path)[0] == 0 and (tmp_path / "a/report--b.html").is_file()
+    assert call("a", "--dir", tmp_path, "-o", tmp_path / "it.html")[1].startswith(str(tmp_path / "it.html"))
+
+
+def test_mistakes_are_one_line_with_the_remedy(tmp_path: Path, light: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path, "sums")
+    assert call("sumz", "--dir", tmp_path) == (2, "", "error: sumz: no such run; did you mean sums?\n")
+    code, _, error = call("sums", "--dir", tmp_path, "-o", tmp_path / "none" / "it.html")
+    assert code == 2 and "cannot be written: No such file or directory; --output names another file" in error
+    monkeypatch.setattr(vega, "is_installed", lambda: False)
+    assert call("sums", "--dir", tmp_path)[::2] == (
+        2,
+        "runs report: needs vl-convert-python: pip install 'rlctl[report]'",
+    )
