@@ -31,7 +31,7 @@ def complete_config(incomplete: str) -> Offers:
 
 def complete_arguments(ctx: typer.Context, incomplete: str) -> Offers:
     """Offer a recipe, and then keys with their values. bash takes `key=value` apart at the `=`, zsh and fish do not."""
-    kind = ctx.info_name if ctx.info_name in ("grpo", "sft") else None
+    kind = {"grpo": "grpo", "sft": "sft", "eval": "grpo"}.get(str(ctx.info_name))
     given = [str(each) for each in ctx.params.get("arguments") or []]
     if given[-1:] == ["="]:
         given.pop()

@@ -11,18 +11,21 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from rlctl.cli import bench, cluster, config, data, doctor, env, loss, recipes, runs, train
+from rlctl.cli import bench, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
 from rlctl.cli.output import BAD_INPUT, examples, report
 from rlctl.config.errors import ConfigError, Problem
 
 _UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 
 
+_ORDER = ("train", "eval", "export", "runs", "config", "data", "env", "loss", "recipes", "cluster", "bench", "doctor")
+
+
 class _Commands(TyperGroup):
-    """The commands in the order in which they are added below; Typer would put doctor first, since it is no group."""
+    """The commands in the order of a user's way; Typer would put those first that are no groups."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
-        return sorted(self.commands, key=lambda name: name == "doctor")
+        return sorted(self.commands, key=_ORDER.index)
 
 
 app = typer.Typer(
@@ -37,12 +40,15 @@ app = typer.Typer(
         "rlctl train grpo my.yaml run.seed=1     your recipe, one value changed",
         "rlctl train grpo my.yaml --dry-run      what a run would do and need",
         "rlctl runs dash                         the newest run, live",
+        "rlctl eval my-run                       its newest checkpoint on held-out tasks",
         "rlctl doctor                            is this machine ready?",
         "rlctl --install-completion              recipes, config keys and runs at the tab key",
     ),
 )
 for _part in (train, runs, config, data, env, loss, recipes, cluster, bench):
     app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2])
+app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command("export", epilog=export.EPILOG)(export.export)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

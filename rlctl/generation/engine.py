@@ -58,7 +58,7 @@ class Engine(ReceivesWeights):
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests = ActiveRequests()
         self._stats = EngineStats()
-        self._version = -1
+        self._version = spec.version
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._mode: Literal["staged", "direct"] = "direct"
         self._state = RefitState.SERVING

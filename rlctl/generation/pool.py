@@ -50,9 +50,10 @@ class GeneratorPool:
         self._spec, self._slots, self._logs = spec, slots, logs
         self._deadline_s, self._max_restarts, self._emit = deadline_s, max_restarts, emit
         self._restarts_left = max_restarts
-        self.version = -1
+        self.version = spec.version
         self.asleep = False
-        self._refit: Refit
+        # None where engines keep the weights that they are built with.
+        self._refit: Refit | None = None
         # By slot; None where an engine is gone with its node.
         self.slots: list[Worker | None] = [self._start(index) for index in range(len(slots))]
 
@@ -92,11 +93,12 @@ class GeneratorPool:
         Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
         Raises RuntimeError when `generation.max_restarts` are used up, and what a trainer raised.
         """
+        refit = self._opened
         if self.asleep:
-            self._refit.rest_trainers()
+            refit.rest_trainers()
             self.call(Engine.wake, ["weights"])
         try:
-            report = self._refit.run(self.ends(), version, checks)
+            report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
             begin = time.perf_counter()
             live = self._live
@@ -113,9 +115,15 @@ class GeneratorPool:
         return report
 
     @property
+    def _opened(self) -> Refit:
+        if self._refit is None:
+            raise RuntimeError("no refit is connected: the engines keep the weights that they were built with")
+        return self._refit
+
+    @property
     def plan(self) -> RefitPlan:
         """Refit plan that trainer and engines agreed on."""
-        return self._refit.plan
+        return self._opened.plan
 
     @property
     def at_a_time(self) -> int:
@@ -205,7 +213,9 @@ class GeneratorPool:
             place = {index: ends[position] for position, index in enumerate(live)}
             behind = [index for index in behind if index in place]
             try:
-                self._refit.resend(ends, [place[index] for index in fresh], [place[index] for index in behind], version)
+                if self._refit:
+                    late = [place[index] for index in behind]
+                    self._refit.resend(ends, [place[index] for index in fresh], late, version)
                 break
             except EnginesLost as error:
                 # One that was left untouched only because another fell out tries again; alone it is at fault itself.

@@ -64,6 +64,8 @@ class EngineSpec:
     recompute_kv_cache: bool
     # Answers end by these instead of stop tokens.
     forced_lengths: ForcedLengths | None
+    # Version of the weights in `model_path`; -1 where a refit brings the first.
+    version: int = -1
 
 
 VLLM_FIELDS = (

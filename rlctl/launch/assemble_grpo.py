@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import GrpoLoop
     from rlctl.rewards.scorer import Scorer
+    from rlctl.rollout.types import Decode
     from rlctl.training.trainer_group import TrainerGroup
 
 # Room in shared memory beside the weights in transit, for what else a run keeps there.
@@ -106,8 +107,8 @@ class GrpoParts:
         if pool.sleeps and warms_up(config):
             pool.rest()
             warm_up(session, config, trainer)
-        score = GroupScorer(self.scorer, _decoder(self.chat.tokenizer, special=False))
-        decode = _decoder(self.chat.tokenizer, special=True)
+        score = GroupScorer(self.scorer, decoder(self.chat.tokenizer, special=False))
+        decode = decoder(self.chat.tokenizer, special=True)
         devices = Devices(
             placement.trainer_devices,
             placement.generator_devices,
@@ -176,6 +177,7 @@ def shared_memory(nbytes: int = 0) -> str | None:
     return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
 
 
-def _decoder(tokenizer: Any, special: bool) -> Any:
+def decoder(tokenizer: Any, special: bool) -> "Decode":
+    """Return a function from rows of tokens to texts. special: keep special tokens."""
     fast = tokenizer.backend_tokenizer
     return lambda rows: fast.decode_batch(rows, skip_special_tokens=not special)

@@ -24,8 +24,8 @@ from rlctl.config.errors import ModelError
 from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.files import DataError
+from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.placement import PlacementError
-from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.version import earlier_version
 from rlctl.refit.protocol import RefitError
 from rlctl.rewards.base import RewardError
@@ -33,7 +33,7 @@ from rlctl.run.checkpoints import Checkpoint, EarlierVersion, NoWholeCheckpoint
 from rlctl.run.fingerprint import contradictions
 from rlctl.run.interrupts import Interrupts
 from rlctl.run.recorder import RunRecorder
-from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, automatic_name
+from rlctl.run.run_dir import RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog, MetricsLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
@@ -212,7 +212,7 @@ def run_session(
         lost = events.lost + metrics.lost
         if lost:
             reason = f"{reason + '; ' if reason else ''}{lost} records could not be written"
-        commands = [session.begin_command] if session.begin_command else _next_commands(config, run_dir, status)
+        commands = [session.begin_command] if session.begin_command else next_commands(config, run_dir, status)
         end = {"status": status, "reason": reason, "next": commands}
         events.emit("run_ended", **end)
         view.end = {"kind": "run_ended", "time": time.time(), **end}
@@ -318,17 +318,3 @@ def _keep_traceback(session: Session, error: BaseException) -> None:
         traceback.print_exception(error, file=log)
         if isinstance(error, WorkerError):
             log.write(error.tracebacks())
-
-
-def _next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
-    record = JobRecord.read(run_dir.path)
-    there = f" --cluster {record.cluster}" if record else ""
-    known = record.called if record and record.called else str(run_dir.path)
-    resume = f"rlctl train {config.kind} --resume {shlex.quote(known)}{there}"
-    if status != "done":
-        return [resume, f"rlctl runs logs {shlex.quote(known)}"] if status == "failed" else [resume]
-    steps = Resolved(config).num_steps
-    if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
-        # A probe: it ends before the steps that are left.
-        return [resume]
-    return [f"rlctl runs dash {shlex.quote(known)}", f"{resume} {config.kind}.num_steps={2 * steps}"]

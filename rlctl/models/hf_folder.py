@@ -91,6 +91,14 @@ class WeightFiles:
         kind: torch.dtype = self._file[name].get_slice(name)[:1].dtype
         return kind
 
+    def kind(self, name: str) -> str:
+        """Return the name of a tensor's dtype, such as bfloat16."""
+        return str(self.dtype(name)).removeprefix("torch.")
+
+    def shape(self, name: str) -> Shape:
+        """Return the shape of a tensor on disk."""
+        return tuple(self._file[name].get_slice(name).get_shape())
+
     def part(self, name: str, shape: Shape, start: Shape, size: Shape) -> Tensor:
         """Read `size` numbers a dimension of tensor `name` from `start` on, and no others. Raises as `read_into`."""
         found = self._file_of(name).get_slice(name)

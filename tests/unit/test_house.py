@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "rlctl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ORDER = (
     ("cli",),
-    ("bench",),
+    ("bench", "evaluation"),
     ("launch",),
     ("cluster",),
     ("dashboard",),

@@ -66,7 +66,7 @@ class FakeRefit:
 class Spec:
     """As much of an EngineSpec as the pool reads."""
 
-    tensor_parallel_size, max_num_seqs, sleeps = 1, 4, True
+    tensor_parallel_size, max_num_seqs, sleeps, version = 1, 4, True, -1
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ class Schedule:
         """Begin, or begin again from the newest checkpoint."""
         FakeWorker.made = []
         self.clock = VirtualClock(self.event)
-        spec = SimpleNamespace(tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32")
+        spec = SimpleNamespace(tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32", version=-1)
         slots, restarts = [EngineSlot({})] * self.engines, self.random.choice([2, 50])
         arguments: Any = (spec, slots, "", DEADLINE, restarts, self.emit)
         self.pool, self.refit = GeneratorPool(*arguments), FakeRefit(self.refit_fault, self.engines_go_on)

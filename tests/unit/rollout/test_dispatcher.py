@@ -48,7 +48,9 @@ class Stage:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.happen: Callable[[], None] = self.all_go_on
         self.clock = VirtualClock(lambda: self.happen())
-        spec: Any = SimpleNamespace(tensor_parallel_size=1, max_num_seqs=at_a_time, sleeps=True, dtype="float32")
+        spec: Any = SimpleNamespace(
+            tensor_parallel_size=1, max_num_seqs=at_a_time, sleeps=True, dtype="float32", version=-1
+        )
         slots = [EngineSlot({})] * engines
         self.pool = GeneratorPool(spec, slots, "", DEADLINE, 3, lambda kind, **what: self.events.append((kind, what)))
         self.refit: Any = FakeRefit(lambda: "", lambda: None)

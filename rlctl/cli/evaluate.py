@@ -1,0 +1,217 @@
+"""`rlctl eval`: accuracy of a checkpoint, a run or a model folder on held-out tasks; other rewards; comparisons."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.cli.arguments import Arguments, AsJson, split
+from rlctl.cli.completion import complete_run
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, console, examples, say
+from rlctl.config.builtin import runs_folder
+from rlctl.config.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from rlctl.evaluation.target import Target
+    from rlctl.preflight.load import Composed
+
+EPILOG = examples(
+    "rlctl eval sums                            a run's newest checkpoint",
+    "rlctl eval sums --step 40 --data hard.jsonl --data easy.jsonl",
+    "rlctl eval Qwen/Qwen3-0.6B my.yaml -k 8    any model by a recipe; pass@8",
+    "rlctl eval --compare runs/sums/checkpoints/step_20 sums    more than chance?",
+    "rlctl eval --rescore sums 'rewards=[{name: mine.py:strict}]'",
+)
+_SAVE_EVERY = 256
+
+
+def evaluate(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="CHECKPOINT | FOLDER | RUN",
+            help="A checkpoint, a Hugging Face folder or hub name, or a run: its newest checkpoint.",
+            show_default=False,
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    arguments: Arguments = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option("--data", metavar="PATH", help="Rows instead of data.validation.path. Repeatable."),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", "-k", help="Answers to each task, at generation.temperature: pass@1 to pass@k.", min=1
+        ),
+    ] = None,
+    step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: the checkpoint of this step.", min=0)] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(help="The folder of results; if left out, RUN/evals, or evals here.", show_default=False),
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="Save the answers after so many tasks.", min=1)] = _SAVE_EVERY,
+    rescore: Annotated[
+        Path | None,
+        typer.Option(metavar="ROLLOUTS", help="Score stored answers again: of an eval, a run, a rollouts.jsonl."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Compare two results, or checkpoints by theirs: is B better than A?"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model on held-out tasks, as its run's validation does. Killed, the same command goes on."""
+    with _explained():
+        if compare is not None:
+            _alone("--compare", target, arguments, data, rescore)
+            results = _compare(*compare)
+        elif rescore is not None:
+            results = _rescore(rescore, [*([target] if target else []), *(arguments or [])], step, to)
+        elif target is None:
+            raise ConfigError([Problem("CHECKPOINT | FOLDER | RUN", "", "is missing; rlctl runs list shows the runs")])
+        else:
+            results = _evaluate(target, arguments, data or [], samples, step, to, save_every)
+    if as_json:
+        typer.echo(json.dumps(results if compare is None else results[0], indent=1))
+        return
+    from rlctl.cli.evaluation_view import comparison_table, result_table
+
+    for result in results:
+        console().print(comparison_table(result) if compare is not None else result_table(result), soft_wrap=False)
+
+
+def _evaluate(
+    text: str,
+    arguments: list[str] | None,
+    data: list[str],
+    samples: int | None,
+    step: int | None,
+    to: Path | None,
+    save_every: int,
+) -> list[dict[str, Any]]:
+    from rlctl.evaluation.evaluate import Evaluation
+    from rlctl.evaluation.target import find_target
+
+    target = find_target(text, runs_folder(), step)
+    settings = _settings(target, arguments, data, samples)
+    root = to or (target.run / "evals" if target.run else Path("evals"))
+    with _progress() as progress:
+        evaluation = Evaluation(target, settings, root, _emit)
+        return evaluation.run(save_every, progress)
+
+
+def _settings(
+    target: "Target", arguments: list[str] | None, data: list[str], samples: int | None
+) -> "dict[str, Composed]":
+    """Return the config of each data set, by its name. Raises ConfigError."""
+    from rlctl.preflight.load import load
+
+    recipe, overrides = split(arguments)
+    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
+    own += ["telemetry.trackers=[]", "run.name=null"]
+    if samples is not None:
+        own.append(f"validation.num_generations={samples}")
+        own += ["validation.temperature=${generation.temperature}"] * (samples > 1)
+    base = recipe or _recipe_of(target)
+    composed = {}
+    for name, rows in _named(data):
+        path = [f"data.validation.path={json.dumps(rows)}", "data.validation.fraction=null"] if rows else []
+        composed[name] = load("grpo", base, [*own, *path, *overrides], resume=recipe is None)
+        if not composed[name].config.data.has_validation:
+            what = f"is null in {base}: there is nothing to evaluate; name rows with --data PATH"
+            raise ConfigError([Problem("data.validation.path", "", what)])
+    return composed
+
+
+def _recipe_of(target: "Target") -> str:
+    """Return the config of the run that the weights are of. Raises ConfigError where it has no rewards."""
+    import yaml
+
+    if target.run is None:
+        what = "belongs to no run: name a recipe too, whose data and rewards it is measured by"
+        raise ConfigError([Problem(target.model, "", what)])
+    file = target.run / "config.yaml"
+    if yaml.safe_load(file.read_text(encoding="utf-8")).get("kind") != "grpo":
+        what = "is a run without rewards: name a GRPO recipe too, whose data and rewards it is measured by"
+        raise ConfigError([Problem(str(target.run), "", what)])
+    return str(file)
+
+
+def _named(data: list[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, path) of each data set; an empty path means the config's own."""
+    used: dict[str, int] = {}
+    for path in data or [""]:
+        name = Path(path).name.partition(".")[0] if path else "validation"
+        used[name] = used.get(name, 0) + 1
+        yield (f"{name}-{used[name]}" if used[name] > 1 else name), path
+
+
+def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | None) -> list[dict[str, Any]]:
+    from rlctl.cli.output import busy
+    from rlctl.evaluation.rescore import find_answers, rescore
+    from rlctl.preflight.load import load
+
+    recipe, overrides = split(arguments)
+    answers = find_answers(source, runs_folder(), step)
+    base = recipe or str(answers.config)
+    composed = load("grpo", base, ["telemetry.trackers=[]", "run.name=null", *overrides], resume=recipe is None)
+    with busy("scoring"):
+        return [rescore(answers, composed, to, _emit)]
+
+
+def _compare(first: Path, second: Path) -> list[dict[str, Any]]:
+    from rlctl.evaluation.comparison import compare, pair, results_of
+
+    return [compare(*pair(results_of(first, runs_folder()), results_of(second, runs_folder())))]
+
+
+def _alone(option: str, *others: object) -> None:
+    if any(others):
+        raise ConfigError([Problem(option, "", "takes two results and nothing else")])
+
+
+def _emit(kind: str, **what: Any) -> None:
+    """Say what goes wrong while engines sample."""
+    if kind in ("warning", "engine_restarted", "engine_gone"):
+        say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """Show how far it is: a moving line on a terminal, a line each saving elsewhere; both on stderr."""
+    out = console(stderr=True)
+    if not out.is_terminal:
+        yield lambda name, done, count: say(f"{name}: {done} of {count} tasks", err=True)
+        return
+    with out.status("starting the engine") as status:
+        yield lambda name, done, count: status.update(f"{name}: {done} of {count} tasks")
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """End the command with one line and the right exit code for what is wrong with the input or the engines."""
+    from rlctl.config.errors import ModelError
+    from rlctl.data.files import DataError
+    from rlctl.evaluation.comparison import NotComparable
+    from rlctl.evaluation.store import EvaluationError
+    from rlctl.evaluation.target import TargetError
+    from rlctl.preflight.placement import PlacementError
+    from rlctl.rewards.base import RewardError
+
+    bad = (TargetError, EvaluationError, NotComparable, DataError, ModelError, PlacementError, RewardError)
+    try:
+        yield
+    except bad as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except RuntimeError as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        say("interrupted; the same command goes on from what was saved", err=True)
+        raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,79 @@
+"""Tables of `rlctl eval`: the figures of one data set, and the comparison of two results."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from rlctl.dashboard.formats import count, number, percent
+
+
+def result_table(result: Mapping[str, Any]) -> Group:
+    """Return the figures of one data set, with intervals at 95%."""
+    figures, k = result["figures"], result["generations"]
+    how = "greedy" if not result["temperature"] else f"temperature {result['temperature']:g}"
+    title = f"{count(figures['tasks'], 'task')}, {count(k, 'answer')} each, {how}"
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bright_black", no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(overflow="fold")
+    for label, value, more in _rows(result):
+        table.add_row(label, value, more)
+    return Group(Text.assemble((f"{result['target']} on {result['data']}", "bold"), f": {title}"), table, "")
+
+
+def comparison_table(result: Mapping[str, Any]) -> Group:
+    """Return the difference of two results, and whether it is more than chance."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bright_black", no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_column(overflow="fold")
+    for label, show in (("accuracy", _points), ("reward", _signed)):
+        found = result[label]
+        interval = f"95%: {show(found['low']).removesuffix(' points')} to {show(found['high'])}"
+        table.add_row(label, show(found["mean"]), interval)
+        verdict = "more than chance" if found["more_than_chance"] else "no more than chance"
+        table.add_row("", "", f"p = {found['p_value']:.2g}: {verdict}")
+    better = result["accuracy"]
+    table.add_row("tasks", f"{result['tasks']}", f"{better['better']} better, {better['worse']} worse, rest equal")
+    if result["left_out"]:
+        table.add_row("left out", f"{result['left_out']}", "without a score in both")
+    title = Text.assemble((f"{result['second']} minus {result['first']}", "bold"), f" on {result['data']}")
+    return Group(title, table, "")
+
+
+def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, value, interval or detail)."""
+    figures, k = result["figures"], result["generations"]
+    if "accuracy" in figures:
+        yield (f"accuracy (avg@{k})" if k > 1 else "accuracy"), *_interval(figures["accuracy"], percent)
+        for size, estimate in figures["pass_at"].items() if k > 1 else ():
+            yield f"pass@{size}", *_interval(estimate, percent)
+        yield "reward", *_interval(figures["reward"], number)
+        for name, found in figures["rewards"].items() if len(figures["rewards"]) > 1 else ():
+            value, interval = _interval(found, number) if "value" in found else (number(None), "")
+            yield f"  {name}", value, interval
+    length = figures["length"]
+    most = f"median {number(length['median'])}, p90 {number(length['p90'])}, at most {length['max']} tokens"
+    yield "length", number(length["mean"]), most
+    yield "truncated", percent(figures["truncated"]), f"at generation.max_new_tokens={result['max_new_tokens']}"
+    for cause, times in figures["failures"].items():
+        yield "failed", str(times), f"{cause}; left out, no reward of 0"
+    if figures["unscored_tasks"]:
+        yield "no score", str(figures["unscored_tasks"]), "tasks left out, for all of their rewards failed"
+    if "path" in result:
+        yield "kept in", "", result["path"]
+
+
+def _interval(estimate: Mapping[str, float], show: Any) -> tuple[str, str]:
+    return show(estimate["value"]), f"95%: {show(estimate['low'])} to {show(estimate['high'])}"
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:+.1f} points"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}"

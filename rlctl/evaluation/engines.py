@@ -1,0 +1,58 @@
+"""Engines without a trainer: Ray and vLLM on this machine, serving the weights of a folder."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.generation.pool import GeneratorPool
+from rlctl.launch.local_ray import local_ray
+from rlctl.launch.runtime import Allocation
+from rlctl.launch.worker_specs import engine_slots, engine_spec
+from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.placement import ResourceRequest, place, this_machine
+from rlctl.preflight.tuning import tune
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.patience import Emit
+from rlctl.utils.devices import count_gpus, device_memory
+from rlctl.workers.waits import Waits
+
+
+@contextmanager
+def engines(
+    config: GrpoConfig, files: ModelFiles, stops: tuple[int, ...], version: int, logs: Path, emit: Emit
+) -> Iterator[RolloutDispatcher]:
+    """Run `generation.num_engines` engines at the weights of `files` until the block is left.
+
+    Yields what samples. stops: tokens that end an answer. version: of the weights, which every token gets. Raises
+    PlacementError with the arithmetic for too few devices.
+    """
+    generation = config.generation
+    # No trainer: engines have their devices to themselves.
+    config = replace(config, placement=replace(config.placement, colocated=False))
+    sizes = (generation.num_engines, generation.tensor_parallel_size)
+    wanted = ResourceRequest(0, *sizes, colocated=False, cpus_per_process=config.placement.cpus_per_process)
+    placement = place(this_machine(count_gpus()), wanted)
+    memory = device_memory() if placement.device == "cuda" else None
+    tuned = tune(config, placement.device, read_sizes(Path(files.folder) / "config.json"), memory)
+    assert isinstance(tuned.config, GrpoConfig)
+    config = tuned.config
+    with ExitStack() as stack:
+        reaper = stack.enter_context(local_ray(logs))
+        folder: Callable[[str, str | None], str] = lambda prefix, root: str(  # noqa: E731
+            stack.enter_context(reaper.folder(prefix, root))
+        )
+        allocation = Allocation(placement, [None], folder)
+        waits = Waits(config.run.explain_after_s, lambda what: emit("warning", what=what))
+        stack.callback(waits.close)
+        spec = replace(engine_spec(config, files, stops, placement, tuned.kv_cache_mib), version=version)
+        slots = engine_slots(config, allocation, waits)
+        pool = GeneratorPool(spec, slots, str(logs), config.run.deadline_s, generation.max_restarts, emit)
+        stack.callback(pool.kill)
+        for pending in pool.built():
+            pending.wait(config.run.deadline_s)
+        dispatcher = RolloutDispatcher(pool, config.run, emit)
+        stack.callback(dispatcher.close)
+        yield dispatcher

@@ -1,0 +1,146 @@
+"""An evaluation: held-out tasks of several data sets, sampled and scored as the run's own validation does it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.chat import Chat
+from rlctl.data.load import load_chat, load_prompts, rows_of_part
+from rlctl.data.tasks import Task
+from rlctl.evaluation.figures import figures, task_results
+from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.target import Target, digest_of_weights
+from rlctl.grpo.group_record import group_records
+from rlctl.grpo.validation import Validation
+from rlctl.launch.assemble_grpo import check_room, decoder
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.load import Composed
+from rlctl.preflight.resolved import Resolved
+from rlctl.rewards.scorer import Scorer
+from rlctl.rollout.patience import Emit
+from rlctl.rollout.types import GroupScorer, RolloutGroup, sample_item
+from rlctl.utils.files import write_whole
+
+# (name of the data set, tasks done, all of its tasks)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Tasks to evaluate, and the folder that their answers go to."""
+
+    name: str
+    config: GrpoConfig
+    tasks: list[Task]
+    folder: EvaluationFolder
+    # Digest of the rows: only equal ones are compared.
+    rows: str
+
+
+class Evaluation:
+    """Evaluation of one set of weights. settings: data set's name -> config, which differ in data.validation alone.
+
+    Raises DataError, ModelError, EvaluationError.
+    """
+
+    def __init__(self, target: Target, settings: Mapping[str, Composed], root: Path, emit: Emit) -> None:
+        self.target, self._emit = target, emit
+        first = _config(next(iter(settings.values())))
+        if first.environment.enabled:
+            raise EvaluationError("environment: rlctl eval plays no episodes yet; its run validates with them")
+        self._files = ModelFiles.find(first.model, root, first.run.seed)
+        self._chat = load_chat(first, self._files.folder)
+        self._stops = self._chat.ends.with_further(first.generation.stop_token_ids, self._chat.tokenizer).stops
+        weights = digest_of_weights(Path(self._files.folder))
+        self.sets = [self._data_set(name, each, root, weights) for name, each in settings.items()]
+
+    def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:
+        """Return the result of each data set. What was sampled before is not sampled again.
+
+        save_every: tasks between two savings. Raises PlacementError, RewardError, EvaluationError, RuntimeError.
+        """
+        left = [each for each in self.sets if each.folder.result() is None]
+        if left:
+            self._sample(left, save_every, progress)
+        return [result for each in self.sets if (result := each.folder.result())]
+
+    def _sample(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
+        # Slow imports, not needed to show what is done already.
+        from rlctl.evaluation.engines import engines
+
+        config, logs = sets[0].config, sets[0].folder.path / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with Scorer(config.rewards, logs, self._emit) as scorer:
+            scorer.try_on_sample(sample_item(sets[0].tasks[0]))
+            score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))
+            if any(each.folder.missing(len(each.tasks), save_every) for each in sets):
+                with engines(config, self._files, self._stops, self.target.step, logs, self._emit) as dispatcher:
+                    for each in sets:
+                        validation = Validation(each.config, dispatcher, score, each.tasks)
+                        self._complete(each, validation, save_every, progress)
+        for each in sets:
+            self._finish(each)
+
+    def _complete(self, data: DataSet, validation: Validation, save_every: int, progress: Progress) -> None:
+        """Sample the groups that are missing."""
+        with data.folder.claimed():
+            missing, count = data.folder.missing(len(data.tasks), save_every), len(data.tasks)
+            done = count - sum(map(len, missing))
+            progress(data.name, done, count)
+            for places in missing:
+                data.folder.save(places, validation.groups(self.target.step, places))
+                done += len(places)
+                progress(data.name, done, count)
+
+    def _finish(self, data: DataSet) -> None:
+        groups = data.folder.groups(data.tasks)
+        facts = {"target": self.target.name, "step": self.target.step, "data": data.name}
+        facts |= {"model": self.target.model, "path": str(data.folder.path)}
+        records = answer_records(groups, self._chat, self.target.step)
+        data.folder.finish(records, result_of(groups, data.config, data.rows, facts))
+
+    def _data_set(self, name: str, composed: Composed, root: Path, weights: str) -> DataSet:
+        config = _config(composed)
+        section, rows = rows_of_part(config, "validation")
+        tasks, _ = load_prompts(config, section, self._chat, rows)
+        tasks = tasks[: config.validation.max_prompts]
+        check_room(tasks, config.generation.max_new_tokens, Resolved(config).max_length(self._files.max_length))
+        digest = digest_of_rows(tasks)
+        place = f"step_{self.target.step}" if self.target.run else self.target.name
+        path = root / f"{place}--{name}--{digest_of(composed.values(), weights, digest)}"
+        path.mkdir(parents=True, exist_ok=True)
+        write_whole(path / "config.yaml", composed.to_yaml())
+        return DataSet(name, config, tasks, EvaluationFolder(path), digest)
+
+
+def result_of(
+    groups: Sequence[RolloutGroup], config: GrpoConfig, rows: str, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers."""
+    settings = {
+        "generations": config.validation.num_generations,
+        "temperature": config.validation.temperature,
+        "max_new_tokens": config.generation.max_new_tokens,
+        "seed": config.run.seed,
+    }
+    by_task = [asdict(task) for task in task_results(groups)]
+    return {**facts, **settings, "rows": rows, "figures": figures(groups), "by_task": by_task}
+
+
+def answer_records(groups: Sequence[RolloutGroup], chat: Chat, step: int) -> list[dict[str, Any]]:
+    """Return the groups as rollouts.jsonl has them, each rollout with the `completion` that rewards were given."""
+    scored = decoder(chat.tokenizer, special=False)
+    records = group_records(groups, decoder(chat.tokenizer, special=True))
+    for group, record in zip(groups, records):
+        texts = scored([rollout.sampled_tokens.tolist() for rollout in group.rollouts])
+        for rollout, text in zip(record["rollouts"], texts):
+            rollout["completion"] = text
+        record["row"] = group.task.row
+    return [{"kind": "group", "step": step, "purpose": "validation", **record} for record in records]
+
+
+def _config(composed: Composed) -> GrpoConfig:
+    assert isinstance(composed.config, GrpoConfig)
+    return composed.config

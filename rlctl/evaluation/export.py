@@ -1,0 +1,146 @@
+"""Export of weights: a Hugging Face folder in the dtype asked for, with a model card, and its way to the hub."""
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from rlctl.data.datasets import shown
+from rlctl.evaluation.store import EvaluationFolder
+from rlctl.evaluation.target import Target
+from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.jsonl import read_records
+
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+# Digits that each dtype keeps, in bits.
+_DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+
+class ExportError(ValueError):
+    """An export that cannot be made; one line for the user."""
+
+
+def export(target: Target, to: Path, dtype: ExportDtype | None, warn: Callable[[str], None]) -> Path:
+    """Write the target's weights and model card into the new folder `to`, whole or not at all; return it.
+
+    dtype: of floating-point tensors; None: as they are. warn: called where a wider dtype adds no digits. Raises
+    ExportError, ModelError.
+    """
+    from rlctl.models.hf_folder import WeightFiles, write_folder
+
+    if to.exists():
+        raise ExportError(f"{to} exists: name a folder that does not")
+    source = Path(target.model)
+    if not source.is_dir():
+        raise ExportError(f"{target.model} is not on this machine: only a checkpoint, a run or a folder is exported")
+    files = WeightFiles(source)
+    layout = [(name, files.shape(name), _new_dtype(files.kind(name), dtype)) for name in files.names()]
+    # config.json states the dtype of the first.
+    layout.sort(key=lambda each: each[2] not in _DIGITS)
+    found = {files.kind(name) for name in files.names()} & set(_DIGITS)
+    if dtype and found and max(_DIGITS[each] for each in found) < _DIGITS[dtype]:
+        warn(f"{source} is {', '.join(sorted(found))}: as {dtype} it takes more bytes and has no more digits")
+    temporary = to.with_name(f".{to.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        write_folder(source, temporary, layout, _tensors(files, layout))
+        (temporary / "README.md").write_text(model_card(target, sorted({kind for _, _, kind in layout})))
+        temporary.replace(to)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return to
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Upload the folder to `repository` (owner/name) of the hub and return its address.
+
+    The hub and the login are those of huggingface_hub (HF_ENDPOINT, `hf auth login`). Raises ExportError with the
+    reason where there is no hub, no login or no right to write.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        hub = HfApi()
+        address = hub.create_repo(repository, private=private, exist_ok=True)
+        hub.upload_folder(folder_path=str(folder), repo_id=repository, commit_message="Export of rlctl")
+    except Exception as error:  # Network, login, rights, names: the hub's library has an error for each.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ExportError(f"{folder} is written, but not pushed to {repository}: {reason}") from error
+    return str(address)
+
+
+def model_card(target: Target, dtypes: list[str]) -> str:
+    """Return the README.md of an exported folder: what made the weights, from which data, and what was measured."""
+    head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["rlctl"]}
+    config = yaml.safe_load(RunDir(target.run).config.read_text(encoding="utf-8")) if target.run else {}
+    if config:
+        head["tags"].append(config["kind"])
+        base = str(config["model"]["path"])
+        # An absolute path means nothing on the hub.
+        head |= {} if Path(base).is_absolute() else {"base_model": base}
+    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}", f"Weights in {', '.join(dtypes)}."]
+    if target.run and config:
+        made = f"Trained by rlctl ({config['kind']}) from {Path(config['model']['path']).name}, {target.step} steps."
+        parts += [made, "## Data", _data(config), "## Figures", *_figures(target, target.run)]
+        recipe = yaml.safe_dump(_public(config), sort_keys=False).strip()
+        parts += ["## Recipe", "Paths are shortened to their last part.", f"```yaml\n{recipe}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _public(value: Any) -> Any:
+    """Return a config without what is of one machine: its sections on the run and its folders, absolute paths."""
+    if isinstance(value, dict):
+        return {key: _public(each) for key, each in value.items() if key not in ("run", "telemetry", "placement")}
+    if isinstance(value, list):
+        return [_public(each) for each in value]
+    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+
+
+def _data(config: Mapping[str, Any]) -> str:
+    lines = []
+    for name in ("train", "validation"):
+        section = config["data"].get(name) or {}
+        if path := section.get("path"):
+            limit = f", the first {section['limit']} rows" if section.get("limit") else ""
+            lines.append(f"- {name}: `{Path(shown(path)).name}`{limit}")
+    rewards = ", ".join(
+        f"`{Path(each['name']).name}` (weight {each['weight']:g})" for each in config.get("rewards", [])
+    )
+    return "\n".join([*lines, *([f"- rewards: {rewards}"] if rewards else [])])
+
+
+def _figures(target: Target, run: Path) -> Iterator[str]:
+    """Yield the tables of what was measured of these weights."""
+    records = read_records(RunDir(run).metrics)
+    own = [each for each in records if each.get("step") == target.step and each["kind"] == "validation"]
+    rows = [f"| {name} | {value:.6g} |" for each in own[-1:] for name, value in each.items() if "validation/" in name]
+    rows = [row for row in rows if "time/" not in row]
+    yield "\n".join(["| the run's own validation | |", "| --- | --- |", *rows]) if rows else "The run did not validate."
+    for folder in sorted((run / "evals").glob(f"step_{target.step}--*")):
+        result = EvaluationFolder(folder).result()
+        if result and "accuracy" in result["figures"]:
+            yield _evaluated(result)
+
+
+def _evaluated(result: Mapping[str, Any]) -> str:
+    figures, k = result["figures"], result["generations"]
+    how = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
+    title = f"{result['data']}: {figures['tasks']} tasks, {k} answer{'s' * (k > 1)} each, {how}"
+    named = {"accuracy": figures["accuracy"]}
+    named |= {f"pass@{size}": each for size, each in figures["pass_at"].items() if k > 1}
+    rows = [f"| {name} | {e['value']:.1%} | {e['low']:.1%} to {e['high']:.1%} |" for name, e in named.items()]
+    return "\n".join([f"| {title} | | 95% |", "| --- | --- | --- |", *rows])
+
+
+def _new_dtype(kind: str, dtype: str | None) -> str:
+    return dtype if dtype and kind in _DIGITS else kind
+
+
+def _tensors(files: Any, layout: list[tuple[str, tuple[int, ...], str]]) -> Iterator[tuple[str, Any]]:
+    import torch
+
+    for name, _, kind in layout:
+        yield name, files.tensor(name).to(getattr(torch, kind))

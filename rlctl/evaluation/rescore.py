@@ -1,0 +1,165 @@
+"""Stored answers scored again by other rewards: those of an evaluation, or of a run's rollouts.jsonl. No engine."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.load import rows_of_part
+from rlctl.data.tasks import Task
+from rlctl.evaluation.evaluate import result_of
+from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.preflight.load import Composed
+from rlctl.rewards.base import RewardInput
+from rlctl.rewards.scorer import Scorer
+from rlctl.rollout.patience import Emit
+from rlctl.rollout.types import Rollout, RolloutGroup, sample_item
+from rlctl.run.run_dir import RunDir, RunDirError, find_run
+from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.rollouts_file import index, read_groups
+from rlctl.utils.files import write_whole
+
+
+@dataclass(frozen=True)
+class StoredAnswers:
+    """Groups as rollouts.jsonl has them, of one step."""
+
+    groups: list[Record]
+    step: int
+    # Config that they were sampled by.
+    config: Path
+    # Name of the set of weights, and of the data set.
+    target: str
+    data: str
+    # Folder that results go to.
+    root: Path
+
+
+def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
+    """Return the answers of an evaluation's folder, or the held-out ones of a run, by name or path.
+
+    step: of a run; None: the newest with answers. Raises EvaluationError.
+    """
+    folder = source.parent if source.name == "rollouts.jsonl" else source
+    evaluation = EvaluationFolder(folder).result()
+    if evaluation is not None:
+        groups = list(read_groups(folder / "rollouts.jsonl", index(folder / "rollouts.jsonl")))
+        facts = (evaluation["target"], evaluation["data"])
+        return StoredAnswers(groups, evaluation["step"], folder / "config.yaml", *facts, folder.parent)
+    try:
+        run = RunDir(find_run(str(folder), root))
+    except RunDirError as error:
+        raise EvaluationError(f"{error}; or the folder of a finished evaluation") from None
+    places = [place for place in index(run.rollouts) if place.purpose == "validation"]
+    steps = sorted({place.step for place in places})
+    if not steps or step not in (None, *steps):
+        there = f"there are those of {', '.join(map(str, steps))}" if steps else "telemetry.groups_per_validation is 0?"
+        which = f"of step {step}" if step is not None else "of any step"
+        raise EvaluationError(f"{run.rollouts}: no held-out answers {which}; {there}")
+    chosen = steps[-1] if step is None else step
+    groups = list(read_groups(run.rollouts, [place for place in places if place.step == chosen]))
+    return StoredAnswers(groups, chosen, run.config, f"{run.name} step {chosen}", "validation", run.path / "evals")
+
+
+def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: Emit) -> dict[str, Any]:
+    """Return the result of the answers under the rewards of `composed`, and keep it beside the first one.
+
+    Raises RewardError for a reward that cannot be used, DataError where rows are gone.
+    """
+    config = composed.config
+    assert isinstance(config, GrpoConfig)
+    groups, items = _groups(answers, config)
+    rows = digest_of_rows([group.task for group in groups])
+    name = f"step_{answers.step}--{answers.data}--rescored-{digest_of(composed.values(), answers.target, rows)}"
+    folder = EvaluationFolder((to or answers.root) / name)
+    logs = folder.path / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    write_whole(folder.path / "config.yaml", composed.to_yaml())
+    with Scorer(config.rewards, logs, emit) as scorer:
+        scorer.try_on_sample(sample_item(groups[0].task))
+        scores = iter(scorer.score(items))
+    scored = [replace(g, rollouts=[replace(one, score=next(scores)) for one in g.rollouts]) for g in groups]
+    facts = {"target": answers.target, "step": answers.step, "data": answers.data, "path": str(folder.path)}
+    records = [_rescored(record, group) for record, group in zip(answers.groups, scored)]
+    result = result_of(scored, config, rows, facts | {"rescored": True})
+    folder.finish(records, result)
+    return result
+
+
+def _groups(answers: StoredAnswers, config: GrpoConfig) -> tuple[list[RolloutGroup], list[RewardInput]]:
+    """Return the groups without scores, and what the rewards are given of each rollout."""
+    tasks, texts = _tasks(answers, config), _completions(answers, config)
+    groups, items = [], []
+    for record, task in zip(answers.groups, tasks):
+        groups.append(RolloutGroup(task, [_rollout(task, rollout) for rollout in record["rollouts"]]))
+        items += [RewardInput(task.text, texts(rollout), task.answer, task.row) for rollout in record["rollouts"]]
+    return groups, items
+
+
+def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
+    """Return the task of each group. A run's records lack the rows, which are read from the data set again."""
+    rows: dict[str, dict[str, Any]] = {}
+    if any("row" not in record for record in answers.groups):
+        rows = {f"r{row.number}": row.values for row in rows_of_part(config, "validation")[1]}
+        if lost := [record["task"] for record in answers.groups if record["task"] not in rows]:
+            raise EvaluationError(f"{len(lost)} tasks, first {lost[0]}, are no rows of data.validation any more")
+    return [
+        Task(each["task"], [], each["prompt"], each["answer"], each.get("row", rows.get(each["task"], {})))
+        for each in answers.groups
+    ]
+
+
+def _completions(answers: StoredAnswers, config: GrpoConfig) -> Callable[[Record], str]:
+    """Return a function from a rollout's record to the text that rewards are given."""
+    special: list[str] = []
+    if any("completion" not in rollout for record in answers.groups for rollout in record["rollouts"]):
+        special = list(_special_tokens(Path(config.model.tokenizer or config.model.path)))
+
+    def text(rollout: Record) -> str:
+        if "completion" in rollout:
+            return str(rollout["completion"])
+        sampled = "".join(part for part, is_sampled in rollout["text"] if is_sampled)
+        for token in special:
+            sampled = sampled.replace(token, "")
+        return sampled
+
+    return text
+
+
+def _special_tokens(folder: Path) -> Iterator[str]:
+    """Yield the texts of the special tokens of a tokenizer. Raises EvaluationError."""
+    file = folder / "tokenizer.json"
+    try:
+        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens") or []
+    except (OSError, ValueError):
+        raise EvaluationError(f"{file}: not readable, and it says which tokens are no part of an answer") from None
+    yield from sorted((each["content"] for each in added if each.get("special")), key=len, reverse=True)
+
+
+def _rollout(task: Task, record: Record) -> Rollout:
+    """Return a rollout of the record's length and end; its tokens are not known, and nothing reads them."""
+    n = int(record["tokens"])
+    ids = RequestId(RolloutId("validation", task.id, 0, int(record["index"])))
+    completion = Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), np.zeros(n, np.int32), record["finish"])
+    return Rollout.of_turn(TurnRequest(ids, [], n, 0.0, 0), completion)
+
+
+def _rescored(record: Record, group: RolloutGroup) -> Record:
+    rollouts: Sequence[Record] = [
+        {**old, "reward": new.reward, **_score_fields(new)} for old, new in zip(record["rollouts"], group.rollouts)
+    ]
+    return {**record, "rollouts": rollouts}
+
+
+def _score_fields(rollout: Rollout) -> Record:
+    score = asdict(rollout.score) if rollout.score else {"parts": {}, "right": False, "failed": None}
+    return {
+        "rewards": score["parts"],
+        "right": score["right"] if rollout.reward is not None else None,
+        "failed": score["failed"],
+    }

@@ -1,0 +1,129 @@
+"""The folder of one evaluation: answers in parts, whole or not there at all, and the result once all are there.
+
+`NAME/{config.yaml, parts/FIRST-LAST/, rollouts.jsonl, result.json}`. Its name ends with a digest of all that the
+answers depend on: the same command finds what was sampled before it was killed, and samples only the rest.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rlctl.data.tasks import Task
+from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
+from rlctl.rollout.types import RolloutGroup
+from rlctl.telemetry.jsonl import Record
+from rlctl.utils.files import sync, write_whole
+
+# Sections of a config on which no answer depends.
+_ASIDE = ("kind", "run", "trainer", "placement", "checkpoint", "health", "telemetry", "grpo", "async", "refit")
+
+
+class EvaluationError(ValueError):
+    """An evaluation that cannot be begun or read; one line for the user."""
+
+
+def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:
+    """Return 8 hexadecimal digits of all that answers and scores depend on.
+
+    config: its values. weights, rows: digests of the model's files and of the tasks.
+    """
+    values = {key: value for key, value in config.items() if key not in _ASIDE}
+    values["data"] = {key: value for key, value in config["data"].items() if key not in ("train", "shuffle")}
+    # The model's path may change; its weights have a digest of their own.
+    values["model"], values["seed"] = config["model"]["max_length"], config["run"]["seed"]
+    values["dtype"] = config["trainer"]["dtype"]
+    text = json.dumps([values, weights, rows], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def digest_of_rows(tasks: Sequence[Task]) -> str:
+    """Return the digest of the rows behind tasks: equal for models that read them as other tokens."""
+    rows = [[task.id, task.answer, task.row] for task in tasks]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class EvaluationFolder:
+    """Answers and result of one data set."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts = path / "parts"
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Make the folder and hold it until the block is left. Raises EvaluationError if another process does."""
+        self._parts.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for unfinished in self._parts.glob("tmp_*"):
+                shutil.rmtree(unfinished)
+            yield
+        except BlockingIOError:
+            raise EvaluationError(f"{self.path} is being evaluated by another process") from None
+        finally:
+            os.close(descriptor)
+
+    def save(self, places: range, groups: Sequence[RolloutGroup]) -> None:
+        """Keep the scored groups of the tasks at `places`, all or none of them."""
+        name = f"{places[0]:06d}-{places[-1]:06d}"
+        temporary = self._parts / f"tmp_{name}"
+        temporary.mkdir()
+        save_groups(temporary, {place: group.rollouts for place, group in zip(places, groups)})
+        for file in temporary.iterdir():
+            sync(file)
+        temporary.replace(self._parts / name)
+        sync(self._parts)
+
+    def places(self) -> set[int]:
+        """Return the places of the tasks whose groups are kept."""
+        return {place for part in self._listed() for place in part}
+
+    def groups(self, tasks: Sequence[Task]) -> list[RolloutGroup]:
+        """Return the kept groups in the order of their places. tasks: all of the evaluation's."""
+        found = {place: rollouts for folder in self._folders() for place, rollouts in load_groups(folder).items()}
+        return [RolloutGroup(tasks[place], found[place]) for place in sorted(found)]
+
+    def missing(self, count: int, size: int) -> list[range]:
+        """Return what is left of `count` places, in ranges of at most `size`."""
+        kept, found = self.places(), list[range]()
+        for place in (each for each in range(count) if each not in kept):
+            if found and found[-1].stop == place and len(found[-1]) < size:
+                found[-1] = range(found[-1].start, place + 1)
+            else:
+                found.append(range(place, place + 1))
+        return found
+
+    def finish(self, records: Sequence[Record], result: Mapping[str, Any]) -> None:
+        """Write the answers for readers, and then the result."""
+        lines = (json.dumps(record, ensure_ascii=False) for record in records)
+        write_whole(self.path / "rollouts.jsonl", "".join(f"{line}\n" for line in lines))
+        write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+
+    def result(self) -> dict[str, Any] | None:
+        """Return the result; None before the end. Raises EvaluationError for a file that is not one."""
+        file = self.path / "result.json"
+        try:
+            found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+            if not (found["by_task"] and found["rows"] and found["figures"]):
+                raise KeyError
+            return found
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError):
+            raise EvaluationError(f"{file}: not the result of an evaluation") from None
+
+    def _folders(self) -> list[Path]:
+        return sorted(path for path in self._parts.glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))
+
+    def _listed(self) -> Iterator[range]:
+        for folder in self._folders():
+            first, _, last = folder.name.partition("-")
+            yield range(int(first), int(last) + 1)

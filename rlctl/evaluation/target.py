@@ -1,0 +1,114 @@
+"""Weights to evaluate or to export: of a run, of one of its checkpoints, or of a Hugging Face folder."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlctl.run.checkpoints import Checkpoint, Checkpoints
+from rlctl.run.manifest import MANIFEST, is_as_written
+from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
+
+_ENDS = 1 << 20
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class TargetError(ValueError):
+    """A text that names no weights; one line for the user."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Weights in a Hugging Face folder, and where they come from."""
+
+    # The folder, or a hub name.
+    model: str
+    # Steps that made them; 0 where no checkpoint says. Seeds of validation follow from it.
+    step: int = 0
+    # Directory of their run; None where none is known.
+    run: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Name for a reader: the run and its step, or the model's."""
+        return f"{self.run.resolve().name} step {self.step}" if self.run else model_name(self.model)
+
+
+def find_target(text: str, root: Path, step: int | None = None) -> Target:
+    """Return the weights that `text` names: a Hugging Face folder, a checkpoint, a run below `root` or by its path.
+
+    step: of a run, the checkpoint of this step; None: the newest. Anything of the form owner/name that is not on this
+    machine is taken for a hub name. Raises TargetError.
+    """
+    path = Path(text)
+    is_checkpoint = path.is_dir() and (path / "state.json").is_file()
+    if (path / "config.json").is_file() or is_checkpoint:
+        if step is not None:
+            raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")
+        if is_checkpoint:
+            return _of_checkpoint(path)
+        inside = path.name == "hf" and (path.parent / "state.json").is_file()
+        return _of_checkpoint(path.parent) if inside else Target(text)
+    try:
+        run = find_run(text, root)
+    except RunDirError as error:
+        if _HUB_NAME.fullmatch(text) and not path.exists():
+            return Target(text)
+        raise TargetError(f"{error}; or a checkpoint, or a folder with config.json and weights") from None
+    return _target(_chosen(run, step), run)
+
+
+def digest_of_weights(folder: Path) -> str:
+    """Return the digest of a model's files: by the manifest in a checkpoint, else by sizes, times and both ends."""
+    digest = hashlib.sha256()
+    if folder.name == "hf" and (folder.parent / MANIFEST).is_file():
+        digest.update(json.dumps(_digests(folder.parent), sort_keys=True).encode())
+        return digest.hexdigest()
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        facts = path.stat()
+        digest.update(f"{path.name} {facts.st_size} {facts.st_mtime_ns}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_ENDS))
+            file.seek(max(0, facts.st_size - _ENDS))
+            digest.update(file.read(_ENDS))
+    return digest.hexdigest()
+
+
+def _chosen(run: Path, step: int | None) -> Checkpoint:
+    found = Checkpoints(RunDir(run).checkpoints, 1, 0).all()
+    if not found:
+        raise TargetError(f"{run} has no checkpoint yet")
+    if step is None:
+        return found[-1]
+    chosen = next((each for each in found if each.step == step), None)
+    if chosen is None:
+        raise TargetError(f"{run} has no checkpoint of step {step}; there are {', '.join(str(e.step) for e in found)}")
+    return chosen
+
+
+def _of_checkpoint(path: Path) -> Target:
+    found = next((each for each in Checkpoints(path.parent, 1, 0).all() if each.path == path), None)
+    if found is None:
+        raise TargetError(f"{path}: no checkpoint of rlctl, or its state.json cannot be read")
+    return _target(found, path.absolute().parents[1])
+
+
+def _target(checkpoint: Checkpoint, run: Path) -> Target:
+    """Return the checkpoint's weights, once their bytes are those that were written."""
+    folder = checkpoint.export
+    if not (folder / "config.json").is_file():
+        raise TargetError(f"{checkpoint.path} has no hf/ folder: its run had checkpoint.export=false")
+    for file in _digests(checkpoint.path):
+        if not is_as_written(checkpoint.path, file):
+            raise TargetError(f"{checkpoint.path / file}: its bytes are not those that were written")
+    return Target(str(folder), checkpoint.step, run if (run / "config.yaml").is_file() else None)
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    """Return the digest of each file of hf/, as the manifest lists it."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        return {name: str(facts["digest"]) for name, facts in files.items() if name.startswith("hf/")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise TargetError(f"{checkpoint / MANIFEST}: missing or not readable") from None

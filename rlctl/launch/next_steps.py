@@ -1,0 +1,64 @@
+"""The commands that a run proposes at its end, one a line: look, use the weights, measure, go on."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from shlex import quote
+
+from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.telemetry_schema import (
+    MlflowSection,
+    SwanlabSection,
+    TensorBoardSection,
+    TrackerSection,
+    TrackioSection,
+    WandbSection,
+)
+from rlctl.preflight.resolved import Resolved
+from rlctl.run.checkpoints import Checkpoints
+from rlctl.run.run_dir import JobRecord, RunDir
+from rlctl.telemetry.jsonl import read_records
+
+
+def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
+    """Return what to type after a run that ended so, the most useful first, to go on last."""
+    record = JobRecord.read(run_dir.path)
+    there = f" --cluster {record.cluster}" if record else ""
+    known = quote(record.called if record and record.called else str(run_dir.path))
+    resume = f"rlctl train {config.kind} --resume {known}{there}"
+    if status != "done":
+        return [resume, f"rlctl runs logs {known}"] if status == "failed" else [resume]
+    steps = Resolved(config).num_steps
+    if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
+        # A probe: it ends before the steps that are left.
+        return [resume]
+    # What a cluster's run leaves there cannot be read from here.
+    here = [] if record and (record.remote or record.called) else list(_with_files(config, run_dir, known))
+    return [f"rlctl runs dash {known}", *here, f"{resume} {config.kind}.num_steps={2 * steps}"]
+
+
+def _with_files(config: RunConfig, run_dir: RunDir, known: str) -> Iterator[str]:
+    """Yield commands that read the newest checkpoint, or a tracker's files."""
+    newest = Checkpoints(run_dir.checkpoints, 1, 0).latest()
+    if newest and newest.export.is_dir():
+        recipe = "" if isinstance(config, GrpoConfig) else " RECIPE"
+        if recipe or config.data.has_validation:
+            yield f"rlctl eval {known}{recipe}"
+        yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}"
+        yield f"vllm serve {quote(str(newest.export))}"
+    for section in config.telemetry.trackers:
+        yield from _of_tracker(section, run_dir.path)
+
+
+def _of_tracker(section: TrackerSection, run: Path) -> Iterator[str]:
+    """Yield the command by which a tracker's own program shows or sends what it has of a run."""
+    match section:
+        case TensorBoardSection():
+            yield f"tensorboard --logdir {quote(str(run / 'tensorboard'))}"
+        case MlflowSection(uri=None) if (run / "mlflow.db").exists():
+            yield f"mlflow ui --backend-store-uri {quote(f'sqlite:///{run.resolve()}/mlflow.db')}"
+        case TrackioSection(space=None, project=project):
+            yield f"trackio show --project {quote(project)}"
+        case SwanlabSection(mode="offline"):
+            yield from (f"swanlab sync {quote(str(each))}" for each in sorted((run / "swanlab").glob("run-*"))[-1:])
+        case WandbSection():
+            yield from (f"wandb sync {quote(str(each))}" for each in sorted((run / "wandb").glob("offline-run-*"))[-1:])

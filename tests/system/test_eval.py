@@ -1,0 +1,134 @@
+"""`rlctl eval`, real Ray, real vLLM: the run's own validation to the digit, transformers' answers, kill and resume."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.runs import Run, read
+
+RLCTL = [sys.executable, "-m", "rlctl"]
+
+
+def evaluate(*arguments: str, cwd: Path) -> Any:
+    done = subprocess.run([*RLCTL, "eval", *arguments, "--json"], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+SAMPLED = ("validation.num_generations=2", "validation.temperature=0.7", "validation.max_prompts=40")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A run with three checkpoints, each validated."""
+    settings = ("grpo.num_steps=3", "grpo.num_prompts_per_step=16", "validation.every=1", "checkpoint.every=1")
+    whole = Run(tmp_path_factory.mktemp("eval"), "three", *settings, "checkpoint.keep_last=3", *SAMPLED)
+    assert whole.end() == 0, whole.text()
+    yield whole
+
+
+def validation(run: Run, step: int) -> dict[str, float]:
+    """The numbers that a run recorded of a step's validation, without its time."""
+    records = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
+    (found,) = [record for record in records if record["step"] == step]
+    return {name: value for name, value in found.items() if name.startswith("validation/")}
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(tmp_path: Path) -> None:
+    """Sampled answers, two to each task: seeds, engine, rewards and metrics must all be the run's."""
+    settings = ("grpo.num_steps=1", "validation.at_start=false", "validation.every=1", "run.probe=false")
+    one = Run(tmp_path, "one", *settings, *SAMPLED)
+    assert one.end() == 0, one.text()
+    (found,) = evaluate(str(one.path), "--save-every", "15", cwd=tmp_path)
+    assert found["figures"]["metrics"] == validation(one, 1)
+    assert found["figures"]["pass_at"]["2"]["value"] == validation(one, 1)["validation/pass_at_k"]
+
+
+@pytest.mark.long  # the test above says it once
+@pytest.mark.slow
+def test_it_equals_validation_on_every_checkpoint_and_a_second_time_samples_nothing(run: Run) -> None:
+    for step in (1, 2, 3):
+        (found,) = evaluate(str(run.path / f"checkpoints/step_{step}"), cwd=run.path)
+        assert found["figures"]["metrics"] == validation(run, step)
+        assert evaluate(str(run.path), "--step", str(step), cwd=run.path) == [found]
+
+
+@pytest.mark.long  # three starts of an engine
+@pytest.mark.slow
+def test_a_greedy_answer_is_that_of_transformers(run: Run, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    greedy = ("validation.num_generations=1", "validation.temperature=0", "validation.max_prompts=null")
+    (found,) = evaluate(str(run.path), *greedy, "--to", str(tmp_path), cwd=run.path)
+    model = AutoModelForCausalLM.from_pretrained(found["model"], dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(found["model"])
+    (folder,) = tmp_path.glob("step_3--validation--*")
+    records = read(folder / "rollouts.jsonl")
+    right = 0
+    for record in records:
+        prompt = tokenizer(record["prompt"], return_tensors="pt", add_special_tokens=False)
+        with torch.no_grad():
+            tokens = model.generate(**prompt, max_new_tokens=found["max_new_tokens"], do_sample=False)
+        answer = tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer == record["rollouts"][0]["completion"], record["task"]
+        right += answer.strip() == record["answer"]
+    assert right == sum(task["right"] for task in found["by_task"])
+    assert found["figures"]["accuracy"]["value"] == right / len(records)
+
+
+@pytest.mark.long  # two starts of an engine
+@pytest.mark.slow
+def test_an_evaluation_that_is_killed_goes_on_and_ends_as_it_would_have(run: Run, tmp_path: Path) -> None:
+    (whole,) = evaluate(str(run.path), "--step", "2", cwd=run.path)
+    arguments = [str(run.path), "--step", "2", "--save-every", "1", "--to", str(tmp_path), "--json"]
+    with subprocess.Popen([*RLCTL, "eval", *arguments], cwd=run.path, stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 300
+        while len(list(tmp_path.glob("*/parts/0*"))) < 5:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+    kept = len(list(tmp_path.glob("*/parts/0*")))
+    assert 5 <= kept < 40
+    (found,) = evaluate(*arguments[:-1], cwd=run.path)
+    assert found == {**whole, "path": found["path"]}
+    assert len(list(tmp_path.glob("*/parts/0*"))) == 40
+
+
+@pytest.mark.long  # the parts have unit tests
+@pytest.mark.slow
+def test_stored_answers_are_scored_by_other_rewards_and_compared(run: Run, tmp_path: Path) -> None:
+    evaluate(str(run.path), cwd=run.path)
+    (stored,) = run.path.glob("evals/step_3--validation--????????")
+    (tmp_path / "mine.py").write_text("def short(prompt, completion, answer, row):\n    return len(completion) < 2\n")
+    rewards = "rewards=[{name: mine.py:short}]"
+    begin = time.monotonic()
+    (found,) = evaluate("--rescore", str(stored), rewards, cwd=tmp_path)
+    assert time.monotonic() - begin < 60
+    texts = [each["completion"] for record in read(stored / "rollouts.jsonl") for each in record["rollouts"]]
+    assert found["figures"]["accuracy"]["value"] == sum(len(text) < 2 for text in texts) / len(texts)
+    # The same rewards give the same scores.
+    (same,) = evaluate("--rescore", str(stored), cwd=tmp_path)
+    before = json.loads((stored / "result.json").read_text())
+    assert same["by_task"] == before["by_task"]
+    assert same["figures"] == before["figures"]
+    (of_run,) = evaluate("--rescore", str(run.path), "--step", "3", cwd=tmp_path)
+    assert of_run["by_task"] == before["by_task"][: len(of_run["by_task"])]
+    done = subprocess.run(
+        [*RLCTL, "eval", "--compare", str(stored), found["path"]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "chance" in done.stdout

@@ -1,0 +1,131 @@
+"""An exported folder: the weights in the dtype asked for, a model card, whole or not there; its way to the hub."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from rlctl.evaluation.export import ExportError, export, push
+from rlctl.evaluation.store import EvaluationFolder
+from rlctl.evaluation.target import Target, find_target
+from rlctl.preflight.load import load
+from rlctl.run.checkpoints import Checkpoints
+from rlctl.telemetry.jsonl import JsonlWriter
+
+WEIGHTS = {"w": torch.tensor([1.0, 1.0009765625, 3.0e38]), "steps": torch.tensor([7])}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a checkpoint of step 4 that was validated and evaluated."""
+    folder = tmp_path / "runs/sums"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(load("grpo", None, []).to_yaml())
+
+    def write(path: Path) -> None:
+        (path / "hf").mkdir()
+        (path / "hf/config.json").write_text(json.dumps({"model_type": "qwen3", "dtype": "float32"}))
+        (path / "hf/tokenizer.json").write_text("{}")
+        save_file(WEIGHTS, path / "hf/model.safetensors")
+
+    Checkpoints(folder / "checkpoints", 1, 0).save(4, {}, write)
+    for step in (2, 4):
+        record = {"kind": "validation", "step": step, "validation/accuracy": step / 10, "time/validation": 1.5}
+        JsonlWriter(folder / "metrics.jsonl").write(record)
+    interval = {"value": 0.4, "low": 0.35, "high": 0.46}
+    figures = {"tasks": 200, "accuracy": interval, "pass_at": {"1": interval, "2": {**interval, "value": 0.45}}}
+    result = {"rows": "r", "by_task": [{}], "data": "hard", "generations": 2, "temperature": 0.7, "figures": figures}
+    evaluation = EvaluationFolder(folder / "evals/step_4--hard--01234567")
+    evaluation.path.mkdir(parents=True)
+    evaluation.finish([], result)
+    return folder
+
+
+def nothing(what: str) -> None:
+    raise AssertionError(what)
+
+
+def test_floating_point_tensors_are_cast_and_others_are_not(run: Path, tmp_path: Path) -> None:
+    folder = export(find_target(str(run), Path("/")), tmp_path / "out", "bfloat16", nothing)
+    found = load_file(folder / "model.safetensors")
+    assert found["w"].dtype == torch.bfloat16
+    assert torch.equal(found["w"], WEIGHTS["w"].to(torch.bfloat16))
+    assert torch.equal(found["steps"], WEIGHTS["steps"])
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
+
+
+def test_without_a_dtype_they_stay_as_they_are(run: Path, tmp_path: Path) -> None:
+    folder = export(find_target(str(run), Path("/")), tmp_path / "out", None, nothing)
+    found = load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS.items())
+
+
+def test_a_wider_dtype_is_said_to_add_no_digits(run: Path, tmp_path: Path) -> None:
+    narrow = export(find_target(str(run), Path("/")), tmp_path / "narrow", "bfloat16", nothing)
+    said: list[str] = []
+    export(Target(str(narrow)), tmp_path / "wide", "float32", said.append)
+    assert said == [f"{narrow} is bfloat16: as float32 it takes more bytes and has no more digits"]
+
+
+def test_the_model_card_says_what_made_the_weights_and_what_was_measured(run: Path, tmp_path: Path) -> None:
+    card = (export(find_target(str(run), Path("/")), tmp_path / "out", None, nothing) / "README.md").read_text()
+    _, head, text = card.split("---\n", 2)
+    assert yaml.safe_load(head)["tags"] == ["rlctl", "grpo"]
+    assert "# sums step 4" in text
+    assert "Trained by rlctl (grpo) from qwen3-tiny, 4 steps." in text
+    assert "- train: `train.jsonl`" in text
+    assert "| validation/accuracy | 0.4 |" in text
+    assert "0.2" not in text.split("## Recipe")[0]
+    assert "| hard: 200 tasks, 2 answers each, temperature 0.7 | | 95% |" in text
+    assert "| pass@2 | 45.0% | 35.0% to 46.0% |" in text
+    recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert recipe["grpo"]["num_steps"] == 240
+    assert "run" not in recipe
+    assert str(Path(__file__).parents[3]) not in text
+
+
+def test_a_folder_that_is_there_is_left_alone_and_a_failure_leaves_none(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ExportError, match="out exists: name a folder that does not"):
+        export(find_target(str(run), Path("/")), tmp_path / "out", None, nothing)
+    monkeypatch.setattr("rlctl.evaluation.export.model_card", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export(find_target(str(run), Path("/")), tmp_path / "other", None, nothing)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "runs"]
+
+
+def test_a_push_makes_the_repository_and_uploads_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Hub:
+        def create_repo(self, name: str, private: bool, exist_ok: bool) -> str:
+            calls.append((name, private, exist_ok))
+            return f"there/{name}"
+
+        def upload_folder(self, **what: Any) -> None:
+            calls.append((what["folder_path"], what["repo_id"]))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    assert push(tmp_path, "me/sums", private=True) == "there/me/sums"
+    assert calls == [("me/sums", True, True), (str(tmp_path), "me/sums")]
+
+
+def test_a_push_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real library, where the network is off."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ExportError) as raised:
+        push(tmp_path, "me/sums", private=False)
+    assert str(raised.value).startswith(f"{tmp_path} is written, but not pushed to me/sums: ")
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,104 @@
+"""Figures of scored groups: the run's own metrics unchanged, failures apart, task by task for comparisons."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.data.tasks import Task
+from rlctl.evaluation.comparison import NotComparable, compare, pair, results_of
+from rlctl.evaluation.figures import figures, task_results
+from rlctl.evaluation.store import EvaluationError, EvaluationFolder
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.grpo.metrics import validation_metrics
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.types import Rollout, RolloutGroup
+from rlctl.run.checkpoints import Checkpoints
+
+
+def rollout(task: str, index: int, value: float | None, length: int = 3, cut: bool = False) -> Rollout:
+    request = TurnRequest(RequestId(RolloutId("validation", task, 0, index)), [1], 4, 0.0, 0)
+    columns = np.zeros(length, np.int32), np.zeros(length, np.float32), np.zeros(length, np.int32)
+    failed = "exact: raised KeyError: 'x'" if value is None else None
+    score = Score(value, {"exact": value}, failed, right=value == 1.0)
+    return replace(Rollout.of_turn(request, Completion(*columns, "length" if cut else "stop")), score=score)
+
+
+def group(name: str, *values: float | None) -> RolloutGroup:
+    return RolloutGroup(Task(name, [1], "", "2"), [rollout(name, n, value) for n, value in enumerate(values)])
+
+
+GROUPS = [group("r0", 1.0, 0.0, 1.0, 0.0), group("r1", 0.0, 0.0, None, 0.0), group("r2", None, None, None, None)]
+
+
+def test_the_metrics_are_those_of_the_runs_own_validation() -> None:
+    found = figures(GROUPS)
+    assert found["metrics"] == validation_metrics(GROUPS)
+    assert found["accuracy"]["value"] == found["metrics"]["validation/accuracy"] == 2 / 7
+
+
+def test_pass_at_k_is_of_the_tasks_that_have_k_scored_answers() -> None:
+    found = figures(GROUPS)["pass_at"]
+    assert {k: each["value"] for k, each in found.items()} == {"1": 1 / 4, "2": 5 / 12, "4": 1.0}
+
+
+def test_failures_are_counted_by_cause_and_are_no_reward_of_0() -> None:
+    found = figures(GROUPS)
+    assert found["failures"] == {"exact: raised KeyError": 5}
+    assert found["unscored_tasks"] == 1
+    assert found["rewards"]["exact"]["failed"] == 5
+    assert found["reward"]["value"] == 2 / 7
+
+
+def test_lengths_and_cuts_are_of_all_answers() -> None:
+    groups = [RolloutGroup(Task("r0", [1], "", "2"), [rollout("r0", 0, 1.0, 2), rollout("r0", 1, 0.0, 8, cut=True)])]
+    found = figures(groups)
+    assert found["length"] == {"mean": 5.0, "median": 5.0, "p90": pytest.approx(7.4), "max": 8}
+    assert found["truncated"] == 0.5
+
+
+def test_without_a_score_there_are_no_means() -> None:
+    found = figures(GROUPS[2:])
+    assert "accuracy" not in found
+    assert found["failures"] == {"exact: raised KeyError": 4}
+
+
+def as_result(name: str, groups: list[RolloutGroup], rows: str = "same") -> dict[str, Any]:
+    return {"target": name, "data": "d", "rows": rows, "by_task": [vars(task) for task in task_results(groups)]}
+
+
+def test_a_comparison_pairs_tasks_and_leaves_out_those_without_a_score() -> None:
+    first = as_result("a", [group(f"r{n}", 0.0) for n in range(9)] + [group("r9", None)])
+    second = as_result("b", [group(f"r{n}", 1.0) for n in range(10)])
+    found = compare(first, second)
+    assert (found["tasks"], found["left_out"]) == (9, 1)
+    assert found["accuracy"]["mean"] == 1.0
+    assert found["accuracy"]["p_value"] == pytest.approx(2 / 2**9)
+    assert found["accuracy"]["more_than_chance"]
+    assert compare(second, first)["accuracy"]["mean"] == -1.0
+
+
+def test_results_of_other_rows_are_not_compared() -> None:
+    with pytest.raises(NotComparable, match="d of a and d of b are not the same rows: no task is in both"):
+        compare(as_result("a", GROUPS), as_result("b", GROUPS, rows="others"))
+    with pytest.raises(NotComparable, match="no task has a score in both a and b"):
+        compare(as_result("a", GROUPS[2:]), as_result("b", GROUPS))
+
+
+def test_a_checkpoint_stands_for_its_newest_result_on_rows_that_both_have(tmp_path: Path) -> None:
+    for step, data, rows in ((2, "easy", "e"), (2, "hard", "h"), (4, "hard", "h")):
+        folder = EvaluationFolder(tmp_path / f"sums/evals/step_{step}--{data}--01234567")
+        folder.path.mkdir(parents=True)
+        folder.finish([], {**as_result(f"step {step}", GROUPS, rows), "figures": {"tasks": 3}})
+    (tmp_path / "sums/config.yaml").write_text("kind: grpo\n")
+    for step in (2, 4, 6):
+        write = lambda path: ((path / "hf").mkdir(), (path / "hf/config.json").write_text("{}"))  # noqa: E731
+        Checkpoints(tmp_path / "sums/checkpoints", 9, 0).save(step, {}, write)
+    second = results_of(tmp_path / "sums/checkpoints/step_2", tmp_path)
+    fourth = results_of(tmp_path / "sums/evals/step_4--hard--01234567", tmp_path)
+    assert {each["rows"] for each in second} == {"e", "h"}
+    assert [each["rows"] for each in pair(second, fourth)] == ["h", "h"]
+    with pytest.raises(EvaluationError, match="sums: sums step 6 was not evaluated yet; rlctl eval sums does it"):
+        results_of(Path("sums"), tmp_path)

@@ -1,0 +1,98 @@
+"""An evaluation's folder: parts whole or not at all, the rest found, one process at a time; what names it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.data.tasks import Task
+from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.rollout.types import RolloutGroup
+from tests.unit.evaluation.test_figures import rollout
+
+TASKS = [Task(f"r{n}", [1], "", "2", {"answer": "2"}) for n in range(7)]
+
+
+def groups(places: range) -> list[RolloutGroup]:
+    return [RolloutGroup(TASKS[n], [rollout(f"r{n}", 0, float(n % 2), n + 1)]) for n in places]
+
+
+def test_what_is_missing_is_found_in_ranges() -> None:
+    folder = EvaluationFolder(Path("/nonexistent"))
+    assert folder.missing(7, 3) == [range(3), range(3, 6), range(6, 7)]
+
+
+def test_parts_come_back_as_they_were_and_the_rest_is_missing(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path / "one")
+    with folder.claimed():
+        folder.save(range(2, 5), groups(range(2, 5)))
+        folder.save(range(1), groups(range(1)))
+    again = EvaluationFolder(tmp_path / "one")
+    assert again.missing(7, 10) == [range(1, 2), range(5, 7)]
+    found = again.groups(TASKS)
+    assert [group.task.id for group in found] == ["r0", "r2", "r3", "r4"]
+    assert [group.rollouts[0].num_sampled for group in found] == [1, 3, 4, 5]
+    assert [group.rollouts[0].reward for group in found] == [0.0, 0.0, 1.0, 0.0]
+
+
+def test_a_part_that_was_half_written_is_sampled_again(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    (tmp_path / "parts/tmp_000000-000003").mkdir(parents=True)
+    (tmp_path / "parts/tmp_000000-000003/groups.json").write_text("[")
+    with folder.claimed():
+        assert folder.missing(4, 4) == [range(4)]
+        folder.save(range(4), groups(range(4)))
+    assert folder.missing(4, 4) == []
+
+
+def test_two_processes_do_not_evaluate_into_one_folder(tmp_path: Path) -> None:
+    first, second = EvaluationFolder(tmp_path), EvaluationFolder(tmp_path)
+    with first.claimed(), pytest.raises(EvaluationError) as raised, second.claimed():
+        raise AssertionError
+    assert str(raised.value) == f"{tmp_path} is being evaluated by another process"
+    with second.claimed():
+        pass
+
+
+def test_a_result_is_there_when_all_of_it_is(tmp_path: Path) -> None:
+    folder = EvaluationFolder(tmp_path)
+    assert folder.result() is None
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(EvaluationError, match=r"result\.json: not the result of an evaluation"):
+        folder.result()
+    result = {"rows": "r", "by_task": [{"task": "r0"}], "figures": {"tasks": 1}}
+    folder.finish([{"task": "r0"}], result)
+    assert folder.result() == result
+    assert json.loads((tmp_path / "rollouts.jsonl").read_text()) == {"task": "r0"}
+
+
+CONFIG: dict[str, Any] = {
+    "run": {"seed": 0, "name": "a"},
+    "model": {"path": "a", "max_length": None},
+    "trainer": {"dtype": "auto", "num_ranks": 1},
+    "data": {"train": {"path": "t"}, "validation": {"path": "v"}, "shuffle": True},
+    "rewards": [{"name": "exact"}],
+    "validation": {"temperature": 0.0},
+}
+
+
+def changed(section: str, **values: Any) -> dict[str, Any]:
+    return {**CONFIG, section: {**CONFIG[section], **values}}
+
+
+def test_the_digest_changes_with_what_answers_depend_on_and_with_nothing_else() -> None:
+    first = digest_of(CONFIG, "w", "r")
+    same = [changed("run", name="b"), changed("model", path="b"), changed("trainer", num_ranks=2)]
+    same.append(changed("data", train={"path": "u"}))
+    assert {digest_of(each, "w", "r") for each in same} == {first}
+    others = [changed("run", seed=1), changed("validation", temperature=1.0), changed("data", validation={"path": "w"})]
+    others.append({**CONFIG, "rewards": [{"name": "regex"}]})
+    digests = {digest_of(each, "w", "r") for each in others}
+    assert len({first, *digests, digest_of(CONFIG, "x", "r"), digest_of(CONFIG, "w", "s")}) == 7
+
+
+def test_rows_have_one_digest_whatever_tokens_they_are() -> None:
+    others = [Task(task.id, [7, 7], "another template", task.answer, task.row) for task in TASKS]
+    assert digest_of_rows(others) == digest_of_rows(TASKS)
+    assert digest_of_rows(TASKS[1:]) != digest_of_rows(TASKS)

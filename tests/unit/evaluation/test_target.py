@@ -1,0 +1,75 @@
+"""The weights that a text names: of a run, a checkpoint, its hf/ folder, another folder, the hub."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlctl.evaluation.target import Target, TargetError, digest_of_weights, find_target
+from rlctl.run.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints of steps 2 and 4."""
+    folder = tmp_path / "runs/sums"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("kind: grpo\n")
+
+    def write(path: Path) -> None:
+        (path / "hf").mkdir()
+        (path / "hf/config.json").write_text("{}")
+        (path / "hf/model.safetensors").write_text(path.name)
+
+    for step in (2, 4):
+        Checkpoints(folder / "checkpoints", 9, 0).save(step, {}, write)
+    return folder
+
+
+def test_a_run_is_its_newest_checkpoint_or_that_of_a_step(run: Path) -> None:
+    newest = Target(str(run / "checkpoints/step_4/hf"), 4, run)
+    assert find_target("sums", run.parent) == find_target(str(run), Path("/")) == newest
+    assert newest.name == "sums step 4"
+    assert find_target("sums", run.parent, 2).step == 2
+    with pytest.raises(TargetError, match="has no checkpoint of step 3; there are 2, 4"):
+        find_target("sums", run.parent, 3)
+
+
+def test_a_checkpoint_and_its_hf_folder_know_their_step_and_run(run: Path) -> None:
+    for text in (run / "checkpoints/step_2", run / "checkpoints/step_2/hf"):
+        assert find_target(str(text), Path("/")) == Target(str(run / "checkpoints/step_2/hf"), 2, run)
+
+
+def test_a_file_that_is_not_as_it_was_written_is_named(run: Path) -> None:
+    file = run / "checkpoints/step_4/hf/model.safetensors"
+    file.write_text("other bytes")
+    with pytest.raises(TargetError, match=f"{file}: its bytes are not those that were written"):
+        find_target("sums", run.parent)
+
+
+def test_a_checkpoint_without_an_export_says_so(run: Path) -> None:
+    Checkpoints(run / "checkpoints", 9, 0).save(6, {}, lambda path: None)
+    with pytest.raises(TargetError, match=r"step_6 has no hf/ folder: its run had checkpoint.export=false"):
+        find_target("sums", run.parent)
+
+
+def test_other_folders_and_hub_names_belong_to_no_run(tmp_path: Path, run: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert find_target(str(folder), run.parent) == Target(str(folder))
+    assert find_target("Qwen/Qwen3-0.6B", run.parent).name == "Qwen3-0.6B"
+    with pytest.raises(TargetError, match="sum: no such run; did you mean sums"):
+        find_target("sum", run.parent)
+    with pytest.raises(TargetError, match=r"--step 2: .* is one set of weights"):
+        find_target(str(folder), run.parent, 2)
+
+
+def test_other_weights_have_another_digest_wherever_they_are(run: Path, tmp_path: Path) -> None:
+    second, fourth = (run / f"checkpoints/step_{step}/hf" for step in (2, 4))
+    assert digest_of_weights(second) != digest_of_weights(fourth)
+    manifest = json.loads((second.parent / "manifest.json").read_text())
+    assert set(manifest["files"]) >= {"hf/model.safetensors"}
+    before = digest_of_weights(second)
+    run.rename(tmp_path / "moved")
+    assert digest_of_weights(tmp_path / "moved/checkpoints/step_2/hf") == before

@@ -1,0 +1,74 @@
+"""What a run proposes at its end: commands that work where the run is, one a line, to go on last."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.launch.next_steps import next_commands
+from rlctl.preflight.load import load
+from rlctl.run.checkpoints import Checkpoints
+from rlctl.run.run_dir import JobRecord, RunDir
+from rlctl.telemetry.jsonl import JsonlWriter
+
+
+def ended(folder: Path, *overrides: str, kind: str = "grpo", exported: bool = True) -> tuple[Any, RunDir]:
+    """A run whose 4 steps are done, with a checkpoint."""
+    config = load(kind, None, [f"{kind}.num_steps=4", *overrides]).config
+    run = RunDir.create("sums", folder)
+    JsonlWriter(run.metrics).write({"kind": "step", "step": 4})
+    Checkpoints(run.checkpoints, 1, 0).save(4, {}, lambda path: (path / "hf").mkdir() if exported else None)
+    return config, run
+
+
+def test_a_grpo_run_names_its_weights_and_how_to_measure_and_export_them(tmp_path: Path) -> None:
+    config, run = ended(tmp_path)
+    assert next_commands(config, run, "done") == [
+        f"rlctl runs dash {run.path}",
+        f"rlctl eval {run.path}",
+        f"rlctl export {run.path} sums-hf",
+        f"vllm serve {run.path}/checkpoints/step_4/hf",
+        f"rlctl train grpo --resume {run.path} grpo.num_steps=8",
+    ]
+
+
+def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:
+    config, run = ended(tmp_path, "data.validation.path=null", "checkpoint.metric=reward/mean", exported=False)
+    assert [each.split()[1] for each in next_commands(config, run, "done")] == ["runs", "train"]
+    assert next_commands(config, run, "interrupted") == [f"rlctl train grpo --resume {run.path}"]
+
+
+def test_an_sft_run_is_measured_by_a_grpo_recipe(tmp_path: Path) -> None:
+    config, run = ended(tmp_path, kind="sft")
+    assert next_commands(config, run, "done")[1] == f"rlctl eval {run.path} RECIPE"
+
+
+def test_a_run_of_a_cluster_is_used_there(tmp_path: Path) -> None:
+    config, run = ended(tmp_path)
+    JobRecord("lab", "sums-1", "/work", remote="/far/sums", called="runs/sums").write(run.path)
+    assert next_commands(config, run, "done") == [
+        "rlctl runs dash runs/sums",
+        "rlctl train grpo --resume runs/sums --cluster lab grpo.num_steps=8",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "file", "command"),
+    [
+        ("tensorboard", "", "tensorboard --logdir {run}/tensorboard"),
+        ("{name: trackio, project: sums}", "", "trackio show --project sums"),
+        ("{name: mlflow, experiment: sums}", "mlflow.db", "mlflow ui --backend-store-uri sqlite:///{run}/mlflow.db"),
+        ("{name: wandb, project: sums}", "wandb/offline-run-2", "wandb sync {run}/wandb/offline-run-2"),
+        ("{name: swanlab, project: s, mode: offline}", "swanlab/run-2", "swanlab sync {run}/swanlab/run-2"),
+    ],
+)
+def test_a_tracker_is_shown_by_its_own_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: str, file: str, command: str
+) -> None:
+    monkeypatch.setattr("rlctl.preflight.checks.check_trackers", lambda config: iter(()))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config, run = ended(tmp_path, f"telemetry.trackers=[{tracker}]")
+    if file:
+        (run.path / file).parent.mkdir(exist_ok=True)
+        (run.path / file).touch()
+    assert next_commands(config, run, "done")[-2] == command.format(run=run.path)
