@@ -186,8 +186,9 @@ def _table(runs: Sequence[ReportedRun], keys: Iterable[str], id_: str = "differe
 
 
 def _value(value: ConfigValue) -> str:
-    origin = f"<span class='origin'>{escape(value.origin)}</span>" if value.origin else ""
-    return f"<td><code>{escape(value.text)}</code>{origin}</td>"
+    if not value.origin:
+        return f"<td><code>{escape(value.text)}</code></td>"
+    return f"<td class='own'><code>{escape(value.text)}</code><span class='origin'>{escape(value.origin)}</span></td>"
 
 
 def _health_grid(runs: Sequence[ReportedRun]) -> str:

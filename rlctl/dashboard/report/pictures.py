@@ -6,7 +6,8 @@ from rlctl.dashboard.report import vega
 from rlctl.dashboard.report.metric_charts import MetricChart, charts_of
 from rlctl.dashboard.report.source import ReportedRun
 
-_COLUMNS, _WIDTH, _WIDE = 3, 380, 760
+# Pixels of a chart, of a stacked one, and of a row.
+_WIDTH, _WIDE, _ROW = 380, 760, 1140
 
 
 def pictures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, bytes]]:
@@ -15,8 +16,17 @@ def pictures(runs: Sequence[ReportedRun]) -> Iterator[tuple[str, bytes]]:
     charts = charts_of([run.state for run in runs])
     for section in dict.fromkeys(chart.section for chart in charts):
         specs = [_spec(chart, names) for chart in charts if chart.section == section]
-        rows = [specs[start : start + _COLUMNS] for start in range(0, len(specs), _COLUMNS)]
-        yield section.lower().replace(" ", "-"), vega.picture(rows, vega.LIGHT)
+        yield section.lower().replace(" ", "-"), vega.picture(_rows(specs), vega.LIGHT)
+
+
+def _rows(specs: Sequence[vega.Spec]) -> list[list[vega.Spec]]:
+    """Return the charts in rows of at most `_ROW` pixels."""
+    rows: list[list[vega.Spec]] = []
+    for spec in specs:
+        if not rows or sum(each["width"] for each in rows[-1]) + spec["width"] > _ROW:
+            rows.append([])
+        rows[-1].append(spec)
+    return rows
 
 
 def _spec(chart: MetricChart, names: Sequence[str]) -> vega.Spec:

@@ -157,7 +157,7 @@ def _lines(chart: MetricChart, encoding: Spec) -> list[Spec]:
     line: Spec = {"type": "line", "clip": True, "strokeWidth": 1.6}
     layers: list[Spec] = []
     if noisy := kinds["noisy"]:
-        only = {"filter": {"field": "key", "oneOf": noisy}}
+        only = _only(noisy)
         reach = max(len(each.values) for each in chart.series) // _NEIGHBOURS
         window = {
             "window": [{"op": "mean", "field": "value", "as": "smooth"}],
@@ -168,15 +168,22 @@ def _lines(chart: MetricChart, encoding: Spec) -> list[Spec]:
         mean = {**encoding, "y": {**encoding["y"], "field": "smooth"}}
         layers.append({"transform": [only], "mark": {**line, "opacity": 0.28, "strokeWidth": 1}, "encoding": encoding})
         layers.append({"transform": [only, window], "mark": line, "encoding": mean})
-    for kind, point in (("smooth", False), ("short", {"size": 30})):
-        if keys := kinds[kind]:
-            only = {"filter": {"field": "key", "oneOf": keys}}
-            layers.append({"transform": [only], "mark": {**line, "point": point}, "encoding": encoding})
+    if lines := [*kinds["smooth"], *kinds["short"]]:
+        layers.append({"transform": [_only(lines)], "mark": line, "encoding": encoding})
+    if kinds["short"]:
+        # Points of their own: those of a line would take the dashes out of the legend.
+        point = {"type": "point", "filled": True, "size": 30, "clip": True, "opacity": 1}
+        solid = {name: channel for name, channel in encoding.items() if name != "strokeDash"}
+        layers.append({"transform": [_only(kinds["short"])], "mark": point, "encoding": solid})
     if chart.bound is not None:
         rule = {"type": "rule", "strokeDash": [4, 4], "opacity": 0.7, "clip": True}
         bound = {"y": {"field": "bound", "type": "quantitative"}}
         layers.append({"data": {"values": [{"bound": chart.bound}]}, "mark": rule, "encoding": bound})
     return layers
+
+
+def _only(keys: Sequence[str]) -> Spec:
+    return {"filter": {"field": "key", "oneOf": list(keys)}}
 
 
 def _kind(values: Sequence[float]) -> str:

@@ -113,7 +113,7 @@ def test_the_page_has_curves_meanings_events_samples_and_origins(tmp_path: Path,
     assert "warning: grad norm is &lt;high&gt;" in html
     assert {"step": 7, "label": "grad norm"}.items() <= shown["charts"][-1]["rows"][-1].items()
     assert [each["step"] for each in shown["samples"][0]["groups"]["train"]] == list(range(1, 21))
-    assert "<code>5</code><span class='origin'>override 1: run.seed=5</span>" in html
+    assert "<td class='own'><code>5</code><span class='origin'>override 1: run.seed=5</span>" in html
     assert "<tr class='default'><th title=\"Print a line" in html or "<tr class='default'>" in html
     assert "default-src 'none'" in html and not re.search(r'(src|href)="(?!#)', html)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.telemetry.jsonl import JsonlWriter, Tail, read_records
+from rlctl.telemetry.jsonl import JsonlWriter, Tail, damaged_lines, read_records
 
 
 def test_a_record_is_readable_as_soon_as_it_is_written(tmp_path: Path) -> None:
@@ -77,3 +77,10 @@ def test_half_a_surrogate_pair_is_written_as_a_question_mark(tmp_path: Path) -> 
     path = tmp_path / "a.jsonl"
     JsonlWriter(path).write({"a": "bad \ud83d"})
     assert read_records(path) == [{"a": "bad ?"}]
+
+
+def test_damaged_lines_are_counted_but_not_the_one_that_is_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert damaged_lines(path) == 0
+    path.write_bytes(b'{"a": 1}\n{"a"\n\n[1]\n\xff\n{"a": 2}\n{"half')
+    assert damaged_lines(path) == 3 and len(read_records(path)) == 2
