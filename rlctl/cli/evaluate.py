@@ -94,11 +94,13 @@ def _evaluate(
     to: Path | None,
     save_every: int,
 ) -> list[dict[str, Any]]:
-    from rlctl.evaluation.evaluate import Evaluation
     from rlctl.evaluation.target import find_target
 
     target = find_target(text, runs_folder(), step)
     settings = _settings(target, arguments, data, samples)
+    # Torch comes with it, which takes seconds.
+    from rlctl.evaluation.evaluate import Evaluation
+
     root = to or (target.run / "evals" if target.run else Path("evals"))
     with _progress() as progress:
         evaluation = Evaluation(target, settings, root, _emit)

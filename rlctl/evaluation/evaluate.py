@@ -1,7 +1,7 @@
 """An evaluation: held-out tasks of several data sets, sampled and scored as the run's own validation does it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
 from rlctl.data.load import load_chat, load_prompts, rows_of_part
 from rlctl.data.tasks import Task
-from rlctl.evaluation.figures import figures, task_results
+from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
 from rlctl.evaluation.target import Target, digest_of_weights
 from rlctl.grpo.group_record import group_records
@@ -113,20 +113,6 @@ class Evaluation:
         path.mkdir(parents=True, exist_ok=True)
         write_whole(path / "config.yaml", composed.to_yaml())
         return DataSet(name, config, tasks, EvaluationFolder(path), digest)
-
-
-def result_of(
-    groups: Sequence[RolloutGroup], config: GrpoConfig, rows: str, facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers."""
-    settings = {
-        "generations": config.validation.num_generations,
-        "temperature": config.validation.temperature,
-        "max_new_tokens": config.generation.max_new_tokens,
-        "seed": config.run.seed,
-    }
-    by_task = [asdict(task) for task in task_results(groups)]
-    return {**facts, **settings, "rows": rows, "figures": figures(groups), "by_task": by_task}
 
 
 def answer_records(groups: Sequence[RolloutGroup], chat: Chat, step: int) -> list[dict[str, Any]]:

@@ -5,13 +5,14 @@ out of every mean.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from rlctl.config.schema import GrpoConfig
 from rlctl.evaluation.statistics import Estimate, mean, pass_at, share
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rewards.scorer import Score
@@ -81,6 +82,20 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         ),
         "rewards": _rewards(groups),
     }
+
+
+def result_of(
+    groups: Sequence[RolloutGroup], config: GrpoConfig, rows: str, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers."""
+    settings = {
+        "generations": config.validation.num_generations,
+        "temperature": config.validation.temperature,
+        "max_new_tokens": config.generation.max_new_tokens,
+        "seed": config.run.seed,
+    }
+    by_task = [asdict(task) for task in task_results(groups)]
+    return {**facts, **settings, "rows": rows, "figures": figures(groups), "by_task": by_task}
 
 
 def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:

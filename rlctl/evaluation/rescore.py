@@ -11,7 +11,7 @@ import numpy as np
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.load import rows_of_part
 from rlctl.data.tasks import Task
-from rlctl.evaluation.evaluate import result_of
+from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.preflight.load import Composed
