@@ -49,9 +49,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("sync", "async"):
         write(folder, name, name == "sync")
     path = folder / "both.html"
-    arguments = ["report", "sync", "async", "--dir", folder, "-o", path, "--png", folder / "pictures"]
-    result = CliRunner().invoke(app, [str(word) for word in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.stderr
+    for arguments in (["async"], ["sync", "async", "-o", path, "--png", folder / "pictures"]):
+        words = map(str, ["report", "--dir", folder, *arguments])
+        result = CliRunner().invoke(app, [*words], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
     return path
 
 
@@ -66,9 +67,11 @@ def test_a_report_of_two_long_runs_is_small_and_has_a_picture_of_each_section(re
 def test_a_page_is_drawn_from_one_file_and_explains_a_curve_under_the_pointer(report: Path, tmp_path: Path) -> None:
     with browser.browser(tmp_path / "profile") as page:
         page.call("Performance.enable", timeDomain="threadTicks")
-        page.open(report, 1400)
+        page.open(report.parent / "async/report.html", 1400)
         used = {each["name"]: each["value"] for each in page.call("Performance.getMetrics")["metrics"]}
         assert used["TaskDuration"] < MOST_CPU_S
+        page.requests.clear()
+        page.open(report, 1400)
         # A canvas that holds nothing but its background would be empty of lines.
         assert page.value("[...document.querySelectorAll('[data-chart]')].every(each => each.querySelector('canvas'))")
         assert page.value(COLOURS) >= 3
