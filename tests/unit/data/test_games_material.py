@@ -1,0 +1,131 @@
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlctl.data.chat import Chat, load_tokenizer
+from rlctl.environments.calculator import Calculator
+from rlctl.environments.contract import read_contract
+from rlctl.environments.guess import Guess
+from rlctl.environments.tool_calls import ToolCall, parse_tool_calls, tool_format
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+MODEL = RECIPES / "tiny" / "qwen3-games"
+TOOLS = read_contract(Calculator, {}).tools
+ROLES = st.sampled_from(["user", "assistant", "tool"])
+TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20)
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("games_make", RECIPES / "tiny" / "make_games.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def chat() -> Chat:
+    tokenizer = load_tokenizer(str(MODEL))
+    return Chat(tokenizer, tokenizer.chat_template, None, MODEL)
+
+
+def content(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in content(RECIPES / "tiny-data" / name).splitlines()]
+
+
+def test_the_committed_data_is_what_the_script_writes(make, tmp_path):
+    make.write_data(tmp_path)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert len(written) == 5
+    for name in written:
+        assert content(tmp_path / name) == content(RECIPES / "tiny-data" / name)
+
+
+def test_nothing_that_is_taught_begins_at_a_held_out_number():
+    for chat in rows("games-sft.jsonl.gz"):
+        question = next(each["content"] for each in chat["messages"] if each["role"] == "user")
+        assert int(next(word for word in question.split() if word.isdigit())) % 5
+    for game, column in (("guess", "low"), ("calculator", "expression")):
+        first = [int(str(row[column]).split()[0]) for row in rows(f"{game}-train.jsonl")]
+        held_out = [int(str(row[column]).split()[0]) for row in rows(f"{game}-validation.jsonl")]
+        assert all(number % 5 for number in first) and not any(number % 5 for number in held_out)
+        assert (len(first), len(held_out)) == (1000, 200)
+
+
+def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
+    make.write_shape(tmp_path)
+    assert (tmp_path / "chat_template.jinja").read_text() == (MODEL / "chat_template.jinja").read_text()
+    for path in tmp_path.glob("*.json"):
+        written, committed = (json.loads(file.read_text()) for file in (path, MODEL / path.name))
+        for version in (written, committed):
+            version.pop("transformers_version", None)
+        assert written == committed
+
+
+def test_the_model_is_small_and_has_256_positions():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in model.parameters()) == 397_408
+    assert config.max_position_embeddings == 256
+
+
+def test_a_number_up_to_99_is_one_token_and_a_turn_of_the_game_is_six(chat):
+    for number in range(100):
+        assert len(chat.prompt_tokens(str(number))) == 1
+    opening = [{"role": "user", "content": Guess().reset(10, 24, 12)}]
+    assert len(chat.prompt_tokens(chat.prompt_text(opening))) == 10
+    link = chat.link(opening, [{"role": "user", "content": "higher"}])
+    assert len(link.between) + 2 == 6
+
+
+@settings(max_examples=30)
+@given(text=st.text(st.characters(max_codepoint=126, exclude_categories=["Cc"])))
+def test_any_line_of_ascii_comes_back_from_its_tokens(chat, text):
+    assert chat.decode(chat.tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+@settings(max_examples=30)
+@given(said=st.lists(st.tuples(ROLES, TEXT), min_size=1, max_size=5), added=st.lists(TEXT, min_size=1, max_size=3))
+def test_a_chat_only_grows_also_with_tools(chat, said, added):
+    messages = [{"role": role, "content": text} for role, text in said]
+    answers = [{"role": "tool", "content": text} for text in added]
+    before = chat.prompt_text(messages, TOOLS)
+    whole = [*messages, {"role": "assistant", "content": "an answer"}, *answers]
+    link = chat.link(messages, answers, TOOLS)
+    tokens = chat.prompt_tokens(before) + chat.prompt_tokens("an answer") + link.after([], chat.ends.stops)
+    assert tokens == chat.prompt_tokens(chat.prompt_text(whole, TOOLS))
+    assert not chat.rewrites_history()
+
+
+def test_a_call_is_read_back_from_the_tokens_that_its_template_writes(chat):
+    call = {"function": {"name": "calculate", "arguments": {"expression": "23 + 45 * 6"}}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = chat.decode(chat.prompt_tokens(chat.prompt_text(messages, TOOLS)))
+    format = tool_format(chat.template)
+    assert format == "hermes"
+    assert parse_tool_calls(text, format, TOOLS).calls == [ToolCall("calculate", {"expression": "23 + 45 * 6"})]
+
+
+def test_the_warm_start_meets_the_tools_as_an_episode_shows_them(chat):
+    taught = next(row["messages"] for row in rows("games-sft.jsonl.gz") if row["messages"][0]["role"] == "system")
+    assert chat.prompt_text(taught[:2]) == chat.prompt_text(taught[1:2], TOOLS)
+    assert len(chat.prompt_tokens(chat.prompt_text(taught[:1]))) == 4
+
+
+def test_a_role_that_the_template_does_not_know_is_refused(chat):
+    with pytest.raises(Exception, match="then user, assistant and tool messages"):
+        chat.prompt_text([{"role": "judge", "content": "?"}])
