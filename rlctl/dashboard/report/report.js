@@ -126,7 +126,8 @@ function sampleViewer(purpose, title) {
       const nearest = Math.max(...run.groups.map((group) => group.step).filter((each) => each <= step));
       const groups = run.groups.filter((group) => group.step === nearest).map(groupCard);
       const name = runs.length > 1 ? [element("h3", { textContent: run.name })] : [];
-      return element("div", {}, ...name, element("div", { className: "groups" }, ...groups));
+      const none = groups.length ? [] : [element("p", { className: "note", textContent: "none recorded up to this step" })];
+      return element("div", {}, ...name, ...none, element("div", { className: "groups" }, ...groups));
     }));
   };
   slider.oninput = show;
