@@ -1,9 +1,11 @@
 """`rlctl data`: shows the data of a run before it starts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,17 +13,17 @@ import typer
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import busy, console, examples, note
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.schema import DatasetSection, GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from rlctl.data.chat import Chat
     from rlctl.data.cursor import Drawn
-    from rlctl.data.datasets import Row
     from rlctl.data.ends import EndTokens
-    from rlctl.data.load import RowReader, RunRows
+    from rlctl.data.load import DataPart, RowReader, RunRows
     from rlctl.data.preview import Lengths, Piece
+    from rlctl.data.tasks import SupervisedSample, Task
     from rlctl.data.tokenize import LengthReport
     from rlctl.training.micro_batching import PackingStats
 
@@ -51,20 +53,17 @@ def preview(
 ) -> None:
     """Show how rows become tokens: text, the part that is trained on, lengths, and how well they pack."""
     from rlctl.data.datasets import shown
-    from rlctl.data.load import rows_of_part
+    from rlctl.data.load import part_of
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     config = load(None, recipe or DEFAULT, overrides).config
     if validation and not config.data.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
-    path = shown((validation and config.data.validation.path) or config.data.train.path)
+    path = shown((validation and config.data.validation.path) or config.data.train.paths)
     with _reading(f"reading {path}"):
-        section, rows = rows_of_part(config, "validation" if validation else "train")
-        if isinstance(config, SftConfig):
-            seen = _sft(config, section, rows, samples, tokens)
-        else:
-            seen = _grpo(config, section, rows, samples)
+        parts = part_of(config, "validation" if validation else "train")
+        seen = _sft(config, parts, samples, tokens) if isinstance(config, SftConfig) else _grpo(config, parts, samples)
     if as_json:
         typer.echo(json.dumps({"path": path, **seen.as_json()}, indent=1))
     else:
@@ -75,7 +74,8 @@ def preview(
 class _Seen:
     """The facts about one data set that are shown."""
 
-    report: "LengthReport"
+    # By part: train, or each source of it.
+    reports: "dict[str, LengthReport]"
     # The tokens that end an answer.
     ends: "EndTokens"
     lengths: "Lengths"
@@ -84,13 +84,20 @@ class _Seen:
     trained: float | None = None
     packs: "PackingStats | None" = None
 
+    @property
+    def report(self) -> "LengthReport":
+        """Counts of all parts."""
+        return reduce(add, self.reports.values())
+
     def as_json(self) -> dict[str, Any]:
         ends = {"trained": self.ends.trained, "stops": self.ends.stops, "warnings": self.ends.warnings}
+        counts = {name: asdict(report) for name, report in self.reports.items()}
         facts = {**asdict(self.report), "ends": ends, "lengths": asdict(self.lengths)}
+        facts |= {"parts": counts} if len(counts) > 1 else {}
         return facts if self.packs is None else facts | {"trained_share": self.trained, "packing": asdict(self.packs)}
 
 
-def _sft(config: SftConfig, section: DatasetSection, listed: "list[Row]", count: int, most: int) -> _Seen:
+def _sft(config: SftConfig, parts: "list[DataPart]", count: int, most: int) -> _Seen:
     from rlctl.config.fields import stated
     from rlctl.data.load import load_samples
     from rlctl.data.preview import Lengths, pieces, step_lengths
@@ -106,35 +113,48 @@ def _sft(config: SftConfig, section: DatasetSection, listed: "list[Row]", count:
     if longest is None:
         what = f"{config.model.path} is not on this machine, so its longest sequence is not known; set it"
         raise ConfigError([Problem("model.max_length", "", what)])
-    rows, report = load_samples(config, section, chat, listed, longest)
-    texts = [_sample(sample.id, pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
+    rows, reports = _all(parts, lambda part: load_samples(config, part.section, chat, part.rows, longest))
+    texts = [_sample(_titled(sample), pieces(sample, chat.tokenizer, most)) for sample in _first(rows, config, count)]
     tuned = tune(config, device_of(count_gpus()), sizes_of(config.model.path), device_memory()).config
     tokens = stated(tuned.trainer.micro_batch_tokens)
     packs = packing(step_lengths(rows, config), layout_of(config.trainer).data, tokens)
     lengths = Lengths.of([len(sample.tokens) for sample in rows])
     trained = sum(int(sample.mask.sum()) for sample in rows) / lengths.total
-    return _Seen(report, chat.ends, lengths, texts, trained, packs)
+    return _Seen(reports, chat.ends, lengths, texts, trained, packs)
 
 
-def _grpo(config: GrpoConfig, section: DatasetSection, listed: "list[Row]", count: int) -> _Seen:
+def _grpo(config: GrpoConfig, parts: "list[DataPart]", count: int) -> _Seen:
     from rlctl.data.load import load_prompts
     from rlctl.data.preview import Lengths, Piece
 
     chat = run_chat(config)
-    rows, report = load_prompts(config, section, chat, listed)
+    rows, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
     ends = _ends(config, chat)
     texts = [
-        _sample(prompt.id, [Piece(f"{prompt.text}\nanswer: {prompt.answer}", False)])
+        _sample(_titled(prompt), [Piece(f"{prompt.text}\nanswer: {prompt.answer}", False)])
         for prompt in _first(rows, config, count)
     ]
-    return _Seen(report, ends, Lengths.of([len(prompt.tokens) for prompt in rows]), texts)
+    return _Seen(reports, ends, Lengths.of([len(prompt.tokens) for prompt in rows]), texts)
+
+
+def _all(
+    parts: "list[DataPart]", load: "Callable[[DataPart], tuple[list[Drawn], LengthReport]]"
+) -> "tuple[list[Drawn], dict[str, LengthReport]]":
+    """Return the rows of all parts, and the report of each."""
+    loaded = [(part.name, load(part)) for part in parts]
+    return [row for _, (rows, _) in loaded for row in rows], {name: report for name, (_, report) in loaded}
 
 
 def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
-    """Return the rows that the run draws first."""
-    from rlctl.data.cursor import Cursor, RowSource
+    """Return the rows that the run draws first; of held-out rows those of each source in turn."""
+    from rlctl.data.cursor import RowSource
+    from rlctl.data.mixture import order_of
 
-    return RowSource(rows, Cursor(len(rows), config.run.seed, config.data.shuffle)).draw(min(count, len(rows)))
+    return RowSource(rows, order_of(rows, config)).draw(min(count, len(rows)))
+
+
+def _titled(row: "Task | SupervisedSample") -> str:
+    return f"{row.id} ({row.source})" if row.source else row.id
 
 
 def read_ahead(config: RunConfig) -> "tuple[RowReader, RunRows]":
@@ -201,6 +221,8 @@ def _show(path: str, seen: _Seen) -> None:
 
     out, lengths = console(), seen.lengths
     out.print(Text.assemble((path, "bold"), f": {seen.report}"))
+    for name, report in seen.reports.items() if len(seen.reports) > 1 else ():
+        out.print(f"  {name}: {report}")
     out.print(
         f"tokens   {lengths.total:,}; a row has {lengths.mean:,.4g} on average, {lengths.median:,.4g} at the "
         f"median, {lengths.p90:,.4g} at the 90th percentile, at most {lengths.longest:,}"

@@ -28,7 +28,7 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
     if not where:
         data, ends = composed.config.data, ends_of(composed.config)
         is_here = all(
-            Path(each).exists() for path in (data.train.path, data.validation.path) if path for each in files_of(path)
+            Path(each).exists() for path in (data.train.paths, data.validation.path) if path for each in files_of(path)
         )
         rows = read_ahead(composed.config)[1] if is_here else None
         console().print(format_rows("data", data_rows(rows, ends)))

@@ -26,7 +26,7 @@ def try_rewards(composed: "Composed", *, fetch: bool) -> str:
     from rlctl.data.datasets import shown
     from rlctl.data.files import DataError, files_of
 
-    needed = [config.model.tokenizer or config.model.path, *files_of(config.data.train.path or [])]
+    needed = [config.model.tokenizer or config.model.path, *files_of(config.data.train.paths)]
     if not fetch and (away := [name for name in needed if not Path(name).exists()]):
         return f"rewards: not tried, {away[0]} is not on this machine; rlctl config check --try-rewards fetches it"
     from rlctl.grpo.trial import try_rewards
@@ -47,4 +47,4 @@ def try_rewards(composed: "Composed", *, fetch: bool) -> str:
         raise ConfigError(problems) from error
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
     judged = "right" if score.right else "not right"
-    return f"rewards: tried on the first row of {shown(config.data.train.path)}: {parts}; its own answer is {judged}"
+    return f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"

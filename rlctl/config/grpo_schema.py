@@ -136,8 +136,8 @@ class GenerationSection:
     kv_cache_mib: int = spec("Only on a CPU: the key-value cache of an engine, in MiB.", ge=1, most=1 << 30)
     prefix_caching: bool | Literal["auto"] = spec(
         "Requests of an engine reuse the keys and values of a prefix that one of them computed: those of a group that "
-        "of their prompt, a later turn that of the turns before. auto is true on GPUs, and on a CPU if no sequence is "
-        "longer than 448 tokens: there no bit changes."
+        "of their prompt, a later turn that of the turns before. auto is true on GPUs, and on a CPU where sequences "
+        "are short enough for it to change no bit: 480 tokens of a model with heads of 32."
     )
     reset_prefix_cache_after_weight_updates: bool = spec(
         "After a refit no new request or turn reuses keys and values of older weights. If false, it does."

@@ -1,7 +1,7 @@
 """Sections and entries that take their defaults by their `name`: rewards, environments, trackers, loss, advantage.
 
-Their defaults are in configs/reward.yaml, environment.yaml, tracker.yaml, loss.yaml and advantage.yaml: `all` for every
-name, and a section for each name that has keys of its own.
+Their defaults, and those of data sources, are in configs/reward.yaml, environment.yaml, source.yaml, tracker.yaml,
+loss.yaml and advantage.yaml: `all` for every name, and a section for each name that has keys of its own.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from rlctl.config.provenance import ConfigNode, leaves, merge, node_at, put, rea
 
 # Paths in a config -> file of their defaults.
 _LISTS = {("rewards",): "reward", ("telemetry", "trackers"): "tracker"}
-_MAPPINGS = {("environment", "choices"): "environment"}
+_MAPPINGS = {("environment", "choices"): "environment", ("data", "train", "sources"): "source"}
 _SECTIONS = {("grpo", "loss"): "loss", ("grpo", "advantage"): "advantage"}
 NAMED_SECTIONS = [".".join(path) for path in _SECTIONS]
 FILES_BY_PATH = {".".join(path): kind for path, kind in (*_LISTS.items(), *_SECTIONS.items())}

@@ -77,6 +77,30 @@ class DatasetSection:
 
 
 @dataclass
+class SourceSection(DatasetSection):
+    weight: float = spec("The share of this source among all draws, in relation to the other weights.", gt=0, le=1e6)
+
+
+@dataclass
+class TrainDataSection(DatasetSection):
+    sources: dict[str, SourceSection] = spec(
+        "In place of a path: several data sets, each under a name of its own, mixed by weight. A source has the keys "
+        "of data.train, from which it takes what it leaves out, and weight (1). It begins anew when its rows are used "
+        "up."
+    )
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of all sources, or the path."""
+        given = [section.path for section in self.sources.values()] or [self.path]
+        return [each for path in given for each in ([path] if isinstance(path, str) else path or [])]
+
+    def of(self, source: str) -> DatasetSection:
+        """Return the section of a row's source."""
+        return self.sources[source] if source else self
+
+
+@dataclass
 class HeldOutSection(DatasetSection):
     fraction: float | None = spec(
         "In place of a path: this share of data.train is held out and not trained on. The content of its prompt "
@@ -88,7 +112,7 @@ class HeldOutSection(DatasetSection):
 
 @dataclass
 class DataSection:
-    train: DatasetSection = spec("The data that the run trains on.")
+    train: TrainDataSection = spec("The data that the run trains on.")
     validation: HeldOutSection = spec("The held-out data.")
     system_prompt: str | None = spec("A system message before every prompt. It needs a chat template.")
     chat_template: Literal["auto", "none"] | str = spec(

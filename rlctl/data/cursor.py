@@ -6,7 +6,7 @@ epoch, whatever the batch sizes. A batch may reach into the next epoch; none is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,26 @@ class Draw:
 
     epoch: int
     row: int
+
+
+class DrawOrder(Protocol):
+    """Endless order of draws."""
+
+    @property
+    def position(self) -> int:
+        """Number of the next draw, from 0 on."""
+
+    def draw(self, n: int) -> list[Draw]:
+        """Return the next n draws."""
+
+    def at(self, number: int) -> Draw:
+        """Return the draw of that number, past or to come."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, as JSON holds it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError for the state of other data."""
 
 
 class Cursor:
@@ -87,7 +107,7 @@ class Cursor:
 class RowSource(Generic[Drawn]):
     """Source of rows in the cursor's order. Row `r17` drawn in epoch 2 is named `e2-r17`."""
 
-    def __init__(self, rows: Sequence[Drawn], cursor: Cursor) -> None:
+    def __init__(self, rows: Sequence[Drawn], cursor: DrawOrder) -> None:
         self._rows: Sequence[Drawn] = rows
         self.cursor = cursor
 

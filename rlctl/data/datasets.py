@@ -23,6 +23,8 @@ class Row:
     origin: str
     # Column -> value.
     values: dict[str, Any]
+    # Key of data.train.sources; empty if there are none.
+    source: str = ""
 
 
 def load_rows(section: DatasetSection) -> list[Row]:

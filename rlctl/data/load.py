@@ -6,13 +6,13 @@ Rows are read and checked before anything starts. They are tokenized while the r
 import hashlib
 import json
 import sys
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Literal
 
 from rlctl.config.plugins import needs_answers
-from rlctl.config.schema import DataSection, DatasetSection, GrpoConfig, RunConfig, SftConfig
+from rlctl.config.schema import DataSection, DatasetSection, GrpoConfig, RunConfig, SftConfig, TrainDataSection
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.files import DataError
@@ -29,11 +29,32 @@ class RunRows:
     # Empty where nothing is validated.
     validation: list[Row]
 
-    def parts(self, data: DataSection) -> list[tuple[str, DatasetSection, list[Row]]]:
-        """Return (name, section, rows) of train, and of validation where there is one."""
-        held_out = data.validation if data.validation.path is not None else data.train
-        parts = [("train", data.train, self.train), ("validation", held_out, self.validation)]
-        return [part for part in parts if part[2]]
+    def parts(self, data: DataSection) -> "list[DataPart]":
+        """Return the parts of train, and of validation where there is one."""
+        held_out = data.validation if data.validation.path is not None else None
+        return [*parts_of("train", self.train, data), *parts_of("validation", self.validation, data, held_out)]
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """Rows of one source of train or validation."""
+
+    of: Literal["train", "validation"]
+    section: DatasetSection
+    rows: list[Row]
+
+    @property
+    def name(self) -> str:
+        """Name for a person: `train`, or `train (sums)` for the rows of a source."""
+        return f"{self.of} ({source})" if (source := self.rows[0].source) else self.of
+
+
+def parts_of(
+    of: Literal["train", "validation"], rows: list[Row], data: DataSection, section: DatasetSection | None = None
+) -> list[DataPart]:
+    """Return rows by source, in their order. section: that of all; None: that of each row's source."""
+    groups = groupby(rows, key=lambda row: row.source)
+    return [DataPart(of, section or data.train.of(source), list(group)) for source, group in groups]
 
 
 class RowReader:
@@ -50,7 +71,7 @@ class RowReader:
         """Read all rows now, for the next `take`. Raises DataError at the first bad one."""
         data = self._config.data
         validated = data.has_validation and self._config.validation.every > 0
-        train, held_out = read_rows(self._config, data.train), list[Row]()
+        train, held_out = read_train(self._config), list[Row]()
         if data.validation.fraction is not None:
             # Also where nothing is validated: the rows stay apart whatever the run does.
             train, held_out = split_off(train, data.train, data.validation.fraction)
@@ -66,33 +87,43 @@ class RowReader:
         return rows
 
 
-def rows_of_part(config: RunConfig, part: Literal["train", "validation"]) -> tuple[DatasetSection, list[Row]]:
-    """Return the rows of one part of a run's data, checked, with the section that says how to read them.
-
-    Raises DataError.
-    """
+def part_of(config: RunConfig, of: Literal["train", "validation"]) -> list[DataPart]:
+    """Return train or validation of a run's data, checked, by source. Raises DataError."""
     data = config.data
-    if part == "validation" and data.validation.path is not None:
-        return data.validation, read_rows(config, data.validation)
-    rows = read_rows(config, data.train)
-    if data.validation.fraction is None:
-        return data.train, rows
-    return data.train, split_off(rows, data.train, data.validation.fraction)[part == "validation"]
+    if of == "validation" and data.validation.path is not None:
+        return parts_of(of, read_rows(config, data.validation), data, data.validation)
+    rows = read_train(config)
+    if data.validation.fraction is not None:
+        rows = split_off(rows, data.train, data.validation.fraction)[of == "validation"]
+    return parts_of(of, rows, data)
 
 
-def split_off(rows: list[Row], section: DatasetSection, fraction: float) -> tuple[list[Row], list[Row]]:
+def read_train(config: RunConfig) -> list[Row]:
+    """Read and check the rows of data.train, one source after the other. Raises DataError at the first bad one."""
+    section, rows = config.data.train, list[Row]()
+    if not section.sources:
+        return read_rows(config, section)
+    for name, each in section.sources.items():
+        first = len(rows)
+        rows += [replace(row, number=first + row.number, source=name) for row in read_rows(config, each)]
+    return rows
+
+
+def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tuple[list[Row], list[Row]]:
     """Return (rows to train on, held-out rows). The SHA-256 of its prompt decides where a row goes.
 
     Rows with one prompt go together. Raises DataError if a part has no row.
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        content = json.dumps(question(row, section)[0], sort_keys=True, default=str).encode("utf-8", "surrogatepass")
+        content = json.dumps(question(row, section.of(row.source))[0], sort_keys=True, default=str).encode(
+            "utf-8", "surrogatepass"
+        )
         number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
         parts[number < fraction].append(row)
     if not all(parts):
         what = f"{len(parts[1])} of {len(rows)} rows are held out by data.validation.fraction={fraction:g}"
-        raise DataError(f"{shown(section.path)}: {what}: both parts need one")
+        raise DataError(f"{shown(section.paths)}: {what}: both parts need one")
     return parts
 
 

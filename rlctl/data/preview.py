@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import SftConfig
-from rlctl.data.cursor import Cursor
+from rlctl.data.mixture import order_of
 from rlctl.data.tasks import SupervisedSample
 
 # First steps of a run from which its packing is estimated.
@@ -36,7 +36,7 @@ class Lengths:
 def step_lengths(samples: list[SupervisedSample], config: SftConfig) -> Iterator[list[int]]:
     """Yield the lengths of the sequences of each of the run's first steps."""
     lengths = [len(sample.tokens) for sample in samples]
-    cursor = Cursor(len(samples), config.run.seed, config.data.shuffle)
+    cursor = order_of(samples, config)
     for _ in range(min(_STEPS, config.sft.num_steps)):
         yield [lengths[draw.row] for draw in cursor.draw(config.sft.batch_size)]
 

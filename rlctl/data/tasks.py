@@ -19,6 +19,8 @@ class Task:
     text: str
     answer: str | None
     row: dict[str, Any] = field(default_factory=dict)
+    # Key of data.train.sources; empty if there are none.
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,5 @@ class SupervisedSample:
     id: str
     tokens: NDArray[np.int32]
     mask: NDArray[np.bool_]
+    # As of a `Task`.
+    source: str = ""

@@ -33,6 +33,11 @@ class LengthReport:
     # Samples whose last token does not end an answer.
     unended: int = 0
 
+    def __add__(self, other: "LengthReport") -> "LengthReport":
+        """Return the counts of both sets of rows."""
+        both = {key: value + getattr(other, key) for key, value in vars(self).items()}
+        return LengthReport(**both | {"longest": max(self.longest, other.longest)})
+
     def __str__(self) -> str:
         """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
         cuts = [f"{self.dropped:,} dropped (prompt too long)"] * bool(self.dropped)
@@ -63,7 +68,7 @@ def tokenize_prompts(
             report.dropped += 1
         else:
             report.unanswered += answer is None
-            prompts.append(Task(f"r{row.number}", tokens, text, answer, row.values))
+            prompts.append(Task(f"r{row.number}", tokens, text, answer, row.values, row.source))
     if not prompts:
         raise DataError(
             f"{shown(section.path)}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
@@ -97,7 +102,8 @@ def tokenize_samples(
             continue
         report.truncated += len(tokens) > max_length
         report.unended += tokens[-1] not in stops
-        samples.append(SupervisedSample(f"r{row.number}", np.array(tokens[:max_length], np.int32), mask[:max_length]))
+        kept = np.array(tokens[:max_length], np.int32)
+        samples.append(SupervisedSample(f"r{row.number}", kept, mask[:max_length], row.source))
     if not samples:
         raise DataError(f"{shown(section.path)}: no sample is left: every prompt is longer than the limit")
     return samples, report

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
-from rlctl.data.load import load_chat, load_prompts, rows_of_part
+from rlctl.data.load import load_chat, load_prompts, part_of
+from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
@@ -103,9 +104,8 @@ class Evaluation:
 
     def _data_set(self, name: str, composed: Composed, root: Path, weights: str) -> DataSet:
         config = _config(composed)
-        section, rows = rows_of_part(config, "validation")
-        tasks, _ = load_prompts(config, section, self._chat, rows)
-        tasks = tasks[: config.validation.max_prompts]
+        loaded = [load_prompts(config, part.section, self._chat, part.rows) for part in part_of(config, "validation")]
+        tasks = first_of_each([task for tasks, _ in loaded for task in tasks], config.validation.max_prompts)
         check_room(tasks, config.generation.max_new_tokens, Resolved(config).max_length(self._files.max_length))
         digest = digest_of_rows(tasks)
         place = f"step_{self.target.step}" if self.target.run else self.target.name

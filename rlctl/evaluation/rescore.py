@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.data.load import rows_of_part
+from rlctl.data.load import part_of
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
@@ -105,7 +105,7 @@ def _tasks(answers: StoredAnswers, config: GrpoConfig) -> list[Task]:
     """Return the task of each group. A run's records lack the rows, which are read from the data set again."""
     rows: dict[str, dict[str, Any]] = {}
     if any("row" not in record for record in answers.groups):
-        rows = {f"r{row.number}": row.values for row in rows_of_part(config, "validation")[1]}
+        rows = {f"r{row.number}": row.values for part in part_of(config, "validation") for row in part.rows}
         if lost := [record["task"] for record in answers.groups if record["task"] not in rows]:
             raise EvaluationError(f"{len(lost)} tasks, first {lost[0]}, are no rows of data.validation any more")
     return [

@@ -25,6 +25,7 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
     lengths = np.array([rollout.num_sampled for rollout in rollouts])
     return (
         reward_metrics(scores)
+        | source_metrics(groups, "source")
         | advantage_metrics(batch)
         | {
             "rollouts/non_finite": float(len(batch.left_out)),
@@ -100,6 +101,19 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
     return metrics
 
 
+def source_metrics(groups: Rows[RolloutGroup], prefix: str) -> dict[str, float]:
+    """Return the share of the groups, accuracy and mean reward of each source of tasks; empty without sources."""
+    metrics = {}
+    for source in sorted({group.task.source for group in groups} - {""}):
+        own = [group for group in groups if group.task.source == source]
+        metrics[f"{prefix}/{source}/share"] = len(own) / len(groups)
+        scored = reward_metrics([score for group in own for score in group.scores])
+        for name in ("accuracy", "mean"):
+            if (value := scored.get(f"reward/{name}")) is not None:
+                metrics[f"{prefix}/{source}/{'reward' if name == 'mean' else name}"] = value
+    return metrics
+
+
 def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     """Return the numbers of held-out groups: failed rewards apart, the others of the rollouts that were scored."""
     scored = [[score for score in group.scores if score.value is not None] for group in groups]
@@ -115,7 +129,7 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
         metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
     if flat and max(len(group.rollouts) for group in groups) > 1:
         metrics["validation/pass_at_k"] = float(np.mean([any(s.right for s in group) for group in scored if group]))
-    return metrics
+    return metrics | source_metrics(groups, "validation")
 
 
 def speed_metrics(

@@ -14,9 +14,10 @@ def try_rewards(config: GrpoConfig) -> Score:
     """
     from rlctl.data.load import load_chat, load_prompts, read_rows
 
-    train = replace(config.data.train, limit=1)
-    first = replace(config, data=replace(config.data, train=train, max_prompt_length=None))
-    rows = read_rows(first, train)
-    prompts, _ = load_prompts(first, train, load_chat(first, config.model.path), rows)
+    # Of several sources the first.
+    given = next(iter(config.data.train.sources.values()), config.data.train)
+    section, first = replace(given, limit=1), replace(config, data=replace(config.data, max_prompt_length=None))
+    rows = read_rows(first, section)
+    prompts, _ = load_prompts(first, section, load_chat(first, config.model.path), rows)
     with Scorer(config.rewards) as scorer:
         return scorer.try_on_sample(sample_item(prompts[0]))

@@ -9,6 +9,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.cursor import TaskSource
 from rlctl.data.files import DataError
 from rlctl.data.load import RunRows, load_prompts
+from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
 from rlctl.launch.loading import DataLoading, RunData
 from rlctl.launch.runtime import Allocation
@@ -60,16 +61,17 @@ class GrpoParts:
 
         session, config = self.session, self.config
         length, answer = Resolved(config).max_length(self.files.max_length), config.generation.max_new_tokens
-        found: dict[str, list[Task]] = {"validation": []}
+        found: dict[str, list[Task]] = {"train": [], "validation": []}
         with session.starting("data"):
-            for name, section, listed in rows.parts(config.data):
-                found[name], report = load_prompts(config, section, chat, listed)
-                session.events.emit("data", what=f"{name}: {report}")
-                check_room(found[name], answer, length)
+            for part in rows.parts(config.data):
+                tasks, report = load_prompts(config, part.section, chat, part.rows)
+                found[part.of] += tasks
+                session.events.emit("data", what=f"{part.name}: {report}")
+                check_room(tasks, answer, length)
         session.depend_on_rows(digest_rows(found["train"]))
         with session.starting("rewards"):
             self.scorer.try_on_sample(sample_item(found["train"][0]))
-        return RunData(found["train"], found["validation"][: config.validation.max_prompts])
+        return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Task]) -> "GeneratorPool":
         """Start the engines, which are made with the tokens that end an answer."""

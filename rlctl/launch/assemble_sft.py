@@ -10,6 +10,7 @@ from rlctl.config.schema import CompiledGraphSection, SftConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
 from rlctl.data.load import RunRows, load_samples
+from rlctl.data.mixture import first_of_each
 from rlctl.data.preview import step_lengths
 from rlctl.data.tasks import SupervisedSample
 from rlctl.launch.loading import DataLoading, RunData
@@ -54,16 +55,17 @@ class SftParts:
 
         session, config = self.session, self.config
         length = Resolved(config).max_length(self.files.max_length)
-        found: dict[str, list[SupervisedSample]] = {"validation": []}
+        found: dict[str, list[SupervisedSample]] = {"train": [], "validation": []}
         with session.starting("data"):
-            for name, section, listed in rows.parts(config.data):
-                found[name], report = load_samples(config, section, chat, listed, length)
-                session.events.emit("data", what=f"{name}: {report}")
+            for part in rows.parts(config.data):
+                samples, report = load_samples(config, part.section, chat, part.rows, length)
+                found[part.of] += samples
+                session.events.emit("data", what=f"{part.name}: {report}")
             shards = layout_of(config.trainer).data
             packs = packing(step_lengths(found["train"], config), shards, stated(config.trainer.micro_batch_tokens))
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(found["train"]))
-        return RunData(found["train"], found["validation"][: config.validation.max_prompts])
+        return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[SupervisedSample]) -> None:
         """Start nothing: SFT does not sample."""

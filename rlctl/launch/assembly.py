@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
-from rlctl.data.cursor import Cursor, RowSource
+from rlctl.data.cursor import RowSource
 from rlctl.data.load import RowReader, RunRows
+from rlctl.data.mixture import order_of
 from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
 from rlctl.launch.loading import DataLoading, RunData, load_run_chat
@@ -136,7 +137,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         session.events.emit("processes", **{worker.name: worker.pid() for worker in workers})
 
         # The checkpoint comes first: engines get the weights that training continues from.
-        source = RowSource(data.train, Cursor(len(data.train), config.run.seed, config.data.shuffle))
+        source = RowSource(data.train, order_of(data.train, config))
         if session.checkpoint:
             group.call(TrainerWorker.load, str(session.checkpoint.trainer))
             source.cursor.load_state_dict(session.checkpoint.state["cursor"])

@@ -30,12 +30,16 @@ _LONGEST_PATH = 3000
 def check_data(config: RunConfig) -> Violations:
     """Find data files that cannot be used. Hub names and folders are not looked into."""
     data = config.data
-    if data.train.path is None:
+    if data.train.path is None and not data.train.sources:
         yield Violation("data.train.path", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name")
+    if data.train.path is not None and data.train.sources:
+        what = "data.train.path names a data set, and these name others: set path to null or sources to {}"
+        yield Violation("data.train.sources", what, ("data.train.path",))
     answered = isinstance(config, SftConfig) or needs_answers(config.rewards)
     # An environment may pose the whole task.
     asked = isinstance(config, SftConfig) or not config.environment.enabled
-    for name, dataset in (("train", data.train), ("validation", data.validation)):
+    sources = {f"train.sources.{name}": section for name, section in data.train.sources.items()}
+    for name, dataset in {"train": data.train, "validation": data.validation, **sources}.items():
         for where, key, what in _check_dataset(dataset, asked, answered, f"data.{name}"):
             yield Violation(f"data.{name}.{key}", what, where=where)
     if data.validation.path is not None and data.validation.fraction is not None:

@@ -32,8 +32,9 @@ _OWN_DEVICE_SHARE = 0.85
 _ASLEEP_BYTES, _RESTING_BYTES, _MOST_SHARE = 5 * GIB, 3 * GIB, 0.92
 # Tokens beyond the longest request, see `launch.worker_specs`; blocks of the cache are filled in part.
 _ROOM = 32
-# Longest sequence, in tokens, of which a prefix hit changes no bit on a CPU; see generation/README.md.
-_EXACT_PREFIX = 448
+# A hit changes no bit on a CPU while one head's keys of a sequence, in float32, are below 120 KiB; see
+# generation/README.md. Half of it allows for smaller caches.
+_EXACT_KEYS = 60 << 10
 # Share where sizes or memory are unknown, or nothing fits: half is for each side.
 _UNKNOWN_SHARE = 0.6
 
@@ -99,7 +100,7 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
         values = {section: {name: (value, why) for name, value in own.items()} for section, own in _CPU.items()}
         values["trainer"]["micro_batch_tokens"] = (max(8192, longest or 0), why)
         values["trainer"]["compile"] = (device == "cuda", _why_compiled(device))
-        values["generation"] |= {"sleep": (device == "cuda", why), "prefix_caching": _caches(device, longest)}
+        values["generation"] |= {"sleep": (device == "cuda", why), "prefix_caching": _caches(device, sizes, longest)}
         config = fill(config, "trainer", values["trainer"])
         config = fill(config, "generation", values["generation"]) if isinstance(config, GrpoConfig) else config
         return Tuned(config, tuple(choices), None)
@@ -110,7 +111,9 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
     )
     if isinstance(config, GrpoConfig):
         config = fill(
-            config, "generation", {"max_num_seqs": _sequences(config), "prefix_caching": _caches(device, longest)}
+            config,
+            "generation",
+            {"max_num_seqs": _sequences(config), "prefix_caching": _caches(device, sizes, longest)},
         )
     fit = _fit(config, sizes, longest, memory)
     checkpointed = "no pack that fits keeps its activations" if fit.checkpointing else "activations fit"
@@ -133,12 +136,14 @@ def _why_compiled(device: Device) -> str:
     return "on GPUs: a step of Qwen3-1.7B is 1.65 times as fast (H200)" if device == "cuda" else "on a CPU"
 
 
-def _caches(device: Device, longest: int | None) -> tuple[bool, str]:
+def _caches(device: Device, sizes: ModelSizes | None, longest: int | None) -> tuple[bool, str]:
     """Return True where a prefix hit saves work; on a CPU a run must also sample what it samples without one."""
     if device == "cuda":
         return True, "rollouts of a group share their prompt, turns of a rollout what was said"
-    exact = longest is not None and longest <= _EXACT_PREFIX
-    return exact, f"on a CPU a hit changes no bit of sequences of at most {_EXACT_PREFIX} tokens"
+    if sizes is None or longest is None:
+        return False, "until the model's sizes are known"
+    most = _EXACT_KEYS // (4 * sizes.head_dim)
+    return longest <= most, f"on a CPU a hit changes no bit of sequences of at most {most} tokens of this model"
 
 
 def _chunk(sizes: ModelSizes, memory: int) -> tuple[int, str]:

@@ -71,7 +71,7 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
     model: a Hugging Face folder; None: not here yet.
     """
     tokenizer = Path(config.model.tokenizer) if config.model.tokenizer else model
-    dataset, template = config.data.train.path, Path(config.data.chat_template)
+    dataset, template = config.data.train.paths, Path(config.data.chat_template)
     keys = {key: _value(config, key) for key in [*_DATA_KEYS, *_DATASET_KEYS]}
     if config.data.system_prompt is not None:
         # It may come from the environment, whose values are never written to disk.
@@ -80,6 +80,8 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
         keys["run.seed"] = None
     if template.is_file():
         keys["data.chat_template"] = f"a file of sha256 {_digest(template)[:12]}"
+    if sources := config.data.train.sources:
+        keys["data.train.sources"] = {name: section.weight for name, section in sources.items()}
     if isinstance(config, SftConfig):
         keys |= {key: _value(config, key) for key in ("sft.mask", "model.max_length")}
     return {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlctl.data.cursor import Cursor
+from rlctl.data.cursor import DrawOrder
 from rlctl.run.checkpoints import Checkpoint, CheckpointError
 from rlctl.run.health import Health, HealthStop
 from rlctl.run.recorder import RunRecorder, WriteTrainer
@@ -19,7 +19,7 @@ class Loop(ABC):
         self,
         num_steps: int,
         recorder: RunRecorder,
-        cursor: Cursor,
+        cursor: DrawOrder,
         write: WriteTrainer,
         stop: Callable[[], bool],
         health: Health,

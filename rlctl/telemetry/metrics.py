@@ -14,6 +14,12 @@ MEANING = {
     "reward/failed_share": "the same as a share of the step's rollouts (health.max_failed_reward_share)",
     "reward/NAME/mean": "mean of one reward, before its weight",
     "reward/NAME/failed": "rollouts for which it failed",
+    "source/NAME/share": "share of the step's groups whose task is of that source (data.train.sources)",
+    "source/NAME/accuracy": "as reward/accuracy, of one source",
+    "source/NAME/reward": "as reward/mean, of one source",
+    "validation/NAME/share": "share of the held-out groups that are of one source (data.train.sources)",
+    "validation/NAME/accuracy": "as validation/accuracy, of one source",
+    "validation/NAME/reward": "as validation/reward, of one source",
     "rollouts/masked": "rollouts that no update sees, since they were cut at the limit (grpo.overlong.mask)",
     "advantage/mean": "mean of the trained rollouts' advantages; of one that varies within a rollout, its mean there",
     "advantage/std": "their standard deviation",
@@ -96,5 +102,5 @@ MEANING = {
 
 def meaning(name: str) -> str:
     """Return what a metric is, also one of a reward or an age; empty if there is no entry."""
-    general = re.sub(r"_\d+$", "_K", re.sub(r"^reward/[^/]+/", "reward/NAME/", name))
+    general = re.sub(r"_\d+$", "_K", re.sub(r"^(reward|source|validation)/[^/]+/", r"\1/NAME/", name))
     return MEANING.get(name) or MEANING.get(general) or ("seconds" if name.startswith("time/") else "")

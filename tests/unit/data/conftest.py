@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rlctl.config.schema import DatasetSection
+from rlctl.config.schema import TrainDataSection
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -36,5 +36,5 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture
-def section() -> DatasetSection:
-    return DatasetSection("some.jsonl", "train", "prompt", "answer", "messages", None)
+def section() -> TrainDataSection:
+    return TrainDataSection("some.jsonl", "train", "prompt", "answer", "messages", None, {})

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.config.schema import DatasetSection, GrpoConfig, SftConfig
+from rlctl.config.schema import GrpoConfig, SftConfig, TrainDataSection
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
 from rlctl.data.load import RowReader, load_chat, load_prompts, load_samples, split_off
@@ -35,7 +35,7 @@ def test_rows_are_read_once_and_again_if_a_run_restarts(tmp_path: Path) -> None:
     assert reader.take().train[0].values == {"prompt": "2+2=", "answer": 4}
 
 
-def test_a_share_of_the_rows_is_held_out_by_content_and_stays_there(section: DatasetSection) -> None:
+def test_a_share_of_the_rows_is_held_out_by_content_and_stays_there(section: TrainDataSection) -> None:
     def row(number: int) -> Row:
         return Row(number, f"a:{number}", {"prompt": f"{number}+1=", "answer": str(number + 1)})
 

@@ -17,6 +17,7 @@ from rlctl.grpo.metrics import (
     generator_metrics,
     rollout_metrics,
     sampling_metrics,
+    source_metrics,
     speed_metrics,
     turn_metrics,
     update_metrics,
@@ -234,3 +235,19 @@ def test_advantages_are_told_by_mean_deviation_and_the_share_that_teaches_nothin
     found = rollout_metrics(groups, make_batch(groups, replace(CONFIG, dynamic_sampling=OFF), GroupMean(False)))
     names = ("advantage/mean", "advantage/std", "advantage/zero")
     assert [found[name] for name in names] == pytest.approx([0.0, (0.5 / 3) ** 0.5, 1 / 3])
+
+
+def test_every_source_has_its_share_accuracy_and_reward_and_without_sources_there_are_none() -> None:
+    groups = [group(2, [(3, 1.0, "stop"), (1, 0.0, "stop")]), group(2, [(2, 1.0, "stop")])]
+    assert source_metrics(groups, "source") == {}
+    named = [replace(one, task=replace(one.task, source=name)) for one, name in zip(groups, ("a", "b"))]
+    assert source_metrics([named[0], *named], "source") == pytest.approx(
+        {
+            "source/a/share": 2 / 3,
+            "source/a/accuracy": 0.5,
+            "source/a/reward": 0.5,
+            "source/b/share": 1 / 3,
+            "source/b/accuracy": 1.0,
+            "source/b/reward": 1.0,
+        }
+    )

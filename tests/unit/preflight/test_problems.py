@@ -53,6 +53,8 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("model.path=empty", "HOME/empty has no config.json; needed: a Hugging Face model folder"),
         ("model.tokenizer=empty", "HOME/empty has no tokenizer.json; set model.tokenizer to a folder that has one"),
         ("data.train.path=trian.jsonl", "no file or folder trian.jsonl; did you mean train.jsonl?"),
+        ("data.train.sources={a: {path: train.jsonl}}", "data.train.path names a data set, and these "
+         "name others: set path to null or sources to {}"),
         ("data.train.path=null", "not set: a file (.jsonl, .json, .csv, .parquet), or a hub dataset name"),
         ("data.validation.path=empty.jsonl", "empty.jsonl: is empty"),
         ("data.train.path=mine.py", "mine.py is no .jsonl, .jsonl.gz, .json, .csv or .parquet file"),

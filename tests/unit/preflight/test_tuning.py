@@ -58,7 +58,7 @@ def test_on_a_cpu_the_values_are_constants(sizes: dict[str, ModelSizes]) -> None
 
 
 @pytest.mark.parametrize(
-    ("device", "longest", "caches"), [("cpu", 448, True), ("cpu", 449, False), ("cuda", 449, True)]
+    ("device", "longest", "caches"), [("cpu", 120, True), ("cpu", 121, False), ("cuda", 121, True)]
 )
 def test_prefixes_are_kept_on_a_cpu_where_a_hit_changes_no_bit(
     sizes: dict[str, ModelSizes], device: Device, longest: int, caches: bool

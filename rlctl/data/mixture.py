@@ -1,0 +1,116 @@
+"""Mixture of data sets: which source each draw is of, and which row of it, as functions of the draw's number.
+
+Source i of weight w_i has, among the first n draws, n w_i / (w_1 + w_2 + ...) of them, to within one or two (the
+Webster/Sainte-Lague method: its k-th draw, from 0 on, is due at (k + 1/2) / w_i). Nothing depends on which rollouts end
+first: a slow source keeps its share, and a resume needs the number alone. Each source has an order and epochs of its
+own.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from rlctl.config.schema import RunConfig
+from rlctl.data.cursor import Cursor, Draw, Drawn, DrawOrder
+from rlctl.data.files import DataError
+
+# Weights are used in millionths.
+_PRECISION = 10**6
+
+
+def order_of(rows: Sequence[Drawn], config: RunConfig) -> DrawOrder:
+    """Return the order in which a run draws its rows, those of each source in a row. Raises DataError."""
+    sources, seed, shuffle = config.data.train.sources, config.run.seed, config.data.shuffle
+    found = Counter(row.source for row in rows)
+    if not sources or not all(found[name] for name in sources):
+        return Cursor(len(rows), seed, shuffle)
+    weights = [section.weight for section in sources.values()]
+    return MixedCursor({name: found[name] for name in sources}, weights, seed, shuffle)
+
+
+def first_of_each(rows: Sequence[Drawn], most: int | None) -> list[Drawn]:
+    """Return at most so many rows, those of each source in turn."""
+    seen: Counter[str] = Counter()
+    ranks = []
+    for row in rows:
+        ranks.append(seen[row.source])
+        seen[row.source] += 1
+    return [rows[place] for place in sorted(range(len(rows)), key=ranks.__getitem__)][:most]
+
+
+class Shares:
+    """Exact apportionment of draws among sources."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        """Take weights above 0; only their ratios count."""
+        ratios = [Fraction(weight).limit_denominator(_PRECISION) for weight in weights]
+        whole = lcm(*(each.denominator for each in ratios))
+        self._weights = [max(1, int(each * whole)) for each in ratios]
+        self._total = sum(self._weights)
+        # Steps between two draws of a source.
+        self._gaps = [lcm(*self._weights) // weight for weight in self._weights]
+
+    def counts(self, number: int) -> list[int]:
+        """Return how many of the first `number` draws are of each source."""
+        # At this time no more than `number` draws are due; what is left is given out one by one.
+        time = max(0, number - len(self._weights))
+        counts = [(2 * weight * time + self._total) // (2 * self._total) for weight in self._weights]
+        for _ in range(number - sum(counts)):
+            counts[self._next(counts)] += 1
+        return counts
+
+    def source(self, number: int) -> tuple[int, int]:
+        """Return the source of a draw, and its number among the draws of that source."""
+        counts = self.counts(number)
+        found = self._next(counts)
+        return found, counts[found]
+
+    def _next(self, counts: Sequence[int]) -> int:
+        """Return the source whose next draw is due first; of several the first."""
+        return min(range(len(counts)), key=lambda i: (2 * counts[i] + 1) * self._gaps[i])
+
+
+class MixedCursor:
+    """Cursor over several sources, whose rows are numbered one source after the other. Its state is its position."""
+
+    def __init__(self, sizes: Mapping[str, int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        """Take rows by name of source, and their weights. Raises DataError for a source without rows."""
+        self._sizes, self._weights, self._shares = dict(sizes), list(weights), Shares(weights)
+        seeds = [int(each) for each in np.random.SeedSequence(seed).generate_state(len(sizes), np.uint64)]
+        self._cursors = [Cursor(size, own, shuffle) for size, own in zip(sizes.values(), seeds)]
+        self._first = [0, *np.cumsum(list(sizes.values())).tolist()]
+        self._position = 0
+
+    @property
+    def position(self) -> int:
+        """Number of the next draw, from 0 on."""
+        return self._position
+
+    def draw(self, n: int) -> list[Draw]:
+        """Return the next n draws."""
+        draws = [self.at(number) for number in range(self._position, self._position + n)]
+        self._position += n
+        return draws
+
+    def at(self, number: int) -> Draw:
+        """Return the draw of that number, past or to come; its epoch is that of its source."""
+        place, own = self._shares.source(number)
+        draw = self._cursors[place].at(own)
+        return Draw(draw.epoch, self._first[place] + draw.row)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "sources": self._sizes, "weights": self._weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError if the sources, their rows or weights were others."""
+        then = (state.get("sources"), state.get("weights"))
+        if then != (self._sizes, self._weights):
+            raise DataError(
+                f"the checkpoint was made with the sources {then[0]} of weights {then[1]}, now they are {self._sizes} "
+                f"of {self._weights}: prompts would be lost or trained twice"
+            )
+        self._position = state["position"]
