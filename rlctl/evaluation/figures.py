@@ -87,15 +87,18 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
 def result_of(
     groups: Sequence[RolloutGroup], config: GrpoConfig, rows: str, facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers."""
+    """Return the result of scored groups: the facts, the settings, the figures, and each task's own numbers.
+
+    facts: what is known of the answers; it goes before what the config says.
+    """
     settings = {
-        "generations": config.validation.num_generations,
+        "generations": max(len(group.rollouts) for group in groups),
         "temperature": config.validation.temperature,
         "max_new_tokens": config.generation.max_new_tokens,
         "seed": config.run.seed,
     }
     by_task = [asdict(task) for task in task_results(groups)]
-    return {**facts, **settings, "rows": rows, "figures": figures(groups), "by_task": by_task}
+    return {**settings, **facts, "rows": rows, "figures": figures(groups), "by_task": by_task}
 
 
 def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:

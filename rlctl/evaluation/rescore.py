@@ -38,6 +38,8 @@ class StoredAnswers:
     data: str
     # Folder that results go to.
     root: Path
+    # Settings that the answers were sampled with, where they are known.
+    sampled: dict[str, Any]
 
 
 def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
@@ -50,7 +52,8 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
     if evaluation is not None:
         groups = list(read_groups(folder / "rollouts.jsonl", index(folder / "rollouts.jsonl")))
         facts = (evaluation["target"], evaluation["data"])
-        return StoredAnswers(groups, evaluation["step"], folder / "config.yaml", *facts, folder.parent)
+        sampled = {name: evaluation[name] for name in ("temperature", "max_new_tokens", "seed")}
+        return StoredAnswers(groups, evaluation["step"], folder / "config.yaml", *facts, folder.parent, sampled)
     try:
         run = RunDir(find_run(str(folder), root))
     except RunDirError as error:
@@ -63,7 +66,7 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
         raise EvaluationError(f"{run.rollouts}: no held-out answers {which}; {there}")
     chosen = steps[-1] if step is None else step
     groups = list(read_groups(run.rollouts, [place for place in places if place.step == chosen]))
-    return StoredAnswers(groups, chosen, run.config, f"{run.name} step {chosen}", "validation", run.path / "evals")
+    return StoredAnswers(groups, chosen, run.config, f"{run.name} step {chosen}", "validation", run.path / "evals", {})
 
 
 def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: Emit) -> dict[str, Any]:
@@ -86,7 +89,7 @@ def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: E
     scored = [replace(g, rollouts=[replace(one, score=next(scores)) for one in g.rollouts]) for g in groups]
     facts = {"target": answers.target, "step": answers.step, "data": answers.data, "path": str(folder.path)}
     records = [_rescored(record, group) for record, group in zip(answers.groups, scored)]
-    result = result_of(scored, config, rows, facts | {"rescored": True})
+    result = result_of(scored, config, rows, {**facts, **answers.sampled, "rescored": True})
     folder.finish(records, result)
     return result
 
