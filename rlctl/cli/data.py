@@ -1,7 +1,7 @@
 """`rlctl data`: shows the data of a run before it starts."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -12,7 +12,9 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import busy, console, examples, note
+from rlctl.cli.try_environments import try_environments
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 
 if TYPE_CHECKING:
@@ -57,13 +59,19 @@ def preview(
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
-    config = load(None, recipe or DEFAULT, overrides).config
+    composed = load(None, recipe or DEFAULT, overrides)
+    config = composed.config
     if validation and not config.data.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])
     path = shown((validation and config.data.validation.path) or config.data.train.paths)
     with _reading(f"reading {path}"):
         parts = part_of(config, "validation" if validation else "train")
-        seen = _sft(config, parts, samples, tokens) if isinstance(config, SftConfig) else _grpo(config, parts, samples)
+        if isinstance(config, SftConfig):
+            seen = _sft(config, parts, samples, tokens)
+        elif config.environment.enabled:
+            seen = _played(config, composed.origins, parts, samples)
+        else:
+            seen = _grpo(config, parts, samples)
     if as_json:
         typer.echo(json.dumps({"path": path, **seen.as_json()}, indent=1))
     else:
@@ -143,6 +151,20 @@ def _all(
     """Return the rows of all parts, and the report of each."""
     loaded = [(part.name, load(part)) for part in parts]
     return [row for _, (rows, _) in loaded for row in rows], {name: report for name, (_, report) in loaded}
+
+
+def _played(config: GrpoConfig, origins: Mapping[str, Origin], parts: "list[DataPart]", count: int) -> _Seen:
+    """Return the rows of environments, of which the first is begun: its prompt with the tools."""
+    from rlctl.data.load import load_prompts
+    from rlctl.data.preview import Lengths, Piece
+
+    chat = run_chat(config)
+    _, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
+    setup = try_environments(config, origins, parts[0].section, parts[0].rows[0], chat)
+    prompt = chat.prompt_text(setup.first, setup.tools)
+    note(setup.notes)
+    texts = [_sample("first row", [Piece(prompt, False)])] if count else []
+    return _Seen(reports, _ends(config, chat), Lengths.of([len(chat.prompt_tokens(prompt))]), texts)
 
 
 def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:

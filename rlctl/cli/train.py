@@ -9,12 +9,14 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.completion import complete_run
-from rlctl.cli.data import read_ahead
+from rlctl.cli.data import read_ahead, run_chat
 from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, examples, note, say
 from rlctl.cli.train_there import Where, train_there
+from rlctl.cli.try_environments import try_environments
 from rlctl.cli.try_rewards import runs_others_code, try_rewards
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.schema import GrpoConfig
 
 if TYPE_CHECKING:
     from rlctl.cli.resume import Resumed
@@ -160,4 +162,9 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
         say(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
-    return read_ahead(config)[0]
+    reader, rows = read_ahead(config)
+    if isinstance(config, GrpoConfig) and config.environment.enabled and not elsewhere:
+        chat = run_chat(config)
+        first = rows.train[0]
+        note(try_environments(config, composed.origins, config.data.train.of(first.source), first, chat).notes)
+    return reader

@@ -30,6 +30,8 @@ ENVIRONMENTS = {
     "maze": "rlctl.environments.maze:Maze",
     "sqlite": "rlctl.environments.sqlite:Sqlite",
 }
+# Column that chooses the environment of a row.
+ENVIRONMENT_COLUMN = "environment"
 # What a class of the user's own inherits from.
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.

@@ -141,6 +141,8 @@ def _facts(rollout: Record) -> list[str]:
     finish = {"stop": "ended", "length": "cut at the limit"}.get(str(rollout.get("finish")), rollout.get("finish"))
     parts = [f"{one_line(name)} {_value(value)}" for name, value in rewards.items()] if len(rewards) > 1 else []
     parts += [count(rollout.get("tokens", 0), "token"), str(finish)]
+    if episode := rollout.get("episode"):
+        parts[-1] = f"{count(episode.get('turns', 0), 'turn')}: {episode.get('ending')}"
     mixed = " ".join(f"v{version} x{tokens}" for version, tokens in versions.items())
     parts.append(mixed if len(versions) > 1 else "".join(f"v{version}" for version in versions))
     if rollout.get("failed"):

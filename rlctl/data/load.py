@@ -18,7 +18,7 @@ from rlctl.data.datasets import Row, load_rows, shown
 from rlctl.data.files import DataError
 from rlctl.data.rows import conversation, is_plain, question
 from rlctl.data.tasks import SupervisedSample, Task
-from rlctl.data.tokenize import LengthReport, tokenize_prompts, tokenize_samples
+from rlctl.data.tokenize import LengthReport, read_tasks, tokenize_prompts, tokenize_samples
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def split_off(rows: list[Row], section: TrainDataSection, fraction: float) -> tu
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
-        content = json.dumps(question(row, section.of(row.source))[0], sort_keys=True, default=str).encode(
-            "utf-8", "surrogatepass"
-        )
+        # Without a prompt the whole row is the task.
+        asked = question(row, section.of(row.source), asked=False)[0] or row.values
+        content = json.dumps(asked, sort_keys=True, default=str).encode("utf-8", "surrogatepass")
         number = int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
         parts[number < fraction].append(row)
     if not all(parts):
@@ -132,9 +132,14 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
     rows = load_rows(section)
     sft = isinstance(config, SftConfig)
     answered = isinstance(config, GrpoConfig) and needs_answers(config.rewards)
+    played = isinstance(config, GrpoConfig) and config.environment.enabled
     # One row a shape of chat that a template may refuse: who speaks first, who after whom, and that nothing is said.
     unusual: dict[tuple[object, ...], Row] = {}
     for row in rows:
+        if played:
+            # The prompt is whole, and put to the template, when an episode begins.
+            question(row, section, answered=answered, asked=False)
+            continue
         messages = conversation(row, section) if sft else question(row, section, answered=answered)[0]
         if not is_plain(messages):
             roles = [message["role"] for message in messages]
@@ -160,6 +165,8 @@ def load_prompts(
     config: RunConfig, section: DatasetSection, chat: Chat, rows: list[Row]
 ) -> tuple[list[Task], LengthReport]:
     """Return the prompts of `section` from its rows. Raises DataError."""
+    if isinstance(config, GrpoConfig) and config.environment.enabled:
+        return read_tasks(rows, section, config.environment.named)
     return tokenize_prompts(rows, section, chat, config.data.max_prompt_length)
 
 

@@ -18,17 +18,21 @@ from rlctl.data.files import DataError
 Messages = list[dict[str, Any]]
 
 
-def question(row: Row, section: DatasetSection, *, answered: bool = False) -> tuple[Messages, str | None]:
+def question(
+    row: Row, section: DatasetSection, *, answered: bool = False, asked: bool = True
+) -> tuple[Messages, str | None]:
     """Return the messages to answer and the reference answer: the answer column, else a trailing assistant message.
 
-    answered: a row without an answer is an error. Raises DataError.
+    answered: a row without an answer is an error. asked: so is one without a prompt, which else has no messages.
+    Raises DataError.
     """
     answer = _answer(row, section)
-    messages = _messages(row, section)
-    if messages[-1]["role"] == "assistant":
+    given = (value_at(row.values, key) for key in (section.messages_key, section.prompt_key))
+    messages = _messages(row, section) if asked or any(each is not None for each in given) else []
+    if messages and messages[-1]["role"] == "assistant":
         answer = messages[-1]["content"] if answer is None else answer
         messages = messages[:-1]
-    if not messages:
+    if not messages and asked:
         raise DataError(f"{row.origin}: nothing before the assistant's message")
     if answered and answer is None:
         raise DataError(f"{row.origin}: no answer to compare with: {_absent(row, section.answer_key)}")

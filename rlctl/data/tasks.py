@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 class Task:
     """One draw of one row; a rollout is an attempt at it. tokens: the prompt.
 
-    `id` names the draw (`e0-r17`: epoch 0, row 17), so that equal texts are told apart.
+    `id` names the draw (`e0-r17`: epoch 0, row 17), so that equal texts are told apart. In a run with an environment
+    the prompt is known once an episode begins: `tokens` is empty, `text` and `messages` are of the row alone.
     """
 
     id: str
@@ -21,6 +22,7 @@ class Task:
     row: dict[str, Any] = field(default_factory=dict)
     # Key of data.train.sources; empty if there are none.
     source: str = ""
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

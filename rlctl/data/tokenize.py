@@ -3,13 +3,14 @@
 A row is a chat if it has the messages column, else a prompt text (a user message where there is a template).
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.config.schema import DatasetSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
@@ -42,7 +43,9 @@ class LengthReport:
         """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
         cuts = [f"{self.dropped:,} dropped (prompt too long)"] * bool(self.dropped)
         cuts += [f"{self.truncated:,} truncated"] * bool(self.truncated)
-        text = f"{self.rows:,} rows; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens"
+        # Rows of an environment have no length before an episode begins.
+        longest = f"; {', '.join(cuts) or 'none cut'}; longest {self.longest:,} tokens" if self.longest else ""
+        text = f"{self.rows:,} rows{longest}"
         lacks = [f"{self.unanswered:,} without an answer"] * bool(self.unanswered)
         lacks += [f"{self.unended:,} end with no token at which sampling stops"] * bool(self.unended)
         return "; ".join([text, *lacks])
@@ -107,6 +110,23 @@ def tokenize_samples(
     if not samples:
         raise DataError(f"{shown(section.path)}: no sample is left: every prompt is longer than the limit")
     return samples, report
+
+
+def read_tasks(rows: list[Row], section: DatasetSection, choices: Collection[str]) -> tuple[list[Task], LengthReport]:
+    """Return tasks of an environment, named `r{row}`: their prompts are known when an episode begins.
+
+    choices: keys of the environments, one of which a row's column `environment` must hold where there are several.
+    Raises DataError at the first bad row.
+    """
+    report, tasks = LengthReport(len(rows)), list[Task]()
+    for row in rows:
+        messages, answer = question(row, section, asked=False)
+        if len(choices) > 1 and (key := row.values.get(ENVIRONMENT_COLUMN)) not in choices:
+            what = f"column {ENVIRONMENT_COLUMN!r} must be one of {', '.join(choices)}, not {key!r}"
+            raise DataError(f"{row.origin}: {what} (environment.choices)")
+        text = "\n".join(message["content"] for message in messages)
+        tasks.append(Task(f"r{row.number}", [], text, answer, row.values, row.source, messages))
+    return tasks, report
 
 
 @contextmanager

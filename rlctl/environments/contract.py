@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.tool_schema import Schema, SchemaError, tool_schema
 from rlctl.utils.user_code import finite_number, shortened
 
 # Methods that are no tools.
 RESERVED = ("close", "get_reward", "reset", "step")
-# Column that chooses the environment of a row; `reset` does not get it.
-ENVIRONMENT_COLUMN = "environment"
 
 Message = dict[str, Any]
 # Text, messages, or nothing to add to the prompt.

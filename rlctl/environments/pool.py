@@ -15,9 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import (
-    ENVIRONMENT_COLUMN,
     ContractError,
     EnvironmentContract,
     Observation,
@@ -162,6 +162,9 @@ class EnvironmentPool:
         process.episodes.add(number)
         self._episodes[episode] = (process, number, key)
         ready = await asyncio.shield(process.ready)
+        if self._episodes.get(episode) != (process, number, key):
+            # It was closed meanwhile, and another may have its name.
+            return EnvironmentFailure("contract", "reset of an episode that has ended", repr(episode))
         refused = ready if isinstance(ready, EnvironmentFailure) else _refused(ready[key])
         if refused is None:
             return await self._act(episode, "reset", (key, row, seed), checked_observation)

@@ -21,7 +21,8 @@ from rlctl.preflight.load import Composed
 from rlctl.preflight.resolved import Resolved
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.patience import Emit
-from rlctl.rollout.types import GroupScorer, RolloutGroup, sample_item
+from rlctl.rollout.scoring import GroupScorer, sample_item
+from rlctl.rollout.types import RolloutGroup
 from rlctl.utils.files import write_whole
 
 # (name of the data set, tasks done, all of its tasks)

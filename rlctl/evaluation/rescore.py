@@ -18,7 +18,8 @@ from rlctl.preflight.load import Composed
 from rlctl.rewards.base import RewardInput
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.patience import Emit
-from rlctl.rollout.types import Rollout, RolloutGroup, sample_item
+from rlctl.rollout.scoring import sample_item
+from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.run.run_dir import RunDir, RunDirError, find_run
 from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.rollouts_file import index, read_groups

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from rlctl.config.grpo_schema import GrpoSection
 from rlctl.grpo.advantages.base import Advantage, ScoredRollouts, token_advantages
-from rlctl.grpo.group_filter import is_cut, why_left_out, why_nothing
+from rlctl.grpo.group_filter import why_left_out, why_nothing
+from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.training.micro_batching import TrainingSample
 
@@ -137,8 +138,11 @@ def make_batch(
         rollouts += [rollout for rollout, _ in scored]
     columns = ScoredRollouts.read(rollouts, owners)
     worth = token_advantages(advantage, columns)
-    rows = [row for row, rollout in enumerate(rollouts) if not (config.overlong.mask and is_cut(rollout))]
-    samples = [training_sample(rollouts[row], worth[row], version) for row in rows]
+    rows, samples = list[int](), list[TrainingSample]()
+    for index, rollout in enumerate(rollouts):
+        if not (config.overlong.mask and rollout.is_cut):
+            samples += _samples(rollout, worth[index], version, index)
+            rows += [index] * len(rollout.rows)
     places = [(rollouts[row].id.task, rollouts[row].id.index) for row in rows]
     return TrainingBatch(samples, columns, np.array(rows, np.int64), outcomes, places, left_out)
 
@@ -195,14 +199,14 @@ def add_log_probs(
     counts in no baseline.
     """
     name = "proximal_log_prob" if source == "trainer" else "reference_log_prob"
-    kept, left_out = [], list(batch.left_out)
-    for row, (sequence, column) in enumerate(zip(batch.sequences, columns)):
-        if bad := _left_out(*batch.places[row], column, sequence.mask, source):
-            left_out.append(bad)
-        else:
-            kept.append(row)
-    more = replace(batch, sequences=with_field(batch.sequences, name, columns), left_out=left_out)
-    return _only(more, np.array(kept, np.int64), config, advantage) if len(kept) < len(batch.sequences) else more
+    found = dict[int, LeftOut]()
+    for row, place, sequence, column in zip(batch.rows, batch.places, batch.sequences, columns):
+        if bad := _left_out(*place, column, sequence.mask, source):
+            found.setdefault(int(row), bad)
+    kept = np.flatnonzero(~np.isin(batch.rows, list(found)))
+    sequences = with_field(batch.sequences, name, columns)
+    more = replace(batch, sequences=sequences, left_out=[*batch.left_out, *found.values()])
+    return _only(more, kept, config, advantage) if found else more
 
 
 def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, advantage: Advantage) -> TrainingBatch:
@@ -221,10 +225,12 @@ def _only(batch: TrainingBatch, kept: NDArray[np.int64], config: GrpoSection, ad
     kept = kept[counts[batch.rows[kept]]]
     rows, scored = (np.cumsum(counts) - 1)[batch.rows[kept]], scored.only(counts)
     worth = token_advantages(advantage, scored)
-    sequences = [
-        replace(one, fields={**one.fields, "advantage": _at(one.mask, worth[row])})
-        for one, row in zip((batch.sequences[i] for i in kept), rows)
-    ]
+    # The sequences of a rollout share its advantages, one after the other.
+    left = {int(row): worth[row] for row in rows}
+    sequences = []
+    for one, row in zip((batch.sequences[i] for i in kept), rows.tolist()):
+        values, left[row] = np.split(left[row], [int(one.mask.sum())])
+        sequences.append(replace(one, fields={**one.fields, "advantage": _at(one.mask, values)}))
     places = [batch.places[i] for i in kept]
     outcomes = _without(batch.outcomes, {name for name, _ in places}, filtered)
     return TrainingBatch(sequences, scored, rows, outcomes, places, batch.left_out)
@@ -247,17 +253,30 @@ def with_field(sequences: Rows[TrainingSample], name: str, columns: Rows[NDArray
     return [replace(one, fields={**one.fields, name: column}) for one, column in zip(sequences, columns)]
 
 
-def training_sample(
-    rollout: Rollout, advantage: NDArray[np.float32] | float, version: int | None = None
-) -> TrainingSample:
-    """Return a rollout to train on, with fields "advantage" and "rollout_log_prob", and with a version "age".
+def _samples(
+    rollout: Rollout, advantages: NDArray[np.float32], version: int | None, number: int
+) -> list[TrainingSample]:
+    """Return the samples of a rollout's rows. advantages: float32 [sampled tokens]. number: of the rollout."""
+    ends = np.cumsum([int(np.count_nonzero(row.sampled)) for row in rollout.rows])[:-1]
+    parts = np.split(advantages, ends)
+    shared = number if len(rollout.rows) > 1 else None
+    return [training_sample(row, part, version, shared) for row, part in zip(rollout.rows, parts)]
 
-    advantage: float32 [sampled tokens], or one of all tokens.
+
+def training_sample(
+    row: TrajectoryRow,
+    advantage: NDArray[np.float32] | float,
+    version: int | None = None,
+    rollout: int | None = None,
+) -> TrainingSample:
+    """Return a row to train on, with fields "advantage" and "rollout_log_prob", and with a version "age".
+
+    advantage: float32 [sampled tokens], or one of all tokens. rollout: see `TrainingSample`.
     """
-    fields = {"advantage": _at(rollout.sampled, advantage), "rollout_log_prob": rollout.log_probs}
+    fields = {"advantage": _at(row.sampled, advantage), "rollout_log_prob": row.log_probs}
     if version is not None:
-        fields["age"] = np.where(rollout.sampled, version - rollout.versions, 0).astype(np.float32)
-    return TrainingSample(rollout.tokens, rollout.sampled, fields)
+        fields["age"] = np.where(row.sampled, version - row.versions, 0).astype(np.float32)
+    return TrainingSample(row.tokens, row.sampled, fields, rollout)
 
 
 def _at(sampled: NDArray[np.bool_], values: NDArray[np.float32] | float) -> NDArray[np.float32]:

@@ -7,7 +7,8 @@ from rlctl.data.cursor import TaskSource
 from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.types import Decode, GroupScorer
+from rlctl.rollout.scoring import GroupScorer
+from rlctl.rollout.types import Decode, RolloutPlayer
 from rlctl.run.recorder import RunRecorder
 from rlctl.telemetry.resource_monitor import ResourceMonitor
 from rlctl.training.trainer_group import TrainerGroup
@@ -34,6 +35,7 @@ class GrpoComponents:
     trainer: TrainerGroup
     pool: GeneratorPool
     dispatcher: RolloutDispatcher
+    player: RolloutPlayer
     source: TaskSource
     validation: list[Task]
     score: GroupScorer
@@ -42,3 +44,5 @@ class GrpoComponents:
     monitor: ResourceMonitor
     # Text of tokens with the special ones, for records.
     decode: Decode
+    # What most rewards or episodes that failed failed of; empty where none did.
+    failure_cause: Callable[[], str]

@@ -30,17 +30,12 @@ def why_nothing(rewards: Sequence[float], right: Sequence[bool], by: Filter) -> 
     return None
 
 
-def is_cut(rollout: Rollout) -> bool:
-    """Return whether a rollout was cut at generation.max_new_tokens."""
-    return rollout.finish == "length"
-
-
 def why_left_out(scored: Sequence[tuple[Rollout, float]], config: GrpoSection) -> str | None:
     """Return the reason for which none of a group's rollouts is trained; None if some are.
 
     scored: the rollouts that count in the group's baseline, and their rewards.
     """
-    if config.overlong.mask and all(is_cut(rollout) for rollout, _ in scored):
+    if config.overlong.mask and all(rollout.is_cut for rollout, _ in scored):
         return TRUNCATED
     right = [rollout.score is not None and rollout.score.right for rollout, _ in scored]
     return why_nothing([reward for _, reward in scored], right, config.dynamic_sampling.filter)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ def _rollout(
         "text": _text(rollout, prompt, decode),
         "tokens": rollout.num_sampled,
         "finish": rollout.finish,
+        **({"episode": asdict(rollout.episode)} if rollout.episode else {}),
         "reward": rollout.reward,
         "rewards": score.parts if score else {},
         "right": score.right if score and score.value is not None else None,

@@ -33,7 +33,7 @@ class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
     def __init__(self, config: GrpoConfig, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
-        health = grpo_health(config, parts.score.scorer.failures.most_common)
+        health = grpo_health(config, parts.failure_cause)
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
         self._config, self._parts = config, parts
         self._loss, self._advantage = make_loss(config), make_advantage(config)
@@ -51,6 +51,7 @@ class GrpoLoop(Loop):
             training_score(config, parts.score),
             parts.recorder.events.emit,
             teaches_nothing=partial(why_it_teaches_nothing, config.grpo),
+            player=parts.player,
         )
 
     def step(self) -> None:
@@ -146,7 +147,8 @@ class GrpoLoop(Loop):
         if self._config.async_.enabled and every and self.done % every == 0:
             with step.phase("parity"):
                 tasks = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)
-                step.measured[PARITY] = parity(self._config, self._parts, tasks, self.done).token_mult_prob_error
+                if gap := parity(self._config, self._parts, tasks, self.done):
+                    step.measured[PARITY] = gap.token_mult_prob_error
 
     def validate(self) -> None:
         """Measure every held-out task, greedy or by k samples of each. A rollout whose reward fails counts apart."""
@@ -154,7 +156,8 @@ class GrpoLoop(Loop):
         if not parts.validation:
             return
         with parts.recorder.validation(self.done) as metrics:
-            groups = Validation(self._config, parts.dispatcher, parts.score, parts.validation).groups(self.done)
+            validation = Validation(self._config, parts.dispatcher, parts.score, parts.validation, parts.player)
+            groups = validation.groups(self.done)
             metrics |= validation_metrics(groups)
         parts.recorder.groups(self.done, "validation", lambda count: group_records(groups[:count], parts.decode))
 

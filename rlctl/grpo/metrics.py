@@ -9,6 +9,7 @@ import numpy as np
 from rlctl.config.grpo_schema import GrpoSection
 from rlctl.generation.active_requests import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
+from rlctl.grpo.environment_metrics import environment_metrics
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import RolloutGroup, Waste
@@ -22,19 +23,22 @@ def rollout_metrics(groups: Rows[RolloutGroup], batch: TrainingBatch) -> dict[st
     """Return rewards, lengths and token counts of a step's rollouts."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     scores = [score for group in groups for score in group.scores]
-    lengths = np.array([rollout.num_sampled for rollout in rollouts])
+    # An episode that failed has no trajectory.
+    whole = [rollout for rollout in rollouts if rollout.rows]
+    lengths = np.array([rollout.num_sampled for rollout in whole], np.int64)
     return (
         reward_metrics(scores)
         | source_metrics(groups, "source")
+        | environment_metrics(groups)
         | advantage_metrics(batch)
         | {
             "rollouts/non_finite": float(len(batch.left_out)),
             "length/mean": float(lengths.mean()) if len(lengths) else 0.0,
             "length/p90": float(np.percentile(lengths, 90)) if len(lengths) else 0.0,
             "length/max": float(lengths.max(initial=0)),
-            "length/truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+            "length/truncated": float(np.mean([rollout.is_cut for rollout in whole])) if whole else 0.0,
             "groups/uniform": float(np.mean([is_uniform(group) for group in groups])),
-            "tokens/prompt": float(sum(len(rollout.tokens) for rollout in rollouts) - lengths.sum()),
+            "tokens/prompt": float(sum(rollout.num_tokens for rollout in whole) - lengths.sum()),
             "tokens/generated": float(lengths.sum()),
             "tokens/trained": float(sum(len(sequence) for sequence in batch.sequences)),
         }
@@ -93,9 +97,11 @@ def reward_metrics(scores: Rows[Score]) -> dict[str, float]:
         values = np.array([score.value for score in scored], np.float64)
         metrics |= {"reward/mean": float(values.mean()), "reward/std": float(values.std())}
         metrics["reward/accuracy"] = float(np.mean([score.right for score in scored]))
-    for name in scores[0].parts if scores else ():
+    for name in dict.fromkeys(name for score in scores for name in score.parts):
         parts = [part for score in scores if (part := score.parts.get(name)) is not None]
-        metrics[f"reward/{name}/failed"] = float(len(scores) - len(parts))
+        # An environment gives a score what it names, and no other has that.
+        failed = [score for score in scores if score.value is None and score.parts.get(name) is None]
+        metrics[f"reward/{name}/failed"] = float(len(failed))
         if parts:
             metrics[f"reward/{name}/mean"] = float(np.mean(parts))
     return metrics
@@ -118,12 +124,16 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     """Return the numbers of held-out groups: failed rewards apart, the others of the rollouts that were scored."""
     scored = [[score for score in group.scores if score.value is not None] for group in groups]
     flat = [score for group in scored for score in group]
-    lengths = [rollout.num_sampled for group in groups for rollout in group.rollouts]
+    lengths = [rollout.num_sampled for group in groups for rollout in group.rollouts if rollout.rows]
     metrics = {
-        "validation/failed_rewards": float(len(lengths) - len(flat)),
-        "validation/length": float(np.mean(lengths)),
+        "validation/failed_rewards": float(sum(len(group.rollouts) for group in groups) - len(flat)),
+        "validation/length": float(np.mean(lengths)) if lengths else 0.0,
         "validation/prompts": float(len(groups)),
     }
+    played = environment_metrics(groups)
+    if "environment/failed" in played:
+        metrics["validation/failed_episodes"] = played["environment/failed"]
+        metrics["validation/turns"] = played.get("environment/turns", 0.0)
     if flat:
         metrics["validation/accuracy"] = float(np.mean([score.right for score in flat]))
         metrics["validation/reward"] = float(np.mean([score.value for score in flat if score.value is not None]))
@@ -189,7 +199,8 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
 
 def age_metrics(groups: Rows[RolloutGroup], version: int, occupancy: Mapping[int, int], bound: int) -> dict[str, float]:
     """Return ages in steps: of the trained groups, and of the active ones (`buffer/age_k`, at the end of the step)."""
-    versions = [[rollout.sampled_versions for rollout in group.rollouts] for group in groups if group.rollouts]
+    sampled = [[one.sampled_versions for one in group.rollouts if one.num_sampled] for group in groups]
+    versions = [group for group in sampled if group]
     ages = [version - min(int(one.min()) for one in group) for group in versions]
     tokens = [version - one for group in versions for one in group]
     joined = np.concatenate(tokens) if tokens else np.zeros(0)

@@ -29,6 +29,8 @@ def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version:
     """
     parts.pool.sync(version, "all")
     gap = parity(config, parts, tasks, version)
+    if gap is None:
+        raise ProbeError(f"no episode could be played; most failed of {parts.failure_cause()}")
     if not gap.token_mult_prob_error <= BOUNDS[dtype]:
         raise ProbeError(
             f"trainer and generator disagree on log-probs: token_mult_prob_error {gap.token_mult_prob_error:.4f} over "
@@ -38,15 +40,18 @@ def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version:
     return gap
 
 
-def parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> Mismatch:
+def parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> Mismatch | None:
     """Sample a few tokens while trainer and generator both have `version`, and compare their log-probs.
 
-    Whatever else the engines sample goes on meanwhile.
+    Whatever else the engines sample goes on meanwhile. Returns None if every episode failed.
     """
     tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
     sampling = Sampling("parity", config.run.seed, len(tasks), 1, length, config.generation.temperature)
-    groups = parts.dispatcher.sample(sampling, tasks, version)
-    samples = [training_sample(rollout, 0.0) for group in groups for rollout in group.rollouts]
+    groups = parts.dispatcher.sample(sampling, tasks, version, player=parts.player)
+    rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
+    samples = [training_sample(row, 0.0) for row in rows]
+    if not samples:
+        return None
     theirs = [sample.fields["rollout_log_prob"] for sample in samples]
     return mismatch(theirs, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

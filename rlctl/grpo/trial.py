@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.rewards.scorer import Score, Scorer
-from rlctl.rollout.types import sample_item
+from rlctl.rollout.scoring import sample_item
 
 
 def try_rewards(config: GrpoConfig) -> Score:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
 from rlctl.rollout.dispatcher import RolloutDispatcher
-from rlctl.rollout.types import GroupScorer, RolloutGroup, Sampling
+from rlctl.rollout.scoring import GroupScorer
+from rlctl.rollout.types import RolloutGroup, RolloutPlayer, Sampling
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Validation:
     dispatcher: RolloutDispatcher
     score: GroupScorer
     tasks: Sequence[Task]
+    # Plays the rollouts with the dispatcher's engines; None: of one turn each.
+    player: RolloutPlayer | None = None
 
     def groups(self, version: int, places: range | None = None) -> list[RolloutGroup]:
         """Return the scored groups of the tasks at `places`, all of them for None, in order.
@@ -32,4 +35,4 @@ class Validation:
         shape = (len(self.tasks), config.num_generations, length)
         sampling = Sampling("validation", self.config.run.seed, *shape, config.temperature)
         tasks = [self.tasks[place] for place in places]
-        return self.score(self.dispatcher.sample(sampling, tasks, version, places.start))
+        return self.score(self.dispatcher.sample(sampling, tasks, version, places.start, self.player))

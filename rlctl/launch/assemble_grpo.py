@@ -16,16 +16,20 @@ from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
-from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.resolved import Device, Resolved
 from rlctl.preflight.tuning import Tuned
 from rlctl.run.fingerprint import digest_rows
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
 
 if TYPE_CHECKING:
+    from rlctl.environments.pool import EnvironmentPool
     from rlctl.generation.pool import GeneratorPool
     from rlctl.grpo.loop import GrpoLoop
     from rlctl.rewards.scorer import Scorer
-    from rlctl.rollout.types import Decode
+    from rlctl.rollout.dispatcher import RolloutDispatcher
+    from rlctl.rollout.episode_setup import EpisodeSetup
+    from rlctl.rollout.types import Decode, RolloutPlayer
+    from rlctl.telemetry.resource_monitor import ResourceMonitor
     from rlctl.training.trainer_group import TrainerGroup
 
 # Room in shared memory beside the weights in transit, for what else a run keeps there.
@@ -40,11 +44,15 @@ class GrpoParts:
     config: GrpoConfig
     files: ModelFiles
     scorer: "Scorer"
+    # None: rollouts have one turn.
+    environments: "EnvironmentPool | None"
     probe_only: bool
     # See `tuning.Tuned`.
     kv_cache_mib: int | None = field(init=False)
     pool: "GeneratorPool" = field(init=False)
     chat: Chat = field(init=False)
+    # Set while the data load, in a run with environments.
+    setup: "EpisodeSetup" = field(init=False)
 
     def __post_init__(self) -> None:
         self.updates = self.config.grpo.num_steps * self.config.grpo.updates_per_step
@@ -57,7 +65,7 @@ class GrpoParts:
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
         """Tokenize the tasks, and try the rewards on the first one."""
-        from rlctl.rollout.types import sample_item
+        from rlctl.rollout.scoring import sample_item
 
         session, config = self.session, self.config
         length, answer = Resolved(config).max_length(self.files.max_length), config.generation.max_new_tokens
@@ -69,8 +77,16 @@ class GrpoParts:
                 session.events.emit("data", what=f"{part.name}: {report}")
                 check_room(tasks, answer, length)
         session.depend_on_rows(digest_rows(found["train"]))
-        with session.starting("rewards"):
-            self.scorer.try_on_sample(sample_item(found["train"][0]))
+        if self.environments:
+            from rlctl.rollout.episode_setup import set_up
+
+            with session.starting("environments"):
+                self.setup = set_up(config, self.environments, chat, found["train"][0])
+            for note in self.setup.notes:
+                session.events.emit("data", what=note)
+        if config.rewards:
+            with session.starting("rewards"):
+                self.scorer.try_on_sample(sample_item(found["train"][0]))
         return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Task]) -> "GeneratorPool":
@@ -94,15 +110,12 @@ class GrpoParts:
         self, allocation: Allocation, trainer: "TrainerGroup", source: TaskSource, data: RunData[Task]
     ) -> "GrpoLoop | None":
         """Open the refit, bring the engines to the trainer's version, and compare the two if that is asked."""
-        from rlctl.generation.engine import Engine
         from rlctl.grpo.components import Devices, GrpoComponents
         from rlctl.grpo.loop import GrpoLoop
         from rlctl.grpo.parity_check import probe
         from rlctl.launch.worker_specs import training_cost
         from rlctl.rollout.dispatcher import RolloutDispatcher
-        from rlctl.rollout.types import GroupScorer
-        from rlctl.telemetry.resource_monitor import ResourceMonitor
-        from rlctl.training.worker import TrainerWorker
+        from rlctl.rollout.scoring import GroupScorer
 
         session, config, pool, placement = self.session, self.config, self.pool, allocation.placement
         self._connect(allocation, trainer)
@@ -117,16 +130,25 @@ class GrpoParts:
             placement.all_devices,
             *training_cost(self.files, trainer.info()),
         )
-        memories = {
-            "trainer": lambda: trainer.group.call(TrainerWorker.memory),
-            "engine": lambda: pool.call(Engine.memory),
-        }
-        monitor = ResourceMonitor(placement.device, memories)
+        monitor = self._monitor(placement.device, trainer)
         with ExitStack() as stack:
             dispatcher = RolloutDispatcher(pool, config.run, session.events.emit)
             stack.callback(dispatcher.close)
+            player = self._player(dispatcher)
+            stack.callback(player.close)
             components = GrpoComponents(
-                trainer, pool, dispatcher, source, data.validation, score, session.recorder, devices, monitor, decode
+                trainer,
+                pool,
+                dispatcher,
+                player,
+                source,
+                data.validation,
+                score,
+                session.recorder,
+                devices,
+                monitor,
+                decode,
+                self._failure_cause,
             )
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
@@ -137,9 +159,38 @@ class GrpoParts:
                 pool.sync(session.start)
             if self.probe_only:
                 return None
-            # From here on the loop closes the dispatcher.
+            # From here on the loop closes the dispatcher and the player.
             stack.pop_all()
         return GrpoLoop(config, components, session.stops)
+
+    def _monitor(self, device: Device, trainer: "TrainerGroup") -> "ResourceMonitor":
+        from rlctl.generation.engine import Engine
+        from rlctl.telemetry.resource_monitor import ResourceMonitor
+        from rlctl.training.worker import TrainerWorker
+
+        memories = {
+            "trainer": lambda: trainer.group.call(TrainerWorker.memory),
+            "engine": lambda: self.pool.call(Engine.memory),
+        }
+        return ResourceMonitor(device, memories)
+
+    def _player(self, dispatcher: "RolloutDispatcher") -> "RolloutPlayer":
+        """Return what plays the run's rollouts."""
+        from rlctl.rollout.single_turn import SingleTurnPlayer
+
+        if self.environments is None:
+            return SingleTurnPlayer(dispatcher)
+        from rlctl.rollout.episode_setup import episode_limits
+        from rlctl.rollout.player import EpisodePlayer
+
+        limits = episode_limits(self.config, Resolved(self.config).max_length(self.files.max_length))
+        contracts, format = self.setup.contracts, self.setup.tool_format
+        return EpisodePlayer(dispatcher, self.environments, contracts, self.chat, limits, format)
+
+    def _failure_cause(self) -> str:
+        """Return what most episodes, or rewards, that failed failed of; empty where none did."""
+        environment = self.environments.failures.most_common() if self.environments else ""
+        return environment or self.scorer.failures.most_common()
 
     def _connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
         from rlctl.launch.worker_specs import refit_options
@@ -162,6 +213,18 @@ class GrpoParts:
             what += ": they go through the disk, which is slower; in a container: docker run --shm-size=2g"
             self.session.events.emit("warning", what=what)
         return allocation.folder(f"rlctl-{self.session.run_dir.name}-", root)
+
+
+def judges(stack: ExitStack, session: Session, config: GrpoConfig) -> "tuple[Scorer, EnvironmentPool | None]":
+    """Return the rewards and the environments of a run, whose processes `stack` ends. For before Ray starts."""
+    from rlctl.rewards.scorer import Scorer
+
+    scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
+    if not config.environment.enabled:
+        return scorer, None
+    from rlctl.rollout.episode_setup import environment_pool
+
+    return scorer, stack.enter_context(environment_pool(config, session.logs, session.events.emit))
 
 
 def check_room(tasks: list[Task], answer: int, length: int) -> None:

@@ -15,7 +15,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.cursor import RowSource
 from rlctl.data.load import RowReader, RunRows
 from rlctl.data.mixture import order_of
-from rlctl.launch.assemble_grpo import GrpoParts
+from rlctl.launch.assemble_grpo import GrpoParts, judges
 from rlctl.launch.assemble_sft import SftParts
 from rlctl.launch.loading import DataLoading, RunData, load_run_chat
 from rlctl.launch.runtime import Allocation, Runtime
@@ -26,7 +26,6 @@ from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.tuning import Tuned, tune
-from rlctl.rewards.scorer import Scorer
 from rlctl.run.fingerprint import made_with
 from rlctl.utils.process import identity
 
@@ -84,8 +83,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
     with ExitStack() as stack:
         parts: AlgorithmParts
         if isinstance(config, GrpoConfig):
-            scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
-            parts = GrpoParts(session, config, files, scorer, probe_only)
+            parts = GrpoParts(session, config, files, *judges(stack, session, config), probe_only)
         else:
             parts = SftParts(session, config, files)
         threads = stack.enter_context(ThreadPoolExecutor(1))

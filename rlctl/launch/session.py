@@ -25,6 +25,7 @@ from rlctl.config.schema import RunConfig
 from rlctl.dashboard.view import show_run
 from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
+from rlctl.environments.pool import UnusableEnvironmentError
 from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.placement import PlacementError
 from rlctl.preflight.version import earlier_version
@@ -46,7 +47,15 @@ from rlctl.workers.waits import Waits
 
 # Faults that a message explains. Anything else is a defect of rlctl, and only its traceback helps.
 _EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
-_BAD_INPUT = (DataError, ModelError, PlacementError, RewardError, RunDirError, NoWholeCheckpoint)
+_BAD_INPUT = (
+    DataError,
+    ModelError,
+    PlacementError,
+    RewardError,
+    RunDirError,
+    NoWholeCheckpoint,
+    UnusableEnvironmentError,
+)
 _LONGEST_PAUSE_S = 60.0
 # The submitter of a job releases the run's lock once Ray has accepted it. The driver may start before that.
 _HANDED_OVER_S = 30.0

@@ -117,11 +117,12 @@ def _metrics(config: RunConfig) -> list[str]:
     if isinstance(config, GrpoConfig):
         held_out = ["accuracy", "reward", "failed_rewards", "length", "prompts"]
         held_out += ["pass_at_k"] * (config.validation.num_generations > 1)
+        held_out += ["turns", "failed_episodes"] * config.environment.enabled
         rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
         rewards += [ENVIRONMENT_REWARD] if config.environment.enabled else []
         own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
     else:
         held_out, own = ["loss", "prompts"], []
-    patterns = ("_K", "/NAME/mean", "/NAME/failed")
+    patterns = ("_K", "/NAME/mean", "/NAME/failed", "/NAME")
     steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith(patterns)]
     return [*steps, *own, *(_HELD_OUT + name for name in held_out)]

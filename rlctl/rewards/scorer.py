@@ -4,15 +4,16 @@
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from queue import LifoQueue
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from rlctl.config.grpo_schema import RewardSection
-from rlctl.config.plugins import correctness, reward_names
+from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
 from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load import load_function
 from rlctl.rewards.worker import RewardWorker
@@ -53,6 +54,8 @@ class Scorer:
         self.names = reward_names(sections)
         self._weights = {name: section.weight for name, section in zip(self.names, sections)}
         self._decides, self._correct_at = correctness(sections)
+        # An environment's own value decides what is right, unless a reward says that it does.
+        self._stated = any(section.correct_at is not None for section in sections)
         self.failures = FailureLog("reward", logs / "reward-errors.log" if logs else None, emit)
         self._log = OutputLog("reward", logs / "rewards.log", emit) if logs else None
         size = min(MAX_WORKERS, usable_cores())
@@ -63,10 +66,14 @@ class Scorer:
         for worker in self.workers:
             self._idle.put(worker)
 
-    def score(self, items: list[RewardInput]) -> list[Score]:
-        """Return one score an item, in order. Never raises for what a reward does."""
+    def score(self, items: list[RewardInput], given: Sequence[Mapping[str, float]] = ()) -> list[Score]:
+        """Return one score an item, in order. Never raises for what a reward does.
+
+        given: what an environment gave each item, by name: further parts of its sum, each of weight 1.
+        """
         columns = [self._outcomes(reward, items) for reward in range(len(self._sections))]
-        return [self._sum(list(outcomes)) for outcomes in zip(*columns, strict=True)]
+        rows = zip(*columns, strict=True) if columns else [()] * len(items)
+        return [self._sum(list(outcomes), own) for outcomes, own in zip(rows, given or [{}] * len(items), strict=True)]
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with a line for each reward that fails."""
@@ -107,13 +114,16 @@ class Scorer:
         finally:
             self._idle.put(worker)
 
-    def _sum(self, outcomes: list[Outcome]) -> Score:
+    def _sum(self, outcomes: list[Outcome], given: Mapping[str, float] = MappingProxyType({})) -> Score:
+        """Return the score of one item. given: see `score`; a name that a reward has too gets `environment.` before."""
+        own = {f"{ENVIRONMENT_REWARD}.{name}" if name in self.names else name: part for name, part in given.items()}
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: None if isinstance(outcome, RewardFailure) else outcome for name, outcome in named.items()}
         failures = {name: outcome for name, outcome in named.items() if isinstance(outcome, RewardFailure)}
         value = sum(
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
-        )
+        ) + sum(own.values())
+        parts |= own
         if not failures and not math.isfinite(value):
             failures = {"sum": RewardFailure("no finite number", detail=f"{value} of {parts}")}
         for name, failure in failures.items():
@@ -121,5 +131,7 @@ class Scorer:
         if failures:
             reason = next(f"{name}: {failure}" for name, failure in failures.items())
             return Score(None, parts, reason, right=False)
-        right = (parts[self.names[self._decides]] or 0.0) >= self._correct_at - 1e-9
+        named_first = self.names and (self._stated or not own)
+        decides = parts[self.names[self._decides]] if named_first else sum(own.values())
+        right = (decides or 0.0) >= self._correct_at - 1e-9
         return Score(value, parts, None, right, self._weights)

@@ -14,16 +14,17 @@ from typing import Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import TaskSource
-from rlctl.generation.requests import TurnRequest
+from rlctl.generation.requests import RolloutId
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
-from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
+from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
 from rlctl.rollout.prefetch import AdaptivePrefetch
 from rlctl.rollout.refill import RefillRule
+from rlctl.rollout.single_turn import SingleTurnPlayer
 from rlctl.rollout.staleness import StalenessRule
-from rlctl.rollout.types import Rollout, RolloutGroup, Sampling, Waste
+from rlctl.rollout.types import Rollout, RolloutGroup, RolloutPlayer, RolloutStart, Sampling, Waste
 
 Span = Callable[[str], AbstractContextManager[None]]
 ScoreGroups = Callable[[Sequence[RolloutGroup]], list[RolloutGroup]]
@@ -34,7 +35,8 @@ WhyNothing = Callable[[RolloutGroup], str | None]
 class RolloutBuffer:
     """The groups of a run. Methods are called from the loop's thread; sampling and scoring go on meanwhile.
 
-    teaches_nothing: pure; called for every group that is scored.
+    teaches_nothing: pure; called for every group that is scored. player: plays rollouts with the dispatcher's engines;
+    None: of one turn each.
     """
 
     def __init__(
@@ -46,10 +48,11 @@ class RolloutBuffer:
         emit: Emit,
         clock: Clock | None = None,
         teaches_nothing: WhyNothing = lambda group: None,
+        player: RolloutPlayer | None = None,
     ) -> None:
         self._config, self._source, self._dispatcher = config, source, dispatcher
         self._score, self._emit, self._clock = score, emit, clock or Clock()
-        self._teaches_nothing = teaches_nothing
+        self._teaches_nothing, self._player = teaches_nothing, player or SingleTurnPlayer(dispatcher)
         size, asynchronous = config.grpo.num_prompts_per_step, config.async_
         rule = StalenessRule(size, Resolved(config).max_age, asynchronous.policy, asynchronous.window_fraction)
         sampling = config.grpo.dynamic_sampling
@@ -182,14 +185,14 @@ class RolloutBuffer:
 
     def close(self) -> None:
         """Sample and score no more."""
+        self._player.close()
         self._dispatcher.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def completed(self, answers: list[Answer]) -> None:
-        """Take answers of the dispatcher, see `Submitter`."""
-        rollouts = [Rollout.of_turn(*answer) for answer in answers]
+    def ended(self, rollouts: list[Rollout]) -> None:
+        """Take rollouts that ended, see `RolloutTaker`."""
         with self._changed:
             for rollout in rollouts:
                 group = self._groups.get(rollout.id.group)
@@ -199,25 +202,26 @@ class RolloutBuffer:
                 group.rollouts[rollout.id.index] = rollout
                 if len(group.rollouts) == self._sampling.num_rollouts:
                     group.rollouts = dict(sorted(group.rollouts.items()))
-                    self._lengths += [one.num_sampled for one in group.rollouts.values()]
+                    self._lengths += [one.num_sampled for one in group.rollouts.values() if one.rows]
                     self._groups.sampled(group.number)
             self._patience.news()
             self._changed.notify_all()
 
-    def restarted(self, requests: list[TurnRequest]) -> None:
+    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
         """Count the groups whose engine was lost. A group that takes engine after engine down with it is dropped."""
         most = self._config.generation.max_generation_failures
-        for number in dict.fromkeys(request.id.rollout.group for request in requests):
+        for number in dict.fromkeys(rollout.group for rollout in rollouts):
             with self._changed:
                 group = self._groups[number]
                 if group.state is not GroupState.SAMPLING:
                     continue
                 group.failures += 1
                 if group.failures <= most:
-                    self._groups.restart(number, self._version)
+                    # Earlier turns that are kept are as old as they were.
+                    self._groups.restart(number, self._version if afresh else group.version)
                     continue
                 self._groups.drop(number)
-            self._dispatcher.abort([request.id for request in self._requests(group)])
+            self._player.abort(self._ids(group))
             what = f"prompt {group.task.id} is dropped: its sampling failed {group.failures} times"
             self._emit("warning", what=what)
 
@@ -232,7 +236,8 @@ class RolloutBuffer:
             what += f"; the oldest, prompt {oldest.task.id}, began {since:.0f} s ago"
         counts = f"{len(sampling)} groups sampling, {len(sampled)} to score, {len(ready)} ready"
         counts += f", {len(filtered)} filtered" if filtered else ""
-        return f"{what}; {counts}, {len(taken)} taken for the step ({held}); {self._dispatcher.describe()}"
+        sampled_by = f"{self._dispatcher.describe()}{self._player.describe()}"
+        return f"{what}; {counts}, {len(taken)} taken for the step ({held}); {sampled_by}"
 
     def _admit(self) -> None:
         """Begin the groups that are wanted now, deferred ones first."""
@@ -265,12 +270,12 @@ class RolloutBuffer:
             self._groups.put_off(surplus)
         if not surplus:
             return
-        before = self._dispatcher.aborted_tokens
+        before = self._aborted_tokens
         with span("drain"):
-            self._dispatcher.abort([request.id for group in running for request in self._requests(group)])
+            self._player.abort([each for group in running for each in self._ids(group)])
         # Not before they are gone may the same requests be submitted again.
         self.drain(span)
-        aborted = self._dispatcher.aborted_tokens - before
+        aborted = self._aborted_tokens - before
         with self._changed:
             self._waste.surplus += len(surplus)
             self._waste.surplus_tokens += sum(rollout.num_sampled for rollout in rollouts) + aborted
@@ -278,10 +283,17 @@ class RolloutBuffer:
     def _submit(self, groups: list[GroupRecord]) -> None:
         for group in groups:
             group.began = self._clock.now()
-        self._dispatcher.submit([request for group in groups for request in self._requests(group)], self)
+        self._player.play([start for group in groups for start in self._starts(group)], self)
 
-    def _requests(self, group: GroupRecord) -> list[TurnRequest]:
-        return self._sampling.requests(group.task, group.number, group.attempt)
+    def _starts(self, group: GroupRecord) -> list[RolloutStart]:
+        return self._sampling.starts(group.task, group.number, group.attempt)
+
+    def _ids(self, group: GroupRecord) -> list[RolloutId]:
+        return [start.id for start in self._starts(group)]
+
+    @property
+    def _aborted_tokens(self) -> int:
+        return self._dispatcher.aborted_tokens + self._player.aborted_tokens
 
     def _score_sampled(self) -> bool:
         """Score every group that is SAMPLED: together they keep all reward workers busy. Returns False at the end."""
@@ -333,20 +345,22 @@ class RolloutBuffer:
         """Wait a while; replace lost engines, resample what is overdue, explain or end a long silence."""
         with self._changed:
             self._clock.wait(self._changed, TICK_S)
+        self._player.check()
         if self._dispatcher.repair():
             # What the replacement took is no silence of the new engine.
             self._patience.news()
         if self._config.async_.enabled and self._config.async_.on_bound == "requeue":
             self._resample_overdue()
-        self._patience.check(self._dispatcher.last_step(), self.explanation)
+        last_step = max(self._dispatcher.last_step(), self._player.last_step)
+        self._patience.check(last_step, self.explanation)
 
     def _resample_overdue(self) -> None:
         with self._changed:
             overdue = [self._groups[number] for number in self._groups.overdue(self._version)]
         if not overdue:
             return
-        ids = [request.id for group in overdue for request in self._requests(group)]
-        stopped = {each.rollout.group for each in self._dispatcher.abort(ids)}
+        ids = [each for group in overdue for each in self._ids(group)]
+        stopped = {each.group for each in self._player.abort(ids)}
         with self._changed:
             again = [self._groups.resample(group.number, self._version) for group in overdue if group.number in stopped]
         for group in again:
@@ -363,4 +377,4 @@ def _group(record: GroupRecord) -> RolloutGroup:
 
 
 def _tokens(record: GroupRecord) -> int:
-    return sum(len(rollout.tokens) for rollout in record.rollouts.values())
+    return sum(rollout.num_tokens for rollout in record.rollouts.values())

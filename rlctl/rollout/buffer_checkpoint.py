@@ -1,4 +1,4 @@
-"""Scored groups that wait for their step, in a checkpoint: two files, columns of numbers and their scores."""
+"""Scored groups that wait for their step, in a checkpoint: columns of numbers, and scores with conversations."""
 
 import json
 from collections.abc import Mapping
@@ -13,28 +13,36 @@ from numpy.typing import NDArray
 from rlctl.generation.requests import FINISHES, RolloutId
 from rlctl.preflight.version import earlier_version
 from rlctl.rewards.scorer import Score
-from rlctl.rollout.types import Rollout
+from rlctl.rollout.conversation import TrajectoryRow
+from rlctl.rollout.types import PlayedEpisode, Rollout
 from rlctl.run.checkpoints import EarlierVersion
 
 _ROLLOUTS, _SCORES = "groups.npz", "groups.json"
+# Fields of a row, in order.
+_COLUMNS: dict[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "sampled": np.bool_,
+    "log_probs": np.float32,
+    "versions": np.int32,
+    "turns": np.int16,
+}
 
 
 def save_groups(folder: Path, groups: Mapping[int, list[Rollout]]) -> None:
     """Write the rollouts of groups, by number, into `folder`."""
     rollouts = [rollout for each in groups.values() for rollout in each]
-    np.savez(
-        folder / _ROLLOUTS,
-        groups=np.array(list(groups), np.int64),
-        counts=np.array([len(each) for each in groups.values()], np.int64),
-        lengths=np.array([len(rollout.tokens) for rollout in rollouts], np.int64),
-        tokens=_joined([rollout.tokens for rollout in rollouts], np.int32),
-        sampled=_joined([rollout.sampled for rollout in rollouts], np.bool_),
-        log_probs=_joined([rollout.log_probs for rollout in rollouts], np.float32),
-        versions=_joined([rollout.versions for rollout in rollouts], np.int32),
-        finishes=np.array([FINISHES.index(rollout.finish) for rollout in rollouts], np.int8),
-    )
-    rows = [[asdict(rollout.id), asdict(rollout.score) if rollout.score else None] for rollout in rollouts]
-    (folder / _SCORES).write_text(json.dumps(rows))
+    rows = [row for rollout in rollouts for row in rollout.rows]
+    columns: dict[str, Any] = {
+        "groups": np.array(list(groups), np.int64),
+        "counts": np.array([len(each) for each in groups.values()], np.int64),
+        "rows": np.array([len(rollout.rows) for rollout in rollouts], np.int64),
+        "lengths": np.array([len(row.tokens) for row in rows], np.int64),
+        "finishes": np.array([FINISHES.index(rollout.finish) for rollout in rollouts], np.int8),
+    }
+    columns |= {name: _joined([getattr(row, name) for row in rows], dtype) for name, dtype in _COLUMNS.items()}
+    np.savez(folder / _ROLLOUTS, **columns)
+    said = [[asdict(one.id), one.score and asdict(one.score), one.episode and asdict(one.episode)] for one in rollouts]
+    (folder / _SCORES).write_text(json.dumps(said))
 
 
 def load_groups(folder: Path) -> dict[int, list[Rollout]]:
@@ -43,18 +51,22 @@ def load_groups(folder: Path) -> dict[int, list[Rollout]]:
         return {}
     with np.load(folder / _ROLLOUTS, allow_pickle=False) as file:
         columns = {name: file[name] for name in file.files}
-    if "sampled" not in columns:
+    if "rows" not in columns:
         raise EarlierVersion(earlier_version(folder.parents[1], f"{folder.name} has answers in place of trajectories"))
-    ends, rollouts = np.cumsum(columns["lengths"]).tolist(), list[Rollout]()
-    for row, (name, score) in enumerate(json.loads((folder / _SCORES).read_text())):
-        part = slice(ends[row] - int(columns["lengths"][row]), ends[row])
-        tokens, sampled, log_probs, versions = (
-            columns[name][part] for name in ("tokens", "sampled", "log_probs", "versions")
+    cuts = np.cumsum(columns["lengths"])[:-1]
+    parts = {name: np.split(columns[name], cuts) if len(columns["lengths"]) else [] for name in _COLUMNS}
+    rows = iter([TrajectoryRow(*each) for each in zip(*parts.values())])
+    said = json.loads((folder / _SCORES).read_text())
+    rollouts = [
+        Rollout(
+            RolloutId(**name),
+            tuple(islice(rows, int(count))),
+            FINISHES[finish],
+            score and Score(**score),
+            episode and PlayedEpisode(**episode),
         )
-        finish = FINISHES[columns["finishes"][row]]
-        rollouts.append(
-            Rollout(RolloutId(**name), tokens, sampled, log_probs, versions, finish, Score(**score) if score else None)
-        )
+        for (name, score, episode), count, finish in zip(said, columns["rows"], columns["finishes"], strict=True)
+    ]
     left = iter(rollouts)
     counts = zip(columns["groups"].tolist(), columns["counts"].tolist())
     return {number: list(islice(left, count)) for number, count in counts}

@@ -32,7 +32,8 @@ from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
-from rlctl.rollout.types import Rollout, RolloutGroup, Sampling
+from rlctl.rollout.single_turn import SingleTurnPlayer
+from rlctl.rollout.types import Rollout, RolloutGroup, RolloutPlayer, Sampling
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker
 
@@ -147,33 +148,38 @@ class RolloutDispatcher:
             self._hand_out()
 
     def sample(
-        self, sampling: Sampling, tasks: Sequence[Task], version: int, first_place: int = 0
+        self,
+        sampling: Sampling,
+        tasks: Sequence[Task],
+        version: int,
+        first_place: int = 0,
+        player: RolloutPlayer | None = None,
     ) -> list[RolloutGroup]:
         """Sample a group of each task ahead of whatever is PENDING, wait, and return the groups in order.
 
         first_place: place of the first task among the `sampling.groups_per_step` ones, from which seeds follow.
+        player: plays the rollouts with these engines; None: of one turn each.
         For the loop's thread: engines that are lost meanwhile are replaced. Raises RuntimeError when nothing was
         sampled for `run.deadline_s`, or when `generation.max_restarts` are used up.
         """
         first = version * sampling.groups_per_step + first_place
-        groups = [sampling.requests(task, first + place) for place, task in enumerate(tasks)]
-        answers, wanted = _Answers(self._changed, self._patience), sum(map(len, groups))
+        groups = [sampling.starts(task, first + place) for place, task in enumerate(tasks)]
+        ended, wanted = _Ended(self._changed, self._patience), sum(map(len, groups))
+        player = player or SingleTurnPlayer(self)
         self._patience.news()
-        self.submit(list(chain(*groups)), answers, ahead=True)
-        while len(answers.found) < wanted:
+        player.play(list(chain(*groups)), ended, ahead=True)
+        while len(ended.found) < wanted:
             with self._changed:
                 self._clock.wait(self._changed, TICK_S)
+            player.check()
             if self.repair():
                 # What the replacement took is no silence of the new engine.
                 self._patience.news()
             self._patience.check(
-                self.last_step(),
-                lambda: f"{sampling.purpose} waits for {wanted - len(answers.found)} rollouts; {self.describe()}",
+                max(self.last_step(), player.last_step),
+                lambda: f"{sampling.purpose} waits for {wanted - len(ended.found)} rollouts; {self.describe()}",
             )
-        return [
-            RolloutGroup(task, [Rollout.of_turn(request, answers.found[request.id]) for request in group])
-            for task, group in zip(tasks, groups)
-        ]
+        return [RolloutGroup(task, [ended.found[each.id] for each in group]) for task, group in zip(tasks, groups)]
 
     def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
         """Stop sampling these requests; none of them is delivered afterwards. Returns those that were not done yet.
@@ -383,17 +389,18 @@ class RolloutDispatcher:
             submitter.restarted([each.request for each in again if each.submitter is submitter])
 
 
-class _Answers:
-    """Submitter of `RolloutDispatcher.sample`."""
+class _Ended:
+    """Taker of `RolloutDispatcher.sample`."""
 
     def __init__(self, changed: threading.Condition, patience: Patience) -> None:
         self._changed, self._patience = changed, patience
-        self.found: dict[RequestId, Completion] = {}
+        self.found: dict[RolloutId, Rollout] = {}
 
-    def completed(self, answers: list[Answer]) -> None:
-        self.found |= {request.id: completion for request, completion in answers}
-        self._patience.news()
-        self._changed.notify_all()
+    def ended(self, rollouts: list[Rollout]) -> None:
+        with self._changed:
+            self.found |= {each.id: each for each in rollouts}
+            self._patience.news()
+            self._changed.notify_all()
 
-    def restarted(self, requests: list[TurnRequest]) -> None:
+    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
         pass

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from threading import Condition
-from typing import Any, Literal, Protocol
+from threading import Condition, Lock
+from typing import Any, Literal
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
@@ -27,20 +27,10 @@ from rlctl.environments.tool_calls import parse_tool_calls
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.conversation import Conversation
 from rlctl.rollout.patience import Clock, ThreadErrors
+from rlctl.rollout.single_turn import Engines
+from rlctl.rollout.types import Ending, PlayedEpisode, Rollout, RolloutStart, RolloutTaker
 
 _POLL_S = 1.0
-# Why an episode ended: the environment said so; the policy called no tool; a budget was used up; it failed too often.
-Ending = Literal["done", "answered", "max_turns", "max_length", "time", "failed"]
-
-
-class Engines(Protocol):
-    """Interface that a player needs of `RolloutDispatcher`."""
-
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
-        """Sample requests."""
-
-    def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
-        """Stop sampling requests."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +38,7 @@ class EpisodeLimits:
     """Budgets of one episode."""
 
     max_turns: int
-    # Tokens of one turn, and of a whole conversation.
-    max_new_tokens: int
+    # Tokens of a whole conversation.
     max_length: int
     # Seconds from the reset on.
     timeout_s: float
@@ -60,61 +49,32 @@ class EpisodeLimits:
     history: Literal["keep", "strip"]
 
 
-@dataclass(frozen=True)
-class EpisodeStart:
-    """One episode to play."""
-
-    id: RolloutId
-    # Messages of the task.
-    messages: list[Message]
-    # Columns of its row, for `reset`.
-    row: Mapping[str, Any]
-    temperature: float
-    # Seed of the first turn; that of a further one follows from it.
-    seed: int
-    # Seed of the environment, equal for the rollouts of a group.
-    group_seed: int
-
-
-@dataclass(frozen=True)
-class PlayedEpisode:
-    """One episode that ended."""
-
-    start: EpisodeStart
-    conversation: Conversation
-    ending: Ending
-    # None if it failed.
-    reward: Reward | None
-    # The last failure of the environment; None if the episode did not fail in the end.
-    failure: EnvironmentFailure | None
-    # Tries that failed.
-    failures: int
-    # Of all tries: seconds that the environment took, calls, and calls that were malformed or whose tool raised.
-    environment_s: float
-    tool_calls: int
-    tool_errors: int
-
-
 @dataclass(eq=False)
 class _Play:
     """One episode under way."""
 
-    start: EpisodeStart
-    done: Callable[[PlayedEpisode], None]
+    start: RolloutStart
+    taker: RolloutTaker
+    # Its turns come before whatever waits for an engine.
+    ahead: bool
     conversation: Conversation = field(default_factory=Conversation)
     # Node that the next turn follows.
     leaf: int = -1
     # Try under way, counted from 0: answers to an earlier one are dropped.
     attempt: int = 0
+    # Messages of the first prompt.
+    opening: int = 0
     ending: Ending = "failed"
     began: float = 0.0
     environment_s: float = 0.0
+    # When the environment was asked what it has not answered yet.
+    asked: float | None = None
     tool_calls: int = 0
     tool_errors: int = 0
 
 
 class EpisodePlayer:
-    """Plays episodes with a dispatcher's engines and a pool of environments."""
+    """Plays episodes with a dispatcher's engines and a pool of environments, see `RolloutPlayer`."""
 
     def __init__(
         self,
@@ -129,31 +89,52 @@ class EpisodePlayer:
         self._engines, self._pool, self._contracts = engines, pool, contracts
         self._chat, self._limits, self._format = chat, limits, tool_format
         self._stops = frozenset(chat.ends.stops)
+        self.aborted_tokens, self.last_step = 0, 0.0
         self._plays: dict[RolloutId, _Play] = {}
         self._events: deque[tuple[_Play, int, Callable[[], None]]] = deque()
         self._changed, self._closed = Condition(), False
+        # Held while a transition is made: one that was begun must not submit a turn after an abort.
+        self._moving = Lock()
         self._clock, self._errors = clock or Clock(), ThreadErrors(self._changed)
         self._thread = self._clock.spawn("episodes", self._errors.guarded(self.play_next))
 
-    def play(self, starts: Sequence[EpisodeStart], done: Callable[[PlayedEpisode], None]) -> None:
-        """Begin episodes; `done` gets each as it ends, on the player's thread.
+    def play(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
+        """Begin episodes; `taker` gets each as it ends, on the player's thread.
 
         Raises the error that ended that thread.
         """
-        self._errors.check()
+        self.check()
         for start in starts:
-            play = self._plays[start.id] = _Play(start, done)
+            with self._changed:
+                play = self._plays[start.id] = _Play(start, taker, ahead)
             self._post(play, 0, partial(self._reset, play))
 
     def abort(self, ids: Collection[RolloutId]) -> list[RolloutId]:
-        """Stop playing these episodes; none of them is handed out afterwards. Returns those that had not ended."""
-        self._errors.check()
-        with self._changed:
+        """Stop playing these episodes; none of them is handed out afterwards. Returns those that had not ended.
+
+        Raises the error that ended the player's thread.
+        """
+        self.check()
+        with self._moving, self._changed:
             plays = [play for each in ids if (play := self._plays.pop(each, None))]
         self._engines.abort([RequestId(play.start.id, play.conversation.turns) for play in plays])
         for play in plays:
+            self.aborted_tokens += sum(len(each.tokens) for each in play.conversation.completions)
             self._pool.close(play.start.id)
         return [play.start.id for play in plays]
+
+    def check(self) -> None:
+        """Raise the error that ended the player's thread, if there was one."""
+        self._errors.check()
+
+    def describe(self) -> str:
+        """Return how many episodes wait for their environment, and since when."""
+        with self._changed:
+            asked = [play.asked for play in self._plays.values() if play.asked is not None]
+        if not asked:
+            return ""
+        longest = self._clock.now() - min(asked)
+        return f"; {len(asked)} episodes wait for their environment, the longest for {longest:.0f} s"
 
     def close(self) -> None:
         """Play nothing from now on."""
@@ -170,6 +151,10 @@ class EpisodePlayer:
 
     def restarted(self, requests: list[TurnRequest]) -> None:
         """Learn that turns are sampled again; the turns before them stay."""
+        with self._changed:
+            plays = [play for each in requests if (play := self._plays.get(each.id.rollout))]
+        for taker in {play.taker for play in plays}:
+            taker.restarted([play.start.id for play in plays if play.taker is taker], afresh=False)
 
     def play_next(self) -> bool:
         """Handle what was posted next; return False at the end."""
@@ -179,13 +164,15 @@ class EpisodePlayer:
             if self._closed or not self._events:
                 return not self._closed
             play, attempt, handle = self._events.popleft()
+        with self._moving:
+            self.last_step = self._clock.now()
             if self._plays.get(play.start.id) is not play or attempt != play.attempt:
                 return True
-        try:
-            handle()
-        except DataError as error:
-            # A row or a template that cannot be played: another try would end alike.
-            self._end(play, None, EnvironmentFailure("contract", str(error)))
+            try:
+                handle()
+            except DataError as error:
+                # A row or a template that cannot be played: another try would end alike.
+                self._end(play, None, EnvironmentFailure("contract", str(error)))
         return True
 
     def _post(self, play: _Play, attempt: int, handle: Callable[[], None]) -> None:
@@ -198,14 +185,14 @@ class EpisodePlayer:
     def _reset(self, play: _Play) -> None:
         play.began = self._clock.now()
         play.conversation, play.leaf = Conversation(), -1
-        future = self._pool.reset(play.start.id, play.start.row, play.start.group_seed)
+        future = self._pool.reset(play.start.id, play.start.task.row, play.start.group_seed)
         self._ask(play, future, self._opened)
 
     def _opened(self, play: _Play, observation: Any) -> None:
-        messages = opening(play.start.messages, observation)
+        messages = opening(play.start.task.messages, observation)
         if not messages:
             raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
-        play.conversation.messages = list(messages)
+        play.conversation.messages, play.opening = list(messages), len(messages)
         tokens = self._chat.prompt_tokens(self._chat.prompt_text(messages, self._contract(play).tools))
         play.leaf = play.conversation.add_context(tokens, None)
         self._sample(play)
@@ -213,7 +200,7 @@ class EpisodePlayer:
     def _sample(self, play: _Play) -> None:
         """Sample the next turn, unless a budget is used up."""
         limits, start, tokens = self._limits, play.start, play.conversation.tokens(play.leaf)
-        room = min(limits.max_new_tokens, limits.max_length - len(tokens))
+        room = min(start.max_new_tokens, limits.max_length - len(tokens))
         if play.conversation.turns >= limits.max_turns:
             self._score(play, "max_turns")
         elif room < 1:
@@ -224,7 +211,7 @@ class EpisodePlayer:
             turn = play.conversation.turns
             seed = turn_seed(start.seed, turn)
             request = TurnRequest(RequestId(start.id, turn), tokens, room, start.temperature, seed)
-            self._engines.submit([request], self)
+            self._engines.submit([request], self, ahead=play.ahead)
 
     def _answered(self, play: _Play, completion: Completion) -> None:
         play.leaf = play.conversation.add_turn(completion, play.leaf)
@@ -269,7 +256,7 @@ class EpisodePlayer:
 
     def _contract(self, play: _Play) -> EnvironmentContract:
         """Return the contract of an episode's environment, once its reset has shown that there is one."""
-        return self._contracts[self._pool.key_of(play.start.row)]
+        return self._contracts[self._pool.key_of(play.start.task.row)]
 
     def _score(self, play: _Play, ending: Ending) -> None:
         play.ending = ending
@@ -284,6 +271,7 @@ class EpisodePlayer:
     def _ask(self, play: _Play, future: Any, handle: Callable[[_Play, Any], None]) -> None:
         """Have `handle` called with the environment's answer, on the player's thread."""
         asked, attempt = self._clock.now(), play.attempt
+        play.asked = asked
 
         def answered(done: Any) -> None:
             seconds = self._clock.now() - asked
@@ -293,6 +281,7 @@ class EpisodePlayer:
 
     def _told(self, play: _Play, answer: Any, seconds: float, handle: Callable[[_Play, Any], None]) -> None:
         play.environment_s += seconds
+        play.asked = None
         if not isinstance(answer, EnvironmentFailure):
             handle(play, answer)
             return
@@ -304,20 +293,22 @@ class EpisodePlayer:
 
     def _end(self, play: _Play, reward: Reward | None, failure: EnvironmentFailure | None) -> None:
         with self._changed:
-            if self._plays.pop(play.start.id, None) is None:
-                return
+            del self._plays[play.start.id]
         # Without effect where a failure ended it.
         self._pool.close(play.start.id)
-        play.done(
-            PlayedEpisode(
-                play.start,
-                play.conversation,
-                "failed" if failure else play.ending,
-                reward,
-                failure,
-                play.attempt,
-                play.environment_s,
-                play.tool_calls,
-                play.tool_errors,
-            )
+        one = play.conversation
+        episode = PlayedEpisode(
+            one.messages,
+            play.opening,
+            "failed" if failure else play.ending,
+            one.turns,
+            reward,
+            str(failure) if failure else None,
+            play.attempt,
+            play.environment_s,
+            play.tool_calls,
+            play.tool_errors,
         )
+        finish = one.completions[-1].finish if one.turns else "stop"
+        rows = [] if failure else one.rows()
+        play.taker.ended([Rollout(play.start.id, rows, finish, episode=episode)])

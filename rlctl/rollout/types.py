@@ -1,20 +1,41 @@
 """Rollouts and groups of them: what was sampled, token for token, and what it is worth (contract 4).
 
-Task -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -> MicroBatch -> loss
+Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> TrainingSample -> MicroBatch -> loss
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.data.tasks import Task
-from rlctl.generation.requests import Completion, Finish, Purpose, RequestId, RolloutId, TurnRequest, rollout_seed
-from rlctl.rewards.base import RewardInput
-from rlctl.rewards.scorer import Score, Scorer
+from rlctl.environments.contract import Message, Reward
+from rlctl.generation.requests import Completion, Finish, Purpose, RolloutId, TurnRequest, rollout_seed
+from rlctl.rewards.scorer import Score
+from rlctl.rollout.conversation import TrajectoryRow
 
 Decode = Callable[[list[list[int]]], list[str]]
+# Why an episode ended: the environment said so; the policy called no tool; a budget was used up; it failed too often.
+Ending = Literal["done", "answered", "max_turns", "max_length", "time", "failed"]
+# Endings at a budget: the episode might have gone on.
+CUT: tuple[Ending, ...] = ("max_turns", "max_length", "time")
+
+
+@dataclass(frozen=True)
+class RolloutStart:
+    """One rollout to begin."""
+
+    id: RolloutId
+    task: Task
+    # Tokens of one turn.
+    max_new_tokens: int
+    temperature: float
+    # Seed of the first turn; that of a further one follows from it.
+    seed: int
+    # Seed of the environment, equal for the rollouts of a group.
+    group_seed: int
 
 
 @dataclass(frozen=True)
@@ -30,32 +51,57 @@ class Sampling:
     max_new_tokens: int
     temperature: float
 
-    def requests(self, task: Task, group: int, attempt: int = 0) -> list[TurnRequest]:
-        """Return the first turns of a group's rollouts."""
+    def starts(self, task: Task, group: int, attempt: int = 0) -> list[RolloutStart]:
+        """Return the rollouts of a group, to begin."""
         ids = [RolloutId(self.purpose, task.id, group, index, attempt) for index in range(self.num_rollouts)]
         seeds = [rollout_seed(self.run_seed, each, self.groups_per_step) for each in ids]
         return [
-            TurnRequest(RequestId(each), task.tokens, self.max_new_tokens, self.temperature, seed)
+            RolloutStart(each, task, self.max_new_tokens, self.temperature, seed, self._group_seed(each))
             for each, seed in zip(ids, seeds)
         ]
+
+    def _group_seed(self, rollout: RolloutId) -> int:
+        """Return the seed of a group's environments; that of a held-out task is the same in every validation."""
+        place = rollout.group if rollout.purpose == "train" else rollout.group % self.groups_per_step
+        return rollout_seed(self.run_seed, replace(rollout, group=place, index=0), self.groups_per_step)
+
+
+@dataclass(frozen=True)
+class PlayedEpisode:
+    """Course of a rollout that an environment played. Plain values, for checkpoints and records."""
+
+    # What was said, as a person reads it; the first `opening` messages are the first prompt.
+    messages: list[Message]
+    opening: int
+    ending: Ending
+    turns: int
+    # Value that the environment gave; None if it gives none, or if the episode failed.
+    reward: Reward | None
+    # Last failure of the environment; None if the episode did not fail in the end.
+    failure: str | None
+    # Tries that failed.
+    failures: int
+    # Of all tries: seconds that the environment took, calls, and calls that were malformed or whose tool raised.
+    environment_s: float
+    tool_calls: int
+    tool_errors: int
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One attempt at a task: its trajectory of T tokens, prompt included, and its score."""
+    """One attempt at a task: what trains of it, and its score.
+
+    Arrays of T tokens are of all rows, one row after the other.
+    """
 
     id: RolloutId
-    # int32 [T].
-    tokens: NDArray[np.int32]
-    # bool [T], true where the policy sampled the token.
-    sampled: NDArray[np.bool_]
-    # float32 [T], of the distribution that was sampled from; 0 where nothing was sampled.
-    log_probs: NDArray[np.float32]
-    # int32 [T], weight version that sampled the token; -1 where nothing was sampled.
-    versions: NDArray[np.int32]
+    # One, unless history was rewritten on the way; none if the episode failed.
+    rows: Sequence[TrajectoryRow]
     # How the last turn ended.
     finish: Finish
     score: Score | None = None
+    # None for a rollout of one prompt and one answer.
+    episode: PlayedEpisode | None = None
 
     @classmethod
     def of_turn(cls, request: TurnRequest, completion: Completion) -> "Rollout":
@@ -65,12 +111,38 @@ class Rollout:
         log_probs, versions = np.zeros(length, np.float32), np.full(length, -1, np.int32)
         tokens[:start], tokens[start:] = request.prompt_tokens, completion.tokens
         log_probs[start:], versions[start:] = completion.log_probs, completion.versions
-        return cls(request.id.rollout, tokens, sampled, log_probs, versions, completion.finish)
+        turns = np.where(sampled, 0, -1).astype(np.int16)
+        return cls(request.id.rollout, (TrajectoryRow(tokens, sampled, log_probs, versions, turns),), completion.finish)
 
     @property
     def reward(self) -> float | None:
         """Value of the score; None if a reward failed."""
         return self.score.value if self.score else None
+
+    @property
+    def is_cut(self) -> bool:
+        """True if it ended at a budget: of its last turn's tokens, or of the episode."""
+        return self.finish == "length" or (self.episode is not None and self.episode.ending in CUT)
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Tokens, int32 [T]."""
+        return _joined([row.tokens for row in self.rows], np.int32)
+
+    @property
+    def sampled(self) -> NDArray[np.bool_]:
+        """True where the policy sampled the token, bool [T]."""
+        return _joined([row.sampled for row in self.rows], np.bool_)
+
+    @property
+    def log_probs(self) -> NDArray[np.float32]:
+        """Log-probs of the distribution that was sampled from, float32 [T]; 0 where nothing was sampled."""
+        return _joined([row.log_probs for row in self.rows], np.float32)
+
+    @property
+    def versions(self) -> NDArray[np.int32]:
+        """Weight versions that sampled the tokens, int32 [T]; -1 where nothing was sampled."""
+        return _joined([row.versions for row in self.rows], np.int32)
 
     @property
     def sampled_tokens(self) -> NDArray[np.int32]:
@@ -83,9 +155,14 @@ class Rollout:
         return self.versions[self.sampled]
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
-        return int(np.count_nonzero(self.sampled))
+        return sum(int(np.count_nonzero(row.sampled)) for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -112,28 +189,44 @@ class Waste:
     surplus_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class GroupScorer:
-    """Scores groups; may be called from several threads."""
+class RolloutTaker(Protocol):
+    """Whoever begins rollouts. Must not call the player from these methods, nor hold a lock when it plays."""
 
-    scorer: Scorer
-    decode: Decode
+    def ended(self, rollouts: list[Rollout]) -> None:
+        """Take rollouts that ended, on another thread."""
 
-    def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        """Return the groups with a score for each rollout."""
-        texts = iter(self.decode([one.sampled_tokens.tolist() for group in groups for one in group.rollouts]))
-        items = [
-            RewardInput(group.task.text, next(texts), group.task.answer, group.task.row)
-            for group in groups
-            for _ in group.rollouts
-        ]
-        scores = iter(self.scorer.score(items))
-        return [
-            replace(group, rollouts=[replace(rollout, score=next(scores)) for rollout in group.rollouts])
-            for group in groups
-        ]
+    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
+        """Learn that an engine was lost which sampled these rollouts, and that they go on with another one.
+
+        afresh: nothing that was sampled of them is kept. Called on the thread that repairs or resumes.
+        """
 
 
-def sample_item(task: Task) -> RewardInput:
-    """Return what rewards are tried on before a run: a task, answered with its own answer."""
-    return RewardInput(task.text, task.answer or "", task.answer, task.row)
+class RolloutPlayer(Protocol):
+    """The way from a task to a rollout: one prompt and one answer, or an episode with an environment."""
+
+    # Tokens of turns that had ended, of rollouts that were aborted, so far.
+    aborted_tokens: int
+    # When it last did anything that engines do not do, by the clock.
+    last_step: float
+
+    def play(self, starts: Sequence[RolloutStart], taker: RolloutTaker, *, ahead: bool = False) -> None:
+        """Begin rollouts; `taker` gets each as it ends. ahead: before whatever waits for an engine."""
+
+    def abort(self, ids: Collection[RolloutId]) -> list[RolloutId]:
+        """Stop these rollouts; none of them is handed out afterwards. Returns those that had not ended."""
+
+    def check(self) -> None:
+        """Raise the error that ended a thread of its own, if there was one."""
+
+    def describe(self) -> str:
+        """Return what it waits for beside engines, for a human; empty if nothing."""
+
+    def close(self) -> None:
+        """Hand out nothing from now on."""
+
+
+def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -103,6 +103,9 @@ def digest_rows(rows: Sequence[Task] | Sequence[SupervisedSample]) -> str:
         rest = row.answer if isinstance(row, Task) else row.mask.tobytes()
         digest.update(repr((len(row.tokens), rest)).encode("utf-8", "surrogatepass"))
         digest.update(np.asarray(row.tokens, np.int32).tobytes())
+        if isinstance(row, Task) and not row.tokens:
+            # A task of an environment is its row.
+            digest.update(json.dumps(row.row, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 

@@ -20,6 +20,15 @@ MEANING = {
     "validation/NAME/share": "share of the held-out groups that are of one source (data.train.sources)",
     "validation/NAME/accuracy": "as validation/accuracy, of one source",
     "validation/NAME/reward": "as validation/reward, of one source",
+    "reward/turns_K": "mean reward of the episodes of K turns",
+    "environment/turns": "turns of an episode, mean; this and what follows without episodes that failed",
+    "environment/tool_calls": "tool calls of an episode, mean",
+    "environment/tool_errors": "share of tool calls that were malformed or whose tool raised",
+    "environment/seconds": "seconds in which an episode waited for its environment, mean",
+    "environment/rows": "rows that an episode trains on, mean; above 1 where its history was rewritten",
+    "environment/failed": "episodes that were left out, because their environment failed in every try",
+    "environment/retries": "tries of the others that failed",
+    "environment/endings/NAME": "share of episodes that ended so: done, answered, max_turns, max_length, time",
     "rollouts/masked": "rollouts that no update sees, since they were cut at the limit (grpo.overlong.mask)",
     "advantage/mean": "mean of the trained rollouts' advantages; of one that varies within a rollout, its mean there",
     "advantage/std": "their standard deviation",
@@ -97,10 +106,13 @@ MEANING = {
     "validation/loss": "held-out loss, nats a token",
     "validation/length": "mean held-out response, tokens",
     "validation/prompts": "held-out prompts",
+    "validation/turns": "turns of a held-out episode, mean",
+    "validation/failed_episodes": "held-out episodes that were left out, because their environment failed",
 }
 
 
 def meaning(name: str) -> str:
     """Return what a metric is, also one of a reward or an age; empty if there is no entry."""
     general = re.sub(r"_\d+$", "_K", re.sub(r"^(reward|source|validation)/[^/]+/", r"\1/NAME/", name))
+    general = re.sub(r"^environment/endings/.+", "environment/endings/NAME", general)
     return MEANING.get(name) or MEANING.get(general) or ("seconds" if name.startswith("time/") else "")

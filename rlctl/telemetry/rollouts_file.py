@@ -6,7 +6,8 @@ Two kinds of lines, each of which begins with its kind and its step:
 - group: step, purpose (train or validation), task, prompt, answer, outcome (a state and its reason), rollouts. Each
   rollout has index, text (pairs of a text and if the policy sampled it, in order, after the prompt), tokens (sampled
   ones), finish, reward, rewards by name, right, failed (reason), advantage (mean over its tokens; null if it was not
-  trained), advantages (least and greatest, where they differ), versions (weight version -> tokens it sampled).
+  trained), advantages (least and greatest, where they differ), versions (weight version -> tokens it sampled), and
+  with an environment episode (messages, ending, turns, its value, tools, failures).
 """
 
 import json

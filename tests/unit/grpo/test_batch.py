@@ -140,7 +140,7 @@ def spoiled(whole: RolloutGroup, places: dict[int, tuple[int, float]]) -> Rollou
     for place, (token, value) in places.items():
         log_probs = rollouts[place].log_probs.copy()
         log_probs[np.flatnonzero(rollouts[place].sampled)[token]] = value
-        rollouts[place] = replace(rollouts[place], log_probs=log_probs)
+        rollouts[place] = replace(rollouts[place], rows=[replace(rollouts[place].rows[0], log_probs=log_probs)])
     return RolloutGroup(whole.task, rollouts)
 
 
@@ -237,3 +237,33 @@ def test_advantages_of_a_scores_rewards_have_their_weights() -> None:
     scored = make_batch([one], config(skip=False), ADVANTAGE).scored
     assert {name: part.tolist() for name, part in scored.parts.items()} == {"exact": [1.0, 0.0], "form": [0.5, 0.5]}
     assert scored.weights == {"exact": 1.0, "form": 1.0} and scored.num_sampled.tolist() == [3, 3]
+
+
+def rewritten(name: str, value: float) -> RolloutGroup:
+    """A group of two rollouts, of which the first has two rows."""
+    one = group(name, [value, 0.0])
+    first = one.rollouts[0]
+    row = first.rows[0]
+    longer = replace(row, tokens=np.append(row.tokens, 5).astype(np.int32), sampled=np.append(row.sampled, True))
+    longer = replace(longer, **{column: np.append(getattr(row, column), -1) for column in ("log_probs", "versions")})
+    return replace(one, rollouts=[replace(first, rows=[row, longer]), one.rollouts[1]])
+
+
+def test_rows_of_a_rollout_share_its_advantage_and_its_number_and_count_once_in_the_baseline() -> None:
+    batch = make_batch([rewritten("p0", 1.0)], config(skip=False), ADVANTAGE)
+    assert batch.scored.reward.tolist() == [1.0, 0.0] and batch.rows.tolist() == [0, 0, 1]
+    assert [each.rollout for each in batch.sequences] == [0, 0, None]
+    assert [len(each) for each in batch.sequences] == [5, 6, 5]
+    worth = [set(each.fields["advantage"][each.mask].tolist()) for each in batch.sequences]
+    assert worth == [{0.5}, {0.5}, {-0.5}] and len(batch.masked) == 0
+
+
+def test_a_row_that_is_not_finite_leaves_its_whole_rollout_out() -> None:
+    batch = make_batch([rewritten("p0", 1.0), rewritten("p1", 1.0)], config(skip=False), ADVANTAGE)
+    columns = [np.zeros(len(each), np.float32) for each in batch.sequences]
+    columns[1][4] = np.nan
+    after = add_log_probs(batch, columns, "trainer", config(skip=False), ADVANTAGE)
+    assert [str(each) for each in after.left_out] == ["prompt p0, rollout 0, token 2: nan of the trainer"]
+    assert after.rows.tolist() == [0, 1, 1, 2] and after.scored.reward.tolist() == [0.0, 1.0, 0.0]
+    worth = [set(each.fields["advantage"][each.mask].tolist()) for each in after.sequences]
+    assert worth == [{0.0}, {0.5}, {0.5}, {-0.5}]

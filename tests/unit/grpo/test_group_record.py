@@ -9,6 +9,7 @@ from rlctl.generation.requests import Completion
 from rlctl.grpo.batch import TrainingBatch, make_batch
 from rlctl.grpo.group_record import group_records, step_records
 from rlctl.rewards.scorer import Score
+from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import Rollout, RolloutGroup
 from tests.turns import turn
 from tests.unit.grpo.test_batch import ADVANTAGE, config, group
@@ -43,14 +44,14 @@ def test_every_turn_is_a_text_of_its_own_marked_as_sampled_or_given() -> None:
     task = Task("t", [7, 8], "prompt", "!")
     completion = Completion(np.array([1, 2], np.int32), np.zeros(2, np.float32), np.zeros(2, np.int32), "stop")
     one = Rollout.of_turn(turn(0, 0, task.tokens), completion)
-    several = replace(
-        one,
-        tokens=np.array([7, 8, 1, 2, 30, 31, 5], np.int32),
-        sampled=np.array([0, 0, 1, 1, 0, 0, 1], np.bool_),
-        log_probs=np.zeros(7, np.float32),
-        versions=np.array([-1, -1, 3, 3, -1, -1, 4], np.int32),
-        score=Score(0.5, {"exact": 0.0, "form": 1.0}, None, False),
+    row = TrajectoryRow(
+        np.array([7, 8, 1, 2, 30, 31, 5], np.int32),
+        np.array([0, 0, 1, 1, 0, 0, 1], np.bool_),
+        np.zeros(7, np.float32),
+        np.array([-1, -1, 3, 3, -1, -1, 4], np.int32),
+        np.array([-1, -1, 0, 0, -1, -1, 1], np.int16),
     )
+    several = replace(one, rows=[row], score=Score(0.5, {"exact": 0.0, "form": 1.0}, None, False))
     (record,) = group_records([RolloutGroup(task, [several])], decode)
     (shown,) = record["rollouts"]
     assert shown["text"] == [("1 2", True), ("30 31", False), ("5", True)]

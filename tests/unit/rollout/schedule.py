@@ -1,13 +1,15 @@
 """A schedule: a whole run of buffer, dispatcher and pool on one thread, in which all is drawn from one seed.
 
 Engines die, hang, break and miss deadlines; requests are aborted and resampled; groups teach nothing and are replaced;
-weights change drained or in flight; the run is killed and resumed from its newest checkpoint; validation comes in
-between. After each event contracts 1, 2, 3 and 8 are looked at.
+rollouts have several turns, with environments that answer late or fail; weights change drained or in flight; the run is
+killed and resumed from its newest checkpoint; validation comes in between. After each event contracts 1, 2, 3 and 8 are
+looked at.
 """
 
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -19,8 +21,11 @@ import pytest
 
 from rlctl.config.grpo_schema import DynamicSamplingSection
 from rlctl.config.schema import GrpoConfig
+from rlctl.data.chat import TurnLink
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
+from rlctl.environments.contract import EnvironmentContract
+from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.generation import active_requests, engine, pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import rollout_seed
@@ -30,6 +35,8 @@ from rlctl.rollout import buffer
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState
+from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
+from rlctl.rollout.single_turn import SingleTurnPlayer
 from rlctl.rollout.types import RolloutGroup, Sampling
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, VirtualClock
 
@@ -69,6 +76,8 @@ class Schedule:
         self.trouble = draw.choice([0.0, 0.01, 0.03])
         # Share of the groups that teach nothing, and how many of a step may be replaced; 0 and 0: no filter.
         self.share, self.max_extra = draw.choice([(0.0, 0.0), (0.3, 3.0), (0.6, 3.0), (0.6, 1.0), (0.9, 0.5)])
+        # Whether rollouts are episodes of up to three turns.
+        self.episodes = draw.random() < 0.4
         self.budget = int(self.max_extra * self.size)
         self.config = self._config()
         # Numbers of the groups that ended, by the step that they ended in; of them those that were filtered.
@@ -146,13 +155,24 @@ class Schedule:
         self.sync(self.version)
         self.dispatcher = RolloutDispatcher(self.pool, self.config.run, self.emit, self.clock)
         parts = (self.config, self.source, self.dispatcher, self.score, self.emit, self.clock)
-        self.buffer = RolloutBuffer(*parts, teaches_nothing=self.teaches_nothing)
+        self.player = self.make_player()
+        self.buffer = RolloutBuffer(*parts, teaches_nothing=self.teaches_nothing, player=self.player)
         self.ended = {number: step for number, step in self.ended.items() if step < self.version}
         self.filtered &= set(self.ended)
         if self.saved:
             state = json.loads(self.saved[1])
             self.source.cursor.load_state_dict(state["cursor"])
             self.buffer.load(state["groups"], Path("newest"), self.version)
+
+    def make_player(self) -> Any:
+        """Return what plays the rollouts."""
+        if not self.episodes:
+            return SingleTurnPlayer(self.dispatcher)
+        self.games = LateGames(self.random, self.trouble)
+        limits = EpisodeLimits(3, 40, 1e9, 1, "keep")
+        contract = EnvironmentContract("Game", [], True, True, False, [], [])
+        arguments: Any = (self.dispatcher, self.games, {"game": contract}, StubChat(), limits, None, self.clock)
+        return EpisodePlayer(*arguments)
 
     def steps(self) -> None:
         while self.version < self.last:
@@ -202,7 +222,7 @@ class Schedule:
 
     def validate(self) -> None:
         sampling = Sampling("validation", 0, len(HELD_OUT), 2, 12, 1.0)
-        groups = self.dispatcher.sample(sampling, HELD_OUT, self.version)
+        groups = self.dispatcher.sample(sampling, HELD_OUT, self.version, player=self.player)
         self.demand([group.task for group in groups] == HELD_OUT, 2, "validation got other answers")
         tokens = [one.sampled_tokens for group in groups for one in group.rollouts]
         self.demand(all((each == self.version).all() for each in tokens), 3, "validation mixes versions")
@@ -212,6 +232,8 @@ class Schedule:
 
     def event(self) -> None:
         luck = self.random.random()
+        if self.episodes:
+            self.games.answer()
         if luck < self.trouble:
             self.fault()
         elif luck < 0.4:
@@ -237,6 +259,8 @@ class Schedule:
             worker.engine.step()
         for step in self.random.sample(self.threads(), len(self.threads())):
             step()
+        for _ in range(20 * self.episodes):
+            self.player.play_next()
 
     def fault(self) -> None:
         worker, what = self.random.choice(FakeWorker.made), self.random.random()
@@ -267,8 +291,11 @@ class Schedule:
         return [worker for worker in workers if worker.steps]
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
-        score = Score(1.0, {}, None, True)
-        return [replace(group, rollouts=[replace(one, score=score) for one in group.rollouts]) for group in groups]
+        scores = {True: Score(1.0, {}, None, True), False: Score(None, {}, "environment: it failed", False)}
+        return [
+            replace(group, rollouts=[replace(one, score=scores[bool(one.rows)]) for one in group.rollouts])
+            for group in groups
+        ]
 
     def nothing(self, number: int) -> bool:
         """Return whether a group is one of those that teach nothing."""
@@ -314,7 +341,7 @@ class Schedule:
     def look_at_wait(self) -> None:
         """A wait in which nothing comes is explained, and ends at its deadline."""
         waits = (self.buffer._patience, self.dispatcher._patience)
-        news = max(wait._news for wait in waits)
+        news = max(self.player.last_step, *(wait._news for wait in waits))
         silence, explained = self.clock.time - news, max(wait._explained for wait in waits) > news
         # An abort waits 5 s for engines, and what comes between two waits takes a while too.
         self.demand(explained or silence <= EXPLAIN + 9, 8, f"{silence} s without a word")
@@ -335,9 +362,14 @@ class Schedule:
                 self.demand(rollout_seed(0, one.id, self.size) >= 0 and one.score is not None, 2, "not scored")
                 tokens, versions = one.sampled_tokens.tolist(), one.sampled_versions.tolist()
                 self.demand(tokens == versions, 3, "tokens are said to be of another version")
+                if not one.rows:
+                    self.demand(one.episode is not None and one.episode.ending == "failed", 2, "nothing was sampled")
+                    continue
                 age = self.version - min(tokens)
                 self.demand(0 <= age <= self.max_age, 1, f"trained at age {age}")
-                self.demand(self.in_flight or len(set(tokens)) == 1, 3, "drained, yet of two versions")
+                (row,) = one.rows
+                mixed = any(len(set(row.tokens[row.turns == turn].tolist())) > 1 for turn in range(3))
+                self.demand(self.in_flight or not mixed, 3, "drained, yet a turn is of two versions")
 
     def look_at_chosen(self, taken: dict[int, bool]) -> None:
         """Look at who trains. taken: number of each group of the step -> whether it has rollouts."""
@@ -364,6 +396,58 @@ class Schedule:
         most = self.budget * (self.max_age + self.version)
         self.demand(len(self.filtered) <= most, 2, f"{len(self.filtered)} groups were replaced in {self.version} steps")
         self.demand(not (waste.surplus and self.max_age), 2, "an asynchronous run puts groups off")
+
+
+class StubChat:
+    """`Chat`, as far as a player touches it: every prompt and every answer of the environment is a token or two."""
+
+    ends = SimpleNamespace(stops=())
+
+    def prompt_text(self, messages: Any, tools: Any) -> str:
+        return ""
+
+    def prompt_tokens(self, text: str) -> list[int]:
+        return [5, 9]
+
+    def decode(self, tokens: Any) -> str:
+        return "said"
+
+    def link(self, messages: Any, added: Any, tools: Any) -> TurnLink:
+        return TurnLink([], [8])
+
+
+class LateGames:
+    """Environments in this process that answer late, in any order, and may fail."""
+
+    def __init__(self, draw: random.Random, trouble: float) -> None:
+        self.random, self.trouble = draw, trouble
+        self.asked: list[tuple[Future[Any], Any]] = []
+
+    def key_of(self, row: Any) -> str:
+        return "game"
+
+    def reset(self, episode: Any, row: Any, seed: int) -> "Future[Any]":
+        return self._later([{"role": "user", "content": "play"}])
+
+    def step(self, episode: Any, message: str) -> "Future[Any]":
+        return self._later(self.random.choice(["more", "more", None]))
+
+    def reward(self, episode: Any) -> "Future[Any]":
+        return self._later(1.0)
+
+    def close(self, episode: Any) -> None:
+        pass
+
+    def answer(self) -> None:
+        """Answer some of what was asked."""
+        for _ in range(min(len(self.asked), self.random.randint(0, 6))):
+            future, answer = self.asked.pop(self.random.randrange(len(self.asked)))
+            fails = self.random.random() < 3 * self.trouble
+            future.set_result(EnvironmentFailure("died", "its process ended") if fails else answer)
+
+    def _later(self, answer: Any) -> "Future[Any]":
+        self.asked.append((Future(), answer))
+        return self.asked[-1][0]
 
 
 def length(seed: int) -> int:

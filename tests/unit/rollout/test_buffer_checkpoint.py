@@ -1,5 +1,6 @@
 """Groups that wait for their step survive a checkpoint to the last bit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from rlctl.generation.requests import Completion
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
-from rlctl.rollout.types import Rollout
+from rlctl.rollout.types import PlayedEpisode, Rollout
 from rlctl.run.checkpoints import EarlierVersion
 from tests.turns import turn
 
@@ -18,7 +19,7 @@ def rollout(group: int, index: int, length: int, version: int, score: Score | No
     log_probs = (-numbers / 3).astype(np.float32)
     completion = Completion(numbers, log_probs, np.full(length, version, np.int32), "length")
     whole = Rollout.of_turn(turn(group, index, [9] * group), completion)
-    return Rollout(**{**vars(whole), "score": score})
+    return replace(whole, score=score)
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
@@ -38,6 +39,22 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
                 mine, theirs = getattr(one, name), getattr(other, name)
                 assert mine.dtype == theirs.dtype
                 assert np.array_equal(mine, theirs)
+
+
+def test_an_episode_keeps_its_rows_its_conversation_and_its_failure(tmp_path: Path) -> None:
+    one, other = rollout(1, 0, 3, 1, None), rollout(1, 1, 5, 2, None)
+    said = [{"role": "user", "content": "1-9="}, {"role": "assistant", "content": "7 \u00fc"}]
+    played = PlayedEpisode(said, 1, "done", 2, {"right": 1.0}, None, 1, 0.25, 3, 1)
+    failed = PlayedEpisode([], 0, "failed", 0, None, "died: its process ended", 3, 1.5, 0, 0)
+    episodes = [
+        replace(one, rows=(one.rows[0], other.rows[0]), episode=played),
+        replace(other, rows=(), episode=failed),
+    ]
+    save_groups(tmp_path, {3: episodes})
+    (first, second) = load_groups(tmp_path)[3]
+    assert (first.episode, second.episode) == (played, failed)
+    assert [row.tokens.tolist() for row in first.rows] == [row.tokens.tolist() for row in episodes[0].rows]
+    assert [row.turns.dtype for row in first.rows] == [np.int16, np.int16] and not second.rows
 
 
 def test_no_groups_and_no_files(tmp_path: Path) -> None:

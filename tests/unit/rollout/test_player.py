@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from rlctl.data.chat import Chat
+from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.tool_calls import MalformedCall
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
-from rlctl.rollout.player import EpisodeLimits, EpisodePlayer, EpisodeStart, PlayedEpisode
+from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
+from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
 from tests.unit.rollout.fake_engine import VirtualClock
@@ -25,9 +27,7 @@ SCHEMA = {
     "type": "function",
     "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
 }
-LIMITS = EpisodeLimits(
-    max_turns=16, max_new_tokens=40, max_length=100_000, timeout_s=1e9, max_retries=0, history="keep"
-)
+LIMITS = EpisodeLimits(max_turns=16, max_length=100_000, timeout_s=1e9, max_retries=0, history="keep")
 
 
 @dataclass
@@ -88,27 +88,47 @@ def contract(has_step: bool) -> EnvironmentContract:
     return EnvironmentContract("Game", [] if has_step else [SCHEMA], has_step, True, False, [], [])
 
 
-def start(index: int = 0) -> EpisodeStart:
-    messages = [{"role": "user", "content": "play"}]
-    return EpisodeStart(RolloutId("train", "r0", 0, index), messages, {"x": 1}, 1.0, 100 + index, 7)
+def start(index: int = 0, turn: int = 40, messages: Any = ({"role": "user", "content": "play"},)) -> RolloutStart:
+    task = Task("r0", [], "", None, {"x": 1}, messages=list(messages))
+    return RolloutStart(RolloutId("train", "r0", 0, index), task, turn, 1.0, 100 + index, 7)
+
+
+class Taken:
+    """Taker of rollouts; keeps them."""
+
+    def __init__(self) -> None:
+        self.rollouts = list[Rollout]()
+        self.again = list[tuple[RolloutId, bool]]()
+
+    def ended(self, rollouts: list[Rollout]) -> None:
+        self.rollouts += rollouts
+
+    def restarted(self, rollouts: list[RolloutId], afresh: bool) -> None:
+        self.again += [(each, afresh) for each in rollouts]
 
 
 def played(
-    chat: Chat, engines: ScriptedEngines, pool: ScriptedPool, has_step: bool, limits: EpisodeLimits = LIMITS
-) -> PlayedEpisode:
-    found: list[PlayedEpisode] = []
+    chat: Chat,
+    engines: ScriptedEngines,
+    pool: ScriptedPool,
+    has_step: bool,
+    limits: EpisodeLimits = LIMITS,
+    turn: int = 40,
+) -> tuple[Rollout, PlayedEpisode]:
+    taken = Taken()
     arguments: Any = (engines, pool, {"game": contract(has_step)}, chat, limits, "hermes", VirtualClock(lambda: None))
     player = EpisodePlayer(*arguments)
-    player.play([start()], found.append)
+    player.play([start(turn=turn)], taken)
     for _ in range(200):
         player.play_next()
-    (episode,) = found
-    return episode
+    (rollout,) = taken.rollouts
+    assert rollout.episode
+    return rollout, rollout.episode
 
 
-def check_exact(episode: PlayedEpisode, engines: ScriptedEngines, rewritten: bool) -> None:
+def check_exact(rollout: Rollout, engines: ScriptedEngines, rewritten: bool) -> None:
     """Every token that the engine sampled trains exactly once, after the prompt that the engine had."""
-    rows = episode.conversation.rows()
+    rows = rollout.rows
     wanted = [(request.prompt_tokens, tokens) for request, tokens in engines.asked if tokens]
     found = []
     for row in rows:
@@ -153,10 +173,10 @@ def test_a_hundred_episodes_train_what_was_sampled_each_token_once(tokenizer: An
             return draw.random()
 
         engines = ScriptedEngines(chat, lambda request, draw=draw: draw.choice(TALK))
-        limits = replace(LIMITS, max_turns=turns, history=history, max_new_tokens=draw.choice([3, 40]))
-        episode = played(chat, engines, ScriptedPool(acts), has_step, limits)
+        limits = replace(LIMITS, max_turns=turns, history=history)
+        rollout, episode = played(chat, engines, ScriptedPool(acts), has_step, limits, draw.choice([3, 40]))
         assert episode.ending in ("done", "answered", "max_turns") and episode.reward is not None
-        check_exact(episode, engines, rewritten=history == "strip")
+        check_exact(rollout, engines, rewritten=history == "strip")
 
 
 def test_turns_have_seeds_of_their_own_and_the_first_that_of_the_rollout(tokenizer: Any) -> None:
@@ -187,8 +207,8 @@ def test_an_episode_ends_at_its_budgets_or_when_the_game_is_over(
         return 0.5 if kind == "reward" else None
 
     engines = ScriptedEngines(chat, lambda request: says)
-    episode = played(chat, engines, ScriptedPool(acts), True, limits)
-    assert (episode.ending, episode.conversation.turns, episode.reward) == (ending, turns, 0.5)
+    _, episode = played(chat, engines, ScriptedPool(acts), True, limits)
+    assert (episode.ending, episode.turns, episode.reward) == (ending, turns, 0.5)
     assert all(len(request.prompt_tokens) < limits.max_length for request, _ in engines.asked)
 
 
@@ -202,12 +222,11 @@ def test_a_turn_without_a_call_ends_an_episode_of_tools_and_calls_are_counted(to
             else (None if kind == "reset" else {"right": 1.0})
         )
     )
-    limits = replace(LIMITS, max_new_tokens=200)
-    episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, limits)
+    rollout, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
     assert (episode.ending, episode.tool_calls, episode.tool_errors) == ("answered", 2, 1)
-    roles = [message["role"] for message in episode.conversation.messages]
+    roles = [message["role"] for message in episode.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
-    assert episode.reward == {"right": 1.0} and pool.closed == [episode.start.id]
+    assert episode.reward == {"right": 1.0} and pool.closed == [rollout.id]
 
 
 @pytest.mark.parametrize("fails_in", ["reset", "step", "reward"])
@@ -224,23 +243,26 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_neve
 
     engines = ScriptedEngines(chat, lambda request: "7<|im_end|>")
     limits = replace(LIMITS, max_turns=2, max_retries=retries)
-    episode = played(chat, engines, ScriptedPool(acts), True, limits)
-    assert (episode.ending, episode.reward, episode.failure, episode.failures) == ("failed", None, failure, retries + 1)
+    rollout, episode = played(chat, engines, ScriptedPool(acts), True, limits)
+    told = (episode.ending, episode.reward, episode.failure, episode.failures)
+    assert told == ("failed", None, str(failure), retries + 1) and not rollout.rows
     first = [request for request, _ in engines.asked]
     tries = [first[i :: retries + 1] for i in range(retries + 1)] if fails_in == "step" else []
     assert all(each == tries[0] for each in tries)
 
 
 def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer: Any) -> None:
-    chat, found = Chat(tokenizer, CHATML, None), list[PlayedEpisode]()
+    chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: None)
     arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
     player = EpisodePlayer(*arguments)
-    player.play([replace(start(), messages=[])], found.append)
+    player.play([start(messages=[])], taken)
     for _ in range(5):
         player.play_next()
-    (episode,) = found
-    assert (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
+    episode = taken.rollouts[0].episode
+    assert (
+        episode and (episode.ending, episode.reward) == ("failed", None) and "nothing to answer" in str(episode.failure)
+    )
     assert pool.closed == [start().id]
 
 
@@ -252,24 +274,54 @@ def test_an_error_of_the_players_thread_is_raised_to_whoever_plays_on(tokenizer:
 
     arguments: Any = (ScriptedEngines(chat, None), ScriptedPool(acts), {"game": contract(True)}, chat, LIMITS, None)
     player = EpisodePlayer(*arguments, clock)
-    player.play([start()], lambda episode: None)
+    player.play([start()], Taken())
     while clock.steps[0]():
         pass
-    for call in (lambda: player.play([start(1)], lambda episode: None), lambda: player.abort([start().id])):
+    for call in (lambda: player.play([start(1)], Taken()), lambda: player.abort([start().id])):
         with pytest.raises(TypeError):
             call()
 
 
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
-    chat, found = Chat(tokenizer, CHATML, None), list[PlayedEpisode]()
+    chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
     arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
     player = EpisodePlayer(*arguments)
-    player.play([start(0), start(1)], found.append)
+    player.play([start(0), start(1)], taken)
     for _ in range(5):
         player.play_next()
     assert player.abort([start(0).id]) == [start(0).id]
     assert player.abort([start(0).id]) == [] and pool.closed == [start(0).id]
     for _ in range(100):
         player.play_next()
-    assert [episode.start.id for episode in found] == [start(1).id]
+    assert [rollout.id for rollout in taken.rollouts] == [start(1).id]
+
+
+def test_an_engine_that_is_lost_restarts_a_turn_and_whoever_began_the_episode_learns_that_turns_are_kept(
+    tokenizer: Any,
+) -> None:
+    chat, taken = Chat(tokenizer, CHATML, None), Taken()
+    engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
+    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
+    player = EpisodePlayer(*arguments)
+    player.play([start(0), start(1)], taken)
+    for _ in range(6):
+        player.play_next()
+    player.restarted([request for request, _ in engines.asked[-2:]])
+    assert taken.again == [(start(0).id, False), (start(1).id, False)]
+
+
+def test_turns_of_an_episode_that_is_ahead_are_all_ahead(tokenizer: Any) -> None:
+    chat, ahead = Chat(tokenizer, CHATML, None), list[bool]()
+    engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
+    submit = engines.submit
+    engines.submit = lambda requests, submitter, ahead=False: (  # type: ignore[method-assign]
+        before.append(ahead), submit(requests, submitter)
+    )[1]  # fmt: skip
+    before = ahead
+    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
+    player = EpisodePlayer(*arguments)
+    player.play([start(0)], Taken(), ahead=True)
+    for _ in range(200):
+        player.play_next()
+    assert ahead == [True] * 16

@@ -1,0 +1,128 @@
+"""Set-up of a run's episodes: the environments of its config, read and tried before anything starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.fields import stated
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.chat import Chat
+from rlctl.data.files import DataError
+from rlctl.data.tasks import Task
+from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.environments.tool_calls import PARSERS, tool_format
+from rlctl.rollout.player import EpisodeLimits
+from rlctl.workers.user_logs import Emit
+
+
+@dataclass(frozen=True)
+class EpisodeSetup:
+    """Facts about a run's environments."""
+
+    contracts: Mapping[str, EnvironmentContract]
+    # Parser of tool calls; None where no environment has tools.
+    tool_format: str | None
+    # Messages that the first task's episode begins with, and the schemas of its tools.
+    first: list[Message]
+    tools: Sequence[dict[str, Any]]
+    # One line for each thing worth knowing.
+    notes: list[str]
+
+
+def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | None = None) -> EnvironmentPool:
+    """Return the environments of a run, none of whose processes has started. To be made before Ray starts."""
+    section = config.environment
+    specs = {key: EnvironmentSpec(one.name, section.timeout_s, one.args) for key, one in section.named.items()}
+    processes = None if section.processes == "auto" else stated(section.processes)
+    return EnvironmentPool(specs, section.memory_mib, processes, logs, emit)
+
+
+def episode_limits(config: GrpoConfig, max_length: int) -> EpisodeLimits:
+    """Return the budgets of an episode. max_length: the run's longest sequence."""
+    section = config.environment
+    return EpisodeLimits(section.max_turns, max_length, section.episode_timeout_s, section.max_retries, section.history)
+
+
+def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task) -> EpisodeSetup:
+    """Read the environments and begin one episode, of the task `first`.
+
+    Raises UnusableEnvironmentError with every problem: (key of the config, reason).
+    """
+    section = config.environment
+    keys = {key: f"environment.choices.{key}" if section.choices else "environment" for key in section.named}
+    try:
+        contracts = pool.contracts()
+    except UnusableEnvironmentError as error:
+        problems = [(f"{keys[key]}.name", reason) for key, reason in error.problems]
+        raise UnusableEnvironmentError(problems) from None
+    problems = _problems(config, contracts, keys)
+    notes = [f"{keys[key]}.name: {note}" for key, one in contracts.items() for note in one.notes]
+    tools = [tool for one in contracts.values() for tool in one.tools]
+    format = section.tool_format if section.tool_format != "auto" else tool_format(chat.template)
+    if tools:
+        problems += _tool_problems(chat, format)
+    key = pool.key_of(first.row)
+    messages, found = _opening(pool, first)
+    problems += [(f"{keys[key]}.name", found)] if found else []
+    if not found:
+        problems += _template_problems(chat, messages, contracts[key])
+    if chat.rewrites_history():
+        kept = "they stay as they were sampled" if section.history == "keep" else "what differs trains as another row"
+        notes.append(
+            f"environment.history={section.history}: the chat template writes earlier turns otherwise than they were "
+            f"sampled, as one that drops thinking; {kept}"
+        )
+    if problems:
+        raise UnusableEnvironmentError(problems)
+    return EpisodeSetup(contracts, format if tools else None, messages, contracts[key].tools, notes)
+
+
+def _problems(
+    config: GrpoConfig, contracts: Mapping[str, EnvironmentContract], keys: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Return a problem for each environment whose episodes nothing values."""
+    if config.rewards:
+        return []
+    what = "has no get_reward, and rewards is empty: nothing values its episodes"
+    return [(f"{keys[key]}.name", what) for key, one in contracts.items() if not one.has_reward]
+
+
+def _tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
+    """Return a problem where tools cannot be shown to the model, or its calls not be read."""
+    if chat.template is None:
+        return [("data.chat_template", "there is none, and tools are shown to the model by a chat template")]
+    if format is None:
+        known = ", ".join(PARSERS)
+        return [
+            ("environment.tool_format", f"the chat template has no format of tool calls that is known: set {known}")
+        ]
+    return []
+
+
+def _opening(pool: EnvironmentPool, task: Task) -> tuple[list[Message], str]:
+    """Return the messages that an episode of a task begins with, and why there are none."""
+    observation = pool.reset("first", task.row, 0).result()
+    pool.close("first")
+    if isinstance(observation, EnvironmentFailure):
+        return [], f"row {task.id}: {observation}"
+    try:
+        messages = opening(task.messages, observation)
+    except ContractError as error:
+        return [], f"row {task.id}: {error}"
+    return messages, "" if messages else f"row {task.id} has no prompt, and reset returned None"
+
+
+def _template_problems(chat: Chat, messages: list[Message], contract: EnvironmentContract) -> list[tuple[str, str]]:
+    """Return a problem where the template refuses the first prompt, or cannot go on after a turn."""
+    answer = {"role": "tool", "content": "answer"} if contract.tools else {"role": "user", "content": "answer"}
+    try:
+        chat.prompt_tokens(chat.prompt_text(messages, contract.tools))
+        chat.link(messages, [answer], contract.tools)
+    except DataError as error:
+        return [("data.chat_template", str(error))]
+    except Exception as error:  # whatever a template raises
+        return [("data.chat_template", f"refuses the first prompt: {' '.join(str(error).split())}")]
+    return []

@@ -1,0 +1,69 @@
+"""Scores of groups: rewards of the config on what was said, and the value that an environment gave (contract 11)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rlctl.config.plugins import ENVIRONMENT_REWARD
+from rlctl.data.tasks import Task
+from rlctl.environments.contract import Reward
+from rlctl.rewards.base import RewardInput
+from rlctl.rewards.scorer import Score, Scorer
+from rlctl.rollout.types import Decode, PlayedEpisode, Rollout, RolloutGroup
+
+
+@dataclass(frozen=True)
+class GroupScorer:
+    """Scores groups; may be called from several threads."""
+
+    scorer: Scorer
+    # Text of tokens without the special ones.
+    decode: Decode
+
+    def __call__(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with a score for each rollout. An episode that failed has no value, and is not rewarded."""
+        pairs = [(group.task, one) for group in groups for one in group.rollouts]
+        texts = self.decode([[] if one.episode else one.sampled_tokens.tolist() for _, one in pairs])
+        played = [
+            (reward_input(task, one.episode, text), environment_rewards(one.episode.reward if one.episode else None))
+            for (task, one), text in zip(pairs, texts)
+            if not _failed(one)
+        ]
+        values = iter(self.scorer.score([item for item, _ in played], [given for _, given in played]))
+        scores = iter([self._failure(one) if _failed(one) else next(values) for _, one in pairs])
+        return [
+            replace(group, rollouts=[replace(rollout, score=next(scores)) for rollout in group.rollouts])
+            for group in groups
+        ]
+
+    def _failure(self, rollout: Rollout) -> Score:
+        reason = rollout.episode.failure if rollout.episode else None
+        return Score(None, dict.fromkeys(self.scorer.names), f"environment: {reason}", right=False)
+
+
+def reward_input(task: Task, episode: PlayedEpisode | None, text: str) -> RewardInput:
+    """Return what rewards judge: the answer's text, or the whole conversation of an episode.
+
+    Of an episode, the prompt is what it began with, the completion all that was said then, and the row's `messages`
+    is the conversation.
+    """
+    if episode is None:
+        return RewardInput(task.text, text, task.answer, task.row)
+    said = [str(message.get("content") or "") for message in episode.messages]
+    prompt, completion = "\n".join(said[: episode.opening]), "\n".join(said[episode.opening :])
+    return RewardInput(prompt, completion, task.answer, {**task.row, "messages": episode.messages})
+
+
+def environment_rewards(reward: Reward | None) -> dict[str, float]:
+    """Return the value of an episode by name: the names of a dict, or `environment`; none without a value."""
+    if reward is None:
+        return {}
+    return reward if isinstance(reward, dict) else {ENVIRONMENT_REWARD: reward}
+
+
+def sample_item(task: Task) -> RewardInput:
+    """Return what rewards are tried on before a run: a task, answered with its own answer."""
+    return RewardInput(task.text, task.answer or "", task.answer, task.row)
+
+
+def _failed(rollout: Rollout) -> bool:
+    return rollout.episode is not None and rollout.episode.ending == "failed"

@@ -1,0 +1,196 @@
+"""Whole runs whose rollouts are episodes: a game without tools, a game with tools, and environments that fail."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.builtin import RECIPES
+from tests.faults.runs import Run, read, survivors
+from tests.faults.test_resume import same
+
+GUESS = (
+    "environment.name=guess",
+    "environment.args={guesses: 4, prompt: '{low}-{high}=', higher: '+', lower: '-', unclear: '*'}",
+    "environment.max_turns=3",
+    "rewards=[]",
+)
+# Adds one, or raises; each call is one token of the model's.
+ADDER = """
+class Adder:
+    def reset(self, start, **row):
+        self.count = start
+        return f"{start}="
+
+    def add(self, n: int) -> str:
+        '''Add.
+
+        Args:
+            n: The number.
+        '''
+        self.count += n
+        return str(self.count)
+
+    def get_reward(self):
+        return {"sum": float(self.count), "odd": float(self.count % 2)}
+"""
+CALLS = ('{"name": "add", "arguments": {"n": 1}}', '{"name": "add", "arguments": {"n": "x"}}', '{"name": "add"')
+# One episode in ten fails, in one of three ways; one that kills its process takes the others in it along.
+FLAKY = """
+import os, random, time
+
+FATES = ["well"] * 100 + ["raise"] * 8 + ["hang"] * 2 + ["kill"]
+
+class Flaky:
+    def reset(self, start, **row):
+        self.turns, self.fate = 0, random.SystemRandom().choice(FATES)
+        return f"{start}="
+
+    def step(self, message):
+        self.turns += 1
+        if self.turns == 2 and self.fate == "raise":
+            raise ValueError("no more")
+        if self.turns == 2 and self.fate == "hang":
+            time.sleep(600)
+        if self.turns == 2 and self.fate == "kill":
+            os.abort()
+        return "+" if self.turns < 3 else None
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+def tasks(folder: Path, count: int) -> Path:
+    path = folder / f"tasks-{count}.jsonl"
+    draw = random.Random(count)
+    rows = [{"start": n, "low": n, "high": n + 9, "secret": n + draw.randint(0, 9)} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def data(folder: Path) -> tuple[str, ...]:
+    return f"data.train.path={tasks(folder, 40)}", f"data.validation.path={tasks(folder, 6)}"
+
+
+def calling_model(folder: Path) -> Path:
+    """A random model some of whose tokens are whole calls of a tool."""
+    shutil.copytree(RECIPES / "tiny/qwen3-tiny", folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token, call in enumerate(CALLS, 18):
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        tokenizer["added_tokens"].append({"id": token, "content": f"<tool_call>{call}</tool_call>", **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = (
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
+    return folder
+
+
+def groups(run: Run) -> list[dict[str, Any]]:
+    return [record for record in read(run.path / "rollouts.jsonl") if record["kind"] == "group"]
+
+
+def look_at_episodes(run: Run, purpose: str) -> list[dict[str, Any]]:
+    """Each recorded rollout has its conversation; what was sampled and what was said alternate. Returns all."""
+    rollouts = [one for group in groups(run) if group["purpose"] == purpose for one in group["rollouts"]]
+    assert rollouts
+    for one in rollouts:
+        sampled, episode = [mark for _, mark in one["text"]], one["episode"]
+        assert sampled == [bool(index % 2) for index in range(2 * episode["turns"])]
+        roles = [message["role"] for message in episode["messages"]]
+        assert roles[0] == "user" and roles.count("assistant") == episode["turns"]
+    return rollouts
+
+
+@pytest.mark.slow
+def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -> None:
+    run = Run(tmp_path, "guess", *GUESS, *data(tmp_path), "grpo.num_steps=3", "validation.every=3")
+    assert run.end() == 0, run.text()
+    for step in run.steps():
+        assert step["mismatch/token_mult_prob_error"] < 1.001
+        assert 1 <= step["environment/turns"] <= 3 and step["environment/failed"] == 0
+        assert sum(value for name, value in step.items() if name.startswith("environment/endings/")) == pytest.approx(1)
+        assert step["environment/rows"] == 1 and step["reward/environment/failed"] == 0
+    for purpose in ("train", "validation"):
+        assert {one["episode"]["ending"] for one in look_at_episodes(run, purpose)} <= {"done", "max_turns"}
+    validated = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
+    assert all(record["validation/turns"] >= 1 and "validation/accuracy" in record for record in validated)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) -> None:
+    (tmp_path / "adder.py").write_text(ADDER)
+    settings = (
+        f"model.path={calling_model(tmp_path / 'model')}",
+        "model.random_init=true",
+        "environment={name: adder.py:Adder, tool_format: hermes, max_turns: 4}",
+        "rewards=[]",
+        "async={enabled: true, max_trajectory_age_steps: 2}",
+        "health.parity_every=2",
+        "grpo.num_steps=4",
+    )
+    run = Run(tmp_path, "tools", *settings, *data(tmp_path))
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert max(step["mismatch/parity"] for step in steps if "mismatch/parity" in step) < 1.001
+    assert all(step["age/max"] <= 2 for step in steps)
+    assert sum(step["environment/tool_calls"] for step in steps) > 0
+    assert any(0 < step["environment/tool_errors"] < 1 for step in steps)
+    assert all({"reward/sum/mean", "reward/odd/mean"} <= step.keys() for step in steps)
+    rollouts = look_at_episodes(run, "train")
+    assert {one["episode"]["ending"] for one in rollouts} <= {"answered", "max_turns"}
+    for one in rollouts:
+        assert one["reward"] == pytest.approx(sum(one["rewards"].values()))
+
+
+@pytest.mark.slow
+def test_episodes_that_fail_are_left_out_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    settings = (
+        "environment={name: flaky.py:Flaky, timeout_s: 3, max_retries: 0}",
+        "rewards=[]",
+        "grpo.num_steps=4",
+        "grpo.num_prompts_per_step=16",
+        "health.max_failed_reward_share=1",
+        "telemetry.groups_per_step=16",
+        "validation.every=0",
+    )
+    run = Run(tmp_path, "flaky", *settings, *data(tmp_path))
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert sum(step["environment/failed"] for step in steps) > 0
+    assert all(step.get("reward/mean", 1.0) == 1.0 for step in steps)
+    rollouts = [one for group in groups(run) for one in group["rollouts"]]
+    assert {(one["reward"], one["episode"]["ending"]) for one in rollouts} == {(1.0, "done"), (None, "failed")}
+    assert all(one["failed"].startswith("environment: ") for one in rollouts if one["reward"] is None)
+
+
+@pytest.mark.slow
+def test_an_environment_that_always_fails_stops_the_run_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "dead.py").write_text(FLAKY.replace("choice(FATES)", "choice(['raise'])"))
+    settings = ("environment={name: dead.py:Flaky, max_retries: 0}", "rewards=[]", "run.probe=false")
+    run = Run(tmp_path, "dead", *settings, *data(tmp_path), "grpo.num_steps=9", "validation.every=0")
+    assert run.end() == 1
+    assert "rewards failed for 100% of the rollouts" in run.text() and "ValueError" in run.text()
+
+
+@pytest.mark.long  # two whole runs
+@pytest.mark.slow
+def test_a_killed_run_of_episodes_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    settings = (*GUESS, *data(tmp_path), "checkpoint.every=2", "checkpoint.keep_last=1000", "grpo.num_steps=100000")
+    hurt = Run(tmp_path, "hurt", *settings)
+    hurt.wait_for_step(4)
+    assert survivors(hurt.kill()) == []
+    again = Run(tmp_path, "hurt", "grpo.num_steps=6", resume=True)
+    assert again.end() == 0, again.text()
+    whole = Run(tmp_path, "whole", *settings[:-1], "grpo.num_steps=6")
+    assert whole.end() == 0, whole.text()
+    same(again, whole, 6)

@@ -1,0 +1,85 @@
+"""Environments of a config, read in a process of their own and begun once: every problem is found before a run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.chat import Chat
+from rlctl.data.tasks import Task
+from rlctl.environments.pool import UnusableEnvironmentError
+from rlctl.preflight.load import load
+from rlctl.rollout.episode_setup import environment_pool, episode_limits, set_up
+from tests.unit.data.conftest import CHATML, tokenizer
+from tests.unit.data.test_turn_link import STRIPS, TOOLS
+
+__all__ = ["tokenizer"]
+
+ADDER = """
+class Adder:
+    def reset(self, start=None, **row):
+        return None if start is None else f"begin at {start}"
+
+    def add(self, n: int) -> int:
+        '''Add.
+
+        Args:
+            n: The number.
+        '''
+        return n
+"""
+TASK = Task("r0", [], "", None, {"start": 3})
+
+
+def config(*overrides: str) -> GrpoConfig:
+    found = load("grpo", None, ["rewards=[]", *overrides]).config
+    assert isinstance(found, GrpoConfig)
+    return found
+
+
+def problems(chosen: GrpoConfig, chat: Chat, task: Task = TASK) -> list[tuple[str, str]]:
+    with environment_pool(chosen) as pool, pytest.raises(UnusableEnvironmentError) as caught:
+        set_up(chosen, pool, chat, task)
+    return caught.value.problems
+
+
+def test_an_environment_is_read_and_begun_on_the_first_task(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "adder.py").write_text(ADDER)
+    chosen = config(f"environment={{name: {tmp_path}/adder.py:Adder, tool_format: hermes}}", "rewards=[exact]")
+    with environment_pool(chosen) as pool:
+        found = set_up(chosen, pool, Chat(tokenizer, TOOLS, None), TASK)
+    assert found.first == [{"role": "user", "content": "begin at 3"}] and found.tool_format == "hermes"
+    assert [tool["function"]["name"] for tool in found.tools] == ["add"] and list(found.contracts) == ["Adder"]
+
+
+def test_every_problem_is_told_at_once_by_its_key(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "adder.py").write_text(ADDER)
+    chosen = config(f"environment.name={tmp_path}/adder.py:Adder")
+    assert problems(chosen, Chat(tokenizer, CHATML, None), Task("r0", [], "", None)) == [
+        ("environment.name", "has no get_reward, and rewards is empty: nothing values its episodes"),
+        (
+            "environment.tool_format",
+            "the chat template has no format of tool calls that is known: set hermes, llama3, mistral, qwen3_coder",
+        ),
+        ("environment.name", "row r0 has no prompt, and reset returned None"),
+    ]
+
+
+def test_a_class_that_cannot_be_made_is_told_by_the_key_of_its_choice(tokenizer: Any) -> None:
+    chosen = config("environment.choices={a: guess, b: {name: maze, args: {wrong: 1}}}")
+    ((key, reason),) = problems(chosen, Chat(tokenizer, CHATML, None))
+    assert key == "environment.choices.b.name" and "wrong" in reason
+
+
+@pytest.mark.parametrize(("history", "said"), [("keep", "stay as they were sampled"), ("strip", "another row")])
+def test_a_template_that_rewrites_history_is_named_with_what_is_done(tokenizer: Any, history: str, said: str) -> None:
+    chosen = config("environment.name=guess", f"environment.history={history}")
+    with environment_pool(chosen) as pool:
+        (note,) = set_up(chosen, pool, Chat(tokenizer, STRIPS, None), TASK).notes
+    assert note.startswith(f"environment.history={history}: the chat template writes earlier turns") and said in note
+
+
+def test_budgets_are_those_of_the_config() -> None:
+    limits = episode_limits(config("environment.name=guess", "environment.max_turns=3"), 256)
+    assert (limits.max_turns, limits.max_length, limits.timeout_s, limits.max_retries) == (3, 256, 600.0, 2)
