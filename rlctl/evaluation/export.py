@@ -106,6 +106,8 @@ def _data(config: Mapping[str, Any]) -> str:
         if path := section.get("path"):
             limit = f", the first {section['limit']} rows" if section.get("limit") else ""
             lines.append(f"- {name}: `{Path(shown(path)).name}`{limit}")
+        for source, facts in (section.get("sources") or {}).items():
+            lines.append(f"- {name}, {source}: `{Path(shown(facts['path'])).name}`, weight {facts['weight']:g}")
     rewards = ", ".join(
         f"`{Path(each['name']).name}` (weight {each['weight']:g})" for each in config.get("rewards", [])
     )

@@ -9,7 +9,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from rlctl.evaluation.export import ExportError, export, push
+from rlctl.evaluation.export import ExportError, export, model_card, push
 from rlctl.evaluation.store import EvaluationFolder
 from rlctl.evaluation.target import Target, find_target
 from rlctl.preflight.load import load
@@ -129,3 +129,13 @@ def test_a_push_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
         push(tmp_path, "me/sums", private=False)
     assert str(raised.value).startswith(f"{tmp_path} is written, but not pushed to me/sums: ")
     assert "\n" not in str(raised.value)
+
+
+def test_every_source_of_a_mix_is_in_the_model_card(run: Path) -> None:
+    config = load("grpo", None, []).values()
+    train = config["data"]["train"]
+    train["sources"] = {"sums": {**train, "weight": 3.0}, "games": {**train, "path": "me/games", "weight": 0.5}}
+    train["path"] = None
+    (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    card = model_card(find_target(str(run), Path("/")), ["float32"])
+    assert "- train, sums: `train.jsonl`, weight 3\n- train, games: `games`, weight 0.5\n- validation: " in card
