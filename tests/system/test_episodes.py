@@ -151,6 +151,7 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
         assert one["reward"] == pytest.approx(sum(one["rewards"].values()))
 
 
+@pytest.mark.long  # hangs and kills take their time
 @pytest.mark.slow
 def test_episodes_that_fail_are_left_out_and_counted_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "flaky.py").write_text(FLAKY)
@@ -173,6 +174,7 @@ def test_episodes_that_fail_are_left_out_and_counted_and_the_run_goes_on(tmp_pat
     assert all(one["failed"].startswith("environment: ") for one in rollouts if one["reward"] is None)
 
 
+@pytest.mark.long  # as with rewards: tests/faults/test_rewards.py
 @pytest.mark.slow
 def test_an_environment_that_always_fails_stops_the_run_with_the_reason(tmp_path: Path) -> None:
     (tmp_path / "dead.py").write_text(FLAKY.replace("choice(FATES)", "choice(['raise'])"))
