@@ -199,16 +199,18 @@ def _explained() -> Iterator[None]:
     """End the command with one line and the right exit code for what is wrong with the input or the engines."""
     from rlctl.config.errors import ModelError
     from rlctl.data.files import DataError
+    from rlctl.environments.pool import UnusableEnvironmentError
     from rlctl.evaluation.comparison import NotComparable
     from rlctl.evaluation.store import EvaluationError
     from rlctl.evaluation.target import TargetError
     from rlctl.preflight.placement import PlacementError
     from rlctl.rewards.base import RewardError
 
-    bad = (TargetError, EvaluationError, NotComparable, DataError, ModelError, PlacementError, RewardError)
+    bad = (TargetError, EvaluationError, NotComparable, DataError, ModelError)
+    unusable = (PlacementError, RewardError, UnusableEnvironmentError)
     try:
         yield
-    except bad as error:
+    except (*bad, *unusable) as error:
         say(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except RuntimeError as error:

@@ -1,6 +1,7 @@
 """An evaluation: held-out tasks of several data sets, sampled and scored as the run's own validation does it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ from rlctl.data.load import load_chat, load_prompts, part_of
 from rlctl.data.mixture import first_of_each
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
-from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.store import EvaluationFolder, digest_of, digest_of_rows
 from rlctl.evaluation.target import Target, digest_of_weights
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
-from rlctl.launch.assemble_grpo import check_room, decoder
+from rlctl.launch.assemble_grpo import check_room, decoder, make_player
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.load import Composed
 from rlctl.preflight.resolved import Resolved
 from rlctl.rewards.scorer import Scorer
+from rlctl.rollout.episode_setup import environment_pool, set_up
 from rlctl.rollout.patience import Emit
 from rlctl.rollout.scoring import GroupScorer, sample_item
 from rlctl.rollout.types import RolloutGroup
@@ -44,14 +46,12 @@ class DataSet:
 class Evaluation:
     """Evaluation of one set of weights. settings: data set's name -> config, which differ in data.validation alone.
 
-    Raises DataError, ModelError, EvaluationError.
+    Raises DataError, ModelError.
     """
 
     def __init__(self, target: Target, settings: Mapping[str, Composed], root: Path, emit: Emit) -> None:
         self.target, self._emit = target, emit
         first = _config(next(iter(settings.values())))
-        if first.environment.enabled:
-            raise EvaluationError("environment: rlctl eval plays no episodes yet; its run validates with them")
         self._files = ModelFiles.find(first.model, root, first.run.seed)
         self._chat = load_chat(first, self._files.folder)
         self._stops = self._chat.ends.with_further(first.generation.stop_token_ids, self._chat.tokenizer).stops
@@ -61,7 +61,8 @@ class Evaluation:
     def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:
         """Return the result of each data set. What was sampled before is not sampled again.
 
-        save_every: tasks between two savings. Raises PlacementError, RewardError, EvaluationError, RuntimeError.
+        save_every: tasks between two savings. Raises PlacementError, RewardError,
+        UnusableEnvironmentError, EvaluationError, RuntimeError.
         """
         left = [each for each in self.sets if each.folder.result() is None]
         if left:
@@ -74,14 +75,24 @@ class Evaluation:
 
         config, logs = sets[0].config, sets[0].folder.path / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        with Scorer(config.rewards, logs, self._emit) as scorer:
-            scorer.try_on_sample(sample_item(sets[0].tasks[0]))
+        with ExitStack() as stack:
+            environments = setup = None
+            if config.environment.enabled:
+                # Before Ray starts.
+                environments = stack.enter_context(environment_pool(config, logs, self._emit))
+                setup = set_up(config, environments, self._chat, sets[0].tasks[0])
+            scorer = stack.enter_context(Scorer(config.rewards, logs, self._emit))
+            if config.rewards:
+                scorer.try_on_sample(sample_item(sets[0].tasks[0]))
             score = GroupScorer(scorer, decoder(self._chat.tokenizer, special=False))
             if any(each.folder.missing(len(each.tasks), save_every) for each in sets):
-                with engines(config, self._files, self._stops, self.target.step, logs, self._emit) as dispatcher:
-                    for each in sets:
-                        validation = Validation(each.config, dispatcher, score, each.tasks)
-                        self._complete(each, validation, save_every, progress)
+                started = engines(config, self._files, self._stops, self.target.step, logs, self._emit)
+                dispatcher = stack.enter_context(started)
+                player = make_player(config, self._files, self._chat, dispatcher, environments, setup)
+                stack.callback(player.close)
+                for each in sets:
+                    validation = Validation(each.config, dispatcher, score, each.tasks, player)
+                    self._complete(each, validation, save_every, progress)
         for each in sets:
             self._finish(each)
 

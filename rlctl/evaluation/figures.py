@@ -67,7 +67,7 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
             "p90": float(np.percentile(lengths, 90)),
             "max": int(lengths.max()),
         },
-        "truncated": float(np.mean([rollout.finish == "length" for rollout in rollouts])),
+        "truncated": float(np.mean([rollout.is_cut for rollout in rollouts])),
         "failures": dict(Counter(_cause(score.failed) for score in scores if score.failed).most_common()),
     }
     if not tasks:

@@ -134,7 +134,8 @@ class GrpoParts:
         with ExitStack() as stack:
             dispatcher = RolloutDispatcher(pool, config.run, session.events.emit)
             stack.callback(dispatcher.close)
-            player = self._player(dispatcher)
+            setup = self.setup if self.environments else None
+            player = make_player(config, self.files, self.chat, dispatcher, self.environments, setup)
             stack.callback(player.close)
             components = GrpoComponents(
                 trainer,
@@ -174,19 +175,6 @@ class GrpoParts:
         }
         return ResourceMonitor(device, memories)
 
-    def _player(self, dispatcher: "RolloutDispatcher") -> "RolloutPlayer":
-        """Return what plays the run's rollouts."""
-        from rlctl.rollout.single_turn import SingleTurnPlayer
-
-        if self.environments is None:
-            return SingleTurnPlayer(dispatcher)
-        from rlctl.rollout.episode_setup import episode_limits
-        from rlctl.rollout.player import EpisodePlayer
-
-        limits = episode_limits(self.config, Resolved(self.config).max_length(self.files.max_length))
-        contracts, format = self.setup.contracts, self.setup.tool_format
-        return EpisodePlayer(dispatcher, self.environments, contracts, self.chat, limits, format)
-
     def _failure_cause(self) -> str:
         """Return what most episodes, or rewards, that failed failed of; empty where none did."""
         environment = self.environments.failures.most_common() if self.environments else ""
@@ -225,6 +213,26 @@ def judges(stack: ExitStack, session: Session, config: GrpoConfig) -> "tuple[Sco
     from rlctl.rollout.episode_setup import environment_pool
 
     return scorer, stack.enter_context(environment_pool(config, session.logs, session.events.emit))
+
+
+def make_player(
+    config: GrpoConfig,
+    files: ModelFiles,
+    chat: Chat,
+    dispatcher: "RolloutDispatcher",
+    environments: "EnvironmentPool | None",
+    setup: "EpisodeSetup | None",
+) -> "RolloutPlayer":
+    """Return what plays rollouts: of one turn, or episodes where there are environments, whose `setup` is known."""
+    from rlctl.rollout.single_turn import SingleTurnPlayer
+
+    if environments is None or setup is None:
+        return SingleTurnPlayer(dispatcher)
+    from rlctl.rollout.episode_setup import episode_limits
+    from rlctl.rollout.player import EpisodePlayer
+
+    limits = episode_limits(config, Resolved(config).max_length(files.max_length))
+    return EpisodePlayer(dispatcher, environments, setup.contracts, chat, limits, setup.tool_format)
 
 
 def check_room(tasks: list[Task], answer: int, length: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults.runs import Run, read
+from tests.system.test_episodes import GUESS, tasks
 
 RLCTL = [sys.executable, "-m", "rlctl"]
 
@@ -132,3 +133,18 @@ def test_stored_answers_are_scored_by_other_rewards_and_compared(run: Run, tmp_p
         check=True,
     )
     assert "chance" in done.stdout
+
+
+@pytest.mark.long  # a run and an engine
+@pytest.mark.slow
+def test_episodes_are_evaluated_as_the_runs_own_validation_plays_them(tmp_path: Path) -> None:
+    data = (f"data.train.path={tasks(tmp_path, 16)}", f"data.validation.path={tasks(tmp_path, 12)}")
+    settings = ("grpo.num_steps=1", "validation.at_start=false", "validation.every=1", "run.probe=false")
+    one = Run(tmp_path, "games", *settings, *GUESS, *data)
+    assert one.end() == 0, one.text()
+    (found,) = evaluate(str(one.path), "--save-every", "5", cwd=tmp_path)
+    own = validation(one, 1)
+    assert own["validation/prompts"] == 12
+    numbers = {name: value for name, value in found["figures"]["metrics"].items() if name in own}
+    seconds = {name for name in own if "seconds" in name}
+    assert {n: v for n, v in numbers.items() if n not in seconds} == {n: v for n, v in own.items() if n not in seconds}
