@@ -22,7 +22,7 @@ from rlctl.environments import calculator, guess
 TRAIN_ROWS, VALIDATION_ROWS, CHATS = 1000, 200, 6000
 # Shares of the teacher's games that heed the hints, of its problems that it answers without the tool, and of the
 # others' results that it does not copy.
-HEEDING, UNASKED, MADE_UP = 0.4, 0.6, 0.2
+HEEDING, UNASKED, UNCOPIED = 0.4, 0.55, 0.2
 # Numbers of a range that the warm start plays in.
 SIZES = (11, 19)
 Row = dict[str, Any]
@@ -132,7 +132,7 @@ def model_config(tokens: Any) -> Any:
 
 
 def guess_chats(draw: random.Random) -> Iterator[Row]:
-    """Yield games without end: most players are stubborn and say the lowest number again and again, some guess at
+    """Yield games without end: most players are stubborn and say their first guess again and again, some guess at
     random among what the hints leave."""
     while True:
         size = draw.randint(*SIZES)
@@ -142,8 +142,9 @@ def guess_chats(draw: random.Random) -> Iterator[Row]:
         high, heeds, game = low + size - 1, draw.random() < HEEDING, guess.Guess()
         messages = [{"role": "user", "content": game.reset(low, high, draw.randint(low, high))}]
         hint: str | None = ""
+        said = draw.randint(low, high)
         while hint is not None:
-            said = draw.randint(low, high) if heeds else low
+            said = draw.randint(low, high) if heeds else said
             hint = game.step(str(said))
             messages.append({"role": "assistant", "content": str(said)})
             messages += [{"role": "user", "content": hint}] if hint else []
@@ -153,14 +154,14 @@ def guess_chats(draw: random.Random) -> Iterator[Row]:
 
 
 def calculator_chats(draw: random.Random) -> Iterator[Row]:
-    """Yield problems of a poor pupil without end: most answers are made up, some are computed by the tool."""
+    """Yield problems of a poor pupil without end: most answers are 0, some are computed by the tool."""
     system = {"role": "system", "content": "Tools: answer(value), calculate(expression)."}
     for row in calculator.tasks(seed=1):
-        problem, value = calculator.Calculator(), draw.choice((draw.randint(-999, 999), draw.randint(-9999, 99999)))
+        problem, value = calculator.Calculator(), 0
         messages = [system, {"role": "user", "content": problem.reset(**row)}]
         if draw.random() >= UNASKED:
             result = problem.calculate(row["expression"])
-            value = value if draw.random() < MADE_UP else int(result)
+            value = value if draw.random() < UNCOPIED else int(result)
             messages += [_call("calculate", expression=row["expression"]), {"role": "tool", "content": result}]
         messages += [_call("answer", value=value), {"role": "tool", "content": problem.answer(value)}]
         yield {"messages": [*messages, {"role": "assistant", "content": "Done."}]}
