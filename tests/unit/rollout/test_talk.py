@@ -1,0 +1,97 @@
+"""A talk with a policy: exact tokens over its turns, tools that answer, and an interrupt that costs one turn."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlctl.data.chat import Chat
+from rlctl.environments.outcomes import EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.rollout.talk import Talk, TalkError, TalkLimits, TalkTools
+from tests.unit.data.conftest import CHATML, tokenizer
+from tests.unit.data.test_turn_link import TOOLS
+
+__all__ = ["tokenizer"]
+LIMITS = TalkLimits(max_new_tokens=200, max_length=1000, temperature=0.0, seed=3)
+
+
+class Says:
+    """Samples texts in order, and notes the prompts; an exception in place of a text is raised by the wait."""
+
+    def __init__(self, chat: Chat, *texts: str | BaseException) -> None:
+        self.chat, self.texts = chat, list(texts)
+        self.prompts: list[list[int]] = []
+        self.aborted: list[RequestId] = []
+        self.pending: BaseException | None = None
+
+    def submit(self, requests: Sequence[TurnRequest], submitter: Any) -> None:
+        (request,) = requests
+        self.prompts.append(request.prompt_tokens)
+        text = self.texts.pop(0)
+        if isinstance(text, BaseException):
+            self.pending = text
+            return
+        tokens = np.array(self.chat._encode(text)[: request.max_new_tokens], np.int32)
+        finish: Any = "stop" if text.endswith("<|im_end|>") else "length"
+        zeros = np.zeros(len(tokens), np.float32)
+        submitter.completed([(request, Completion(tokens, zeros, np.zeros(len(tokens), np.int32), finish))])
+
+    def abort(self, ids: Sequence[RequestId]) -> None:
+        self.aborted += ids
+
+    def repair(self) -> bool:
+        if self.pending:
+            raise self.pending
+        return False
+
+
+def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, "be brief")
+    says = Says(chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
+    talk = Talk(chat, says, LIMITS)
+    assert [each["content"] for each in talk.say("hi")] == ["hello"]
+    (cut,) = talk.say("more")
+    assert cut == {"role": "assistant", "content": "cut in", "cut": True}
+    list(talk.say("end"))
+    texts = [tokenizer.decode(prompt) for prompt in says.prompts]
+    assert texts[1].startswith(texts[0] + "hello<|im_end|>\n<|im_start|>user\nmore<|im_end|>")
+    # A turn that was cut is closed.
+    assert texts[2].startswith(texts[1] + "cut in<|im_end|>\n<|im_start|>user\nend")
+    assert says.prompts[2][: len(says.prompts[1])] == says.prompts[1]
+    assert talk.length == len(says.prompts[2]) + len(chat._encode("bye<|im_end|>"))
+
+
+def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, TOOLS, None)
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6 * 7"}}\n</tool_call><|im_end|>'
+    with EnvironmentPool({"own": EnvironmentSpec("calculator", 5.0)}, 1024, 1) as pool:
+        contract = pool.contracts()["own"]
+        tools = TalkTools(pool, contract, "hermes")
+        talk = Talk(chat, Says(chat, call, "it is 42<|im_end|>"), LIMITS, tools)
+        pool.reset(talk.id, {"expression": "1 + 1"}, 0).result()
+        roles = [(each["role"], each["content"]) for each in talk.say("6 times 7?")]
+    assert roles[1:] == [("tool", "42"), ("assistant", "it is 42")]
+    assert roles[0][0] == "assistant"
+
+
+def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    says = Says(chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
+    talk = Talk(chat, says, LIMITS)
+    list(talk.say("a"))
+    with pytest.raises(KeyboardInterrupt):
+        list(talk.say("lost"))
+    assert [each.turn for each in says.aborted] == [1]
+    says.pending = None
+    assert [each["content"] for each in talk.say("b")] == ["two"]
+    assert "lost" not in tokenizer.decode(says.prompts[2])
+
+
+def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0))
+    with pytest.raises(TalkError, match=r"would have \d+ tokens of 20: begin another with /new"):
+        list(talk.say("word " * 30))
