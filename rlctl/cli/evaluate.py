@@ -66,7 +66,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model on held-out tasks, as its run's validation does. Killed, the same command goes on."""
-    with _explained():
+    with explained_weights("interrupted; the same command goes on from what was saved"):
         if compare is not None:
             _alone("--compare", target, arguments, data, rescore)
             results = _compare(*compare)
@@ -195,8 +195,11 @@ def _progress() -> Iterator[Any]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """End the command with one line and the right exit code for what is wrong with the input or the engines."""
+def explained_weights(interrupted: str) -> Iterator[None]:
+    """End a command with one line and the right exit code for what is wrong with weights, data or engines.
+
+    interrupted: the line for Ctrl-C.
+    """
     from rlctl.config.errors import ModelError
     from rlctl.data.files import DataError
     from rlctl.environments.pool import UnusableEnvironmentError
@@ -217,5 +220,5 @@ def _explained() -> Iterator[None]:
         say(f"error: {error}", err=True)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from what was saved", err=True)
+        say(interrupted, err=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -11,14 +11,28 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from rlctl.cli import bench, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
+from rlctl.cli import bench, chat, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
 from rlctl.cli.output import BAD_INPUT, examples, report
 from rlctl.config.errors import ConfigError, Problem
 
 _UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
 
 
-_ORDER = ("train", "eval", "export", "runs", "config", "data", "env", "loss", "recipes", "cluster", "bench", "doctor")
+_ORDER = (
+    "train",
+    "eval",
+    "chat",
+    "export",
+    "runs",
+    "config",
+    "data",
+    "env",
+    "loss",
+    "recipes",
+    "cluster",
+    "bench",
+    "doctor",
+)
 
 
 class _Commands(TyperGroup):
@@ -49,6 +63,7 @@ for _part in (train, runs, config, data, env, loss, recipes, cluster, bench):
     app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2])
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("export", epilog=export.EPILOG)(export.export)
+app.command("chat", epilog=chat.EPILOG)(chat.chat)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 

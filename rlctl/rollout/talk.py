@@ -62,10 +62,15 @@ class TalkLimits:
     seed: int
 
 
+def talk_id(number: int) -> RolloutId:
+    """Return the identity of a talk; the instance of its environment has it too. number: counts those of a process."""
+    return RolloutId("validation", "talk", number, 0)
+
+
 class Talk:
     """One conversation. Methods are called from one thread.
 
-    opening: messages that it begins with. number: tells talks of one process apart.
+    opening: messages that it begins with.
     """
 
     def __init__(
@@ -73,12 +78,12 @@ class Talk:
         chat: Chat,
         sampler: Sampler,
         limits: TalkLimits,
+        identity: RolloutId,
         tools: TalkTools | None = None,
         opening: Sequence[Message] = (),
-        number: int = 0,
     ) -> None:
         self._chat, self._sampler, self._limits, self._tools = chat, sampler, limits, tools
-        self.id = RolloutId("validation", "talk", number, 0)
+        self._id = identity
         self._schemas = tools.contract.tools if tools else []
         self._stops = frozenset(chat.ends.stops)
         self._conversation, self._leaf = Conversation(), -1
@@ -102,7 +107,7 @@ class Talk:
             yield message
             if not calls or self._tools is None:
                 return
-            told = self._tools.pool.call(self.id, calls).result()
+            told = self._tools.pool.call(self._id, calls).result()
             if isinstance(told, EnvironmentFailure):
                 raise TalkError(f"the environment failed: {told}")
             self._added = [each.message() for each in told]
@@ -148,7 +153,7 @@ class Talk:
         if room < 1:
             what = f"the conversation would have {len(prompt):,} tokens of {limits.max_length:,}"
             raise TalkError(f"{what}: begin another with /new")
-        request = TurnRequest(RequestId(self.id, turn), prompt, room, limits.temperature, turn_seed(limits.seed, turn))
+        request = TurnRequest(RequestId(self._id, turn), prompt, room, limits.temperature, turn_seed(limits.seed, turn))
         self._sampler.submit([request], self)
         try:
             while True:

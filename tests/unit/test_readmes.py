@@ -45,6 +45,7 @@ PARSED_ONLY = {
     "rlctl runs": "needs a run; tests/unit/cli/test_runs_command.py makes some",
     "rlctl eval": "needs a checkpoint; tests/system/test_eval.py trains one",
     "rlctl export": "needs a checkpoint; tests/unit/evaluation/test_export.py makes some",
+    "rlctl chat": "needs a checkpoint; tests/system/test_chat.py talks to a tiny model",
     "rlctl doctor": "judges the reader's machine; tests/unit/cli/test_doctor.py",
     "rlctl data preview": "reads all rows, for seconds; tests/unit/cli/test_data.py",
 }
@@ -218,7 +219,7 @@ def check_rlctl(reader: Path, monkeypatch: pytest.MonkeyPatch, words: list[str])
 
 
 def test_commands_that_are_only_parsed_are_still_there() -> None:
-    arguments = {"rlctl runs": ["COMMAND"], "rlctl export": ["RUN", "FOLDER"]}
+    arguments = {"rlctl runs": ["COMMAND"], "rlctl export": ["RUN", "FOLDER"], "rlctl chat": ["RUN"]}
     for each in PARSED_ONLY:
         parsed([*each.split(), *arguments.get(each, [])])
 

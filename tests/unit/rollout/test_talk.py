@@ -10,7 +10,7 @@ from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
-from rlctl.rollout.talk import Talk, TalkError, TalkLimits, TalkTools
+from rlctl.rollout.talk import Talk, TalkError, TalkLimits, TalkTools, talk_id
 from tests.unit.data.conftest import CHATML, tokenizer
 from tests.unit.data.test_turn_link import TOOLS
 
@@ -51,7 +51,7 @@ class Says:
 def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, "be brief")
     says = Says(chat, "hello<|im_end|>", "cut in", "bye<|im_end|>")
-    talk = Talk(chat, says, LIMITS)
+    talk = Talk(chat, says, LIMITS, talk_id(0))
     assert [each["content"] for each in talk.say("hi")] == ["hello"]
     (cut,) = talk.say("more")
     assert cut == {"role": "assistant", "content": "cut in", "cut": True}
@@ -70,8 +70,8 @@ def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
     with EnvironmentPool({"own": EnvironmentSpec("calculator", 5.0)}, 1024, 1) as pool:
         contract = pool.contracts()["own"]
         tools = TalkTools(pool, contract, "hermes")
-        talk = Talk(chat, Says(chat, call, "it is 42<|im_end|>"), LIMITS, tools)
-        pool.reset(talk.id, {"expression": "1 + 1"}, 0).result()
+        talk = Talk(chat, Says(chat, call, "it is 42<|im_end|>"), LIMITS, talk_id(0), tools)
+        pool.reset(talk_id(0), {"expression": "1 + 1"}, 0).result()
         roles = [(each["role"], each["content"]) for each in talk.say("6 times 7?")]
     assert roles[1:] == [("tool", "42"), ("assistant", "it is 42")]
     assert roles[0][0] == "assistant"
@@ -80,7 +80,7 @@ def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:
 def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
     says = Says(chat, "one<|im_end|>", KeyboardInterrupt(), "two<|im_end|>")
-    talk = Talk(chat, says, LIMITS)
+    talk = Talk(chat, says, LIMITS, talk_id(0))
     list(talk.say("a"))
     with pytest.raises(KeyboardInterrupt):
         list(talk.say("lost"))
@@ -92,6 +92,6 @@ def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: 
 
 def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
-    talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0))
+    talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0), talk_id(0))
     with pytest.raises(TalkError, match=r"would have \d+ tokens of 20: begin another with /new"):
         list(talk.say("word " * 30))

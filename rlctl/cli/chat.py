@@ -1,0 +1,194 @@
+"""`rlctl chat`: a conversation with a checkpoint in the terminal. For looking, not for serving."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rlctl.cli.completion import complete_run
+from rlctl.cli.evaluate import explained_weights
+from rlctl.cli.output import busy, console, examples, say
+from rlctl.config.builtin import runs_folder
+from rlctl.config.errors import ConfigError, Problem
+from rlctl.utils.escapes import neutral
+
+if TYPE_CHECKING:
+    from rlctl.config.schema import GrpoConfig
+    from rlctl.environments.contract import Message
+    from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.evaluation.conversation import Conversations
+    from rlctl.evaluation.target import Target
+
+EPILOG = examples(
+    "rlctl chat sums                                  the newest checkpoint of a run",
+    "rlctl chat Qwen/Qwen3-0.6B --temperature 0       any model, greedily",
+    "rlctl chat my-run --tools my_env.py:Game         with an environment's tools",
+    "rlctl chat sums < questions.txt                  a line, an answer",
+)
+_NEW = "/new"
+_TIMEOUT_S = 30.0
+# Of weights that belong to no GRPO run.
+_MAX_NEW_TOKENS, _KV_CACHE_MIB = 512, 256
+
+
+def chat(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT | FOLDER | RUN",
+            help="A checkpoint, a Hugging Face folder or hub name, or a run: its newest checkpoint.",
+            autocompletion=complete_run,
+        ),
+    ],
+    step: Annotated[int | None, typer.Option(metavar="N", help="Of a run: the checkpoint of this step.", min=0)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; if left out, the run's.", min=0, show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an answer; if left out, the run's.", min=1, show_default=False)
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system prompt in place of the run's.")] = None,
+    seed: Annotated[int, typer.Option(help="The seed of the answers.", min=0)] = 0,
+    tools: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="An environment whose tools may be called: shipped, or my_env.py:Class."),
+    ] = None,
+    row: Annotated[str, typer.Option(metavar="JSON", help="The row for the environment's reset.")] = "{}",
+) -> None:
+    """Talk to a model. /new begins another conversation; Ctrl-C stops an answer; Ctrl-D ends."""
+    from rlctl.evaluation.target import find_target
+
+    with explained_weights("interrupted"):
+        found = find_target(target, runs_folder(), step)
+        config, own = _config(found, system, seed)
+        environment, columns = _environment(tools), _row(row)
+        most = max_tokens or (config.generation.max_new_tokens if own else _MAX_NEW_TOKENS)
+        sampling = (most, config.generation.temperature if temperature is None else temperature)
+        with tempfile.TemporaryDirectory(prefix="rlctl-chat-") as folder:
+            _talk(found, config, sampling, environment, columns, Path(folder))
+
+
+def _talk(
+    target: "Target",
+    config: "GrpoConfig",
+    sampling: tuple[int, float],
+    environment: "EnvironmentSpec | None",
+    row: dict[str, Any],
+    logs: Path,
+) -> None:
+    from contextlib import ExitStack
+
+    from rlctl.evaluation.conversation import conversations
+
+    def emit(kind: str, **what: Any) -> None:
+        if kind == "warning" or kind.startswith("engine_"):
+            say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
+
+    with ExitStack() as stack:
+        with busy(f"starting an engine for {target.name}"):
+            talks = stack.enter_context(conversations(target, config, sampling, environment, row, logs, emit))
+        said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
+        say(f"{said}Ctrl-D ends", err=True)
+        _converse(talks)
+
+
+def _converse(talks: "Conversations") -> None:
+    """Read lines and answer them, until the input ends."""
+    from rlctl.rollout.talk import TalkError
+
+    talk = None
+    for line in _lines():
+        if line.strip() == _NEW:
+            talk = None
+            continue
+        try:
+            if talk is None:
+                talk = talks.begin()
+                for each in talks.opening:
+                    _show(each)
+            with suppress(KeyboardInterrupt):
+                for message in talk.say(line):
+                    _show(message)
+                continue
+            say("stopped; what you said last is left out", err=True)
+        except TalkError as error:
+            say(f"error: {error}", err=True)
+
+
+def _lines() -> Iterator[str]:
+    """Yield what a person types, or the lines of a pipe; empty ones are left out."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  (editing and history at the prompt)
+    is_terminal = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("you > " if is_terminal else "")
+        except EOFError:
+            if is_terminal:
+                say("", err=True)
+            return
+        if line.strip():
+            yield line
+
+
+def _show(message: "Message") -> None:
+    """Print a message; tokens that a terminal would obey are visible."""
+    from rich.text import Text
+
+    role = "tool" if message["role"] == "tool" else "model" if message["role"] == "assistant" else "task"
+    style = {"tool": "cyan", "model": "bold green", "task": "dim"}[role]
+    line = Text.assemble((f"{role} > ", style), neutral(str(message["content"]).replace("\r", "")))
+    if message.get("cut"):
+        line.append(" (cut: --max-tokens)", style="yellow")
+    console().print(line)
+
+
+def _config(target: "Target", system: str | None, seed: int) -> "tuple[GrpoConfig, bool]":
+    """Return the config of the engine, and True if it is that of the weights' own run. Raises ConfigError.
+
+    Weights that no GRPO run made have the tiny recipe's, of which no data is read.
+    """
+    import yaml
+
+    from rlctl.config.schema import GrpoConfig
+    from rlctl.preflight.load import load
+
+    file = target.run / "config.yaml" if target.run else None
+    kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
+    is_own = kept.get("kind") == "grpo"
+    given = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
+    given += ["telemetry.trackers=[]", "run.name=null", "generation.num_engines=1", f"run.seed={seed}"]
+    if not is_own:
+        given.append(f"generation.kv_cache_mib={_KV_CACHE_MIB}")
+        own = {name: kept.get("data", {}).get(name) for name in ("chat_template", "system_prompt")}
+        given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
+    if system is not None:
+        given.append(f"data.system_prompt={json.dumps(system)}")
+    config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
+    assert isinstance(config, GrpoConfig)
+    return config, is_own
+
+
+def _environment(name: str | None) -> "EnvironmentSpec | None":
+    """Return what the tools are of. Raises ConfigError."""
+    from rlctl.config.plugins import ENVIRONMENTS
+    from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.preflight.check_inputs import missing_plugin
+
+    if name is None:
+        return None
+    if what := missing_plugin(name, ENVIRONMENTS, "Class"):
+        raise ConfigError([Problem("--tools", "", what)])
+    return EnvironmentSpec(name, _TIMEOUT_S)
+
+
+def _row(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(row := json.loads(text), dict):
+            return row
+    raise ConfigError([Problem("--row", "", f"must be a JSON object of columns, not {text}")])

@@ -1,0 +1,96 @@
+"""Conversations with weights: an engine without a trainer, and the tools that the policy may call."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.chat import Chat
+from rlctl.data.load import load_chat
+from rlctl.environments.contract import Message, opening
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.environments.tool_calls import tool_format
+from rlctl.evaluation.engines import engines
+from rlctl.evaluation.target import Target
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.resolved import Resolved
+from rlctl.rollout.patience import Emit
+from rlctl.rollout.talk import Sampler, Talk, TalkError, TalkLimits, TalkTools, talk_id
+
+_KEY = "tools"
+
+
+@dataclass
+class Conversations:
+    """Conversations with one set of weights, one after another."""
+
+    chat: Chat
+    sampler: Sampler
+    limits: TalkLimits
+    tools: TalkTools | None
+    # Columns for the environment's `reset`.
+    row: Mapping[str, Any]
+    # Messages that the environment began the latest conversation with.
+    opening: list[Message] = field(default_factory=list)
+    _begun: int = 0
+
+    def begin(self) -> Talk:
+        """Begin a conversation; one with tools has a new instance of the environment. Raises TalkError."""
+        identity, self.opening = talk_id(self._begun), []
+        if self.tools is not None:
+            observation = self.tools.pool.reset(identity, self.row, self._begun).result()
+            if isinstance(observation, EnvironmentFailure):
+                raise TalkError(f"the environment's reset failed: {observation}; --row gives it columns")
+            self.opening = list(opening([], observation)) if observation else []
+        self._begun += 1
+        return Talk(self.chat, self.sampler, self.limits, identity, self.tools, self.opening)
+
+
+@contextmanager
+def conversations(
+    target: Target,
+    config: GrpoConfig,
+    sampling: tuple[int, float],
+    environment: EnvironmentSpec | None,
+    row: Mapping[str, Any],
+    logs: Path,
+    emit: Emit,
+) -> Iterator[Conversations]:
+    """Start an engine at the weights of `target`, and the environment's process, until the block is left.
+
+    sampling: tokens of an answer, temperature. row: columns for `reset`.
+    Raises DataError, ModelError, UnusableEnvironmentError, PlacementError.
+    """
+    files = ModelFiles.find(config.model, logs, config.run.seed)
+    chat = load_chat(config, files.folder)
+    stops = chat.ends.with_further(config.generation.stop_token_ids, chat.tokenizer).stops
+    most, temperature = sampling
+    limits = TalkLimits(most, Resolved(config).max_length(files.max_length), temperature, config.run.seed)
+    with ExitStack() as stack:
+        tools = None
+        if environment is not None:
+            # Before Ray changes this process's variables.
+            pool = stack.enter_context(
+                EnvironmentPool({_KEY: environment}, config.environment.memory_mib, 1, logs, emit)
+            )
+            tools = _tools(pool, chat, config.environment.tool_format)
+        dispatcher = stack.enter_context(engines(config, files, stops, target.step, logs, emit))
+        yield Conversations(chat, dispatcher, limits, tools, row)
+
+
+def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
+    """Return the tools of the pool's environment. wanted: the format of calls, or auto.
+
+    Raises UnusableEnvironmentError.
+    """
+    contract = pool.contracts()[_KEY]
+    format = tool_format(chat.template) if wanted == "auto" else wanted
+    if not contract.tools:
+        raise UnusableEnvironmentError([(contract.name, "has no tools to call while you talk")])
+    if format is None:
+        what = "its tools need a chat template with calls of a known format, or environment.tool_format"
+        raise UnusableEnvironmentError([(contract.name, what)])
+    return TalkTools(pool, contract, format)
