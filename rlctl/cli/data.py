@@ -14,12 +14,12 @@ from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import busy, console, examples, note
 from rlctl.cli.try_environments import try_environments
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from rlctl.config.provenance import Origin
     from rlctl.data.chat import Chat
     from rlctl.data.cursor import Drawn
     from rlctl.data.ends import EndTokens
@@ -153,7 +153,7 @@ def _all(
     return [row for _, (rows, _) in loaded for row in rows], {name: report for name, (_, report) in loaded}
 
 
-def _played(config: GrpoConfig, origins: Mapping[str, Origin], parts: "list[DataPart]", count: int) -> _Seen:
+def _played(config: GrpoConfig, origins: "Mapping[str, Origin]", parts: "list[DataPart]", count: int) -> _Seen:
     """Return the rows of environments, of which the first is begun: its prompt with the tools."""
     from rlctl.data.load import load_prompts
     from rlctl.data.preview import Lengths, Piece

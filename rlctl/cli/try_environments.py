@@ -5,17 +5,17 @@ from typing import TYPE_CHECKING
 
 from rlctl.cli.output import busy
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.provenance import Origin
-from rlctl.config.schema import DatasetSection, GrpoConfig
 
 if TYPE_CHECKING:
+    from rlctl.config.provenance import Origin
+    from rlctl.config.schema import DatasetSection, GrpoConfig
     from rlctl.data.chat import Chat
     from rlctl.data.datasets import Row
     from rlctl.rollout.episode_setup import EpisodeSetup
 
 
 def try_environments(
-    config: GrpoConfig, origins: Mapping[str, Origin], section: DatasetSection, row: "Row", chat: "Chat"
+    config: "GrpoConfig", origins: "Mapping[str, Origin]", section: "DatasetSection", row: "Row", chat: "Chat"
 ) -> "EpisodeSetup":
     """Return the facts about the environments, each of which was imported in a process of its own.
 
