@@ -19,7 +19,7 @@ from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import FinishedTurns
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import TurnRequest
+from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.spec import ForcedLengths
 from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
@@ -245,12 +245,15 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
         stopped = dispatcher.abort([request.id for request in requests])
         assert set(stopped) == {request.id for request in requests} - {request.id for request, _ in mine.answers}
         again = [request for request in requests if request.id in stopped]
-        dispatcher.submit([replace(one, id=replace(one.id, turn=1)) for one in again], mine)
+        # A later turn would wait for the engine that hangs.
+        others = [RequestId(replace(one.id.rollout, attempt=1)) for one in again]
+        dispatcher.submit([replace(one, id=other) for one, other in zip(again, others)], mine)
         wait_until(lambda: len(mine.answers) == 40)
         assert not dispatcher.drain()
         os.kill(hung, signal.SIGCONT)
         wait_until(dispatcher.drain)
-        assert {request.id.rollout for request, _ in mine.answers} == {request.id.rollout for request in requests}
+        answered = {replace(request.id.rollout, attempt=0) for request, _ in mine.answers}
+        assert answered == {request.id.rollout for request in requests}
         dispatcher.close()
     finally:
         pool.kill()
