@@ -21,6 +21,7 @@ def damage_the_newest(checkpoints: Path) -> int:
     return newest
 
 
+@pytest.mark.long  # two starts of a run
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_lost_trainer_is_started_again_and_one_loss_too_many_ends_the_run(tmp_path: Path) -> None:

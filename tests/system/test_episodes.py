@@ -125,6 +125,7 @@ def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -
     assert all(record["validation/turns"] >= 1 and "validation/accuracy" in record for record in validated)
 
 
+@pytest.mark.long  # the game above says most of it
 @pytest.mark.slow
 def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) -> None:
     (tmp_path / "adder.py").write_text(ADDER)
