@@ -14,7 +14,7 @@ from rlctl.config.fields import FURTHER, keys_of, literals, schema_keys, section
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.named import NAMED_SECTIONS, defaults_of
 from rlctl.config.provenance import MISSING, leaves, plain, read_file
-from rlctl.config.schema import KINDS
+from rlctl.config.schema import KINDS, SourceSection
 from rlctl.config.telemetry_schema import TrackerSection
 
 FILES = sorted([*CONFIGS.glob("*.yaml"), *RECIPES.glob("*.yaml")])
@@ -28,6 +28,7 @@ def generic(key: str) -> str:
 NAMED = {
     "reward": RewardSection,
     "environment": EnvironmentChoice,
+    "source": SourceSection,
     "tracker": TrackerSection,
     "loss": AnyLossSection,
     "advantage": AnyAdvantageSection,
@@ -46,7 +47,7 @@ def test_what_is_named_has_the_defaults_of_its_keys_and_no_others(kind: str) -> 
     names = set()
     for section in sections_of(NAMED[kind]):
         keys = keys_of(section)
-        for name in literals(keys["name"].type) or [""]:
+        for name in (literals(keys["name"].type) if "name" in keys else []) or [""]:
             names.add(name)
             assert set(plain(defaults_of(kind, name))) == {key for key in keys if key != FURTHER}, name
     assert set(plain(read_file(CONFIGS / f"{kind}.yaml"))) - {"all"} <= names

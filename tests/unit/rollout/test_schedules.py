@@ -19,7 +19,7 @@ from rlctl.rollout.staleness import StalenessRule
 from rlctl.rollout.types import Waste
 from tests.unit.rollout.schedule import ContractBroken, run_all
 
-SCHEDULES, CHUNKS = 4_200, 14
+SCHEDULES, CHUNKS = 2_800, 14
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
