@@ -220,9 +220,9 @@ def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_
     assert any("s without a new group: step 2 waits for" in what and "engine-0 samples" in what for what in warnings)
     dropped = [group.task.id for groups in stage.steps for group in groups if not group.rollouts]
     assert dropped
-    assert [f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped] == [
-        what for what in warnings if "dropped" in what
-    ]
+    # Those that began together are told in the order in which their engine had them.
+    told = sorted(what for what in warnings if "dropped" in what)
+    assert told == sorted(f"prompt {prompt} is dropped: its sampling failed 1 times" for prompt in dropped)
     assert len(set(ids(stage.steps))) == 3 * PROMPTS
 
 
