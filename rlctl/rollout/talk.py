@@ -87,8 +87,9 @@ class Talk:
         self._schemas = tools.contract.tools if tools else []
         self._stops = frozenset(chat.ends.stops)
         self._conversation, self._leaf = Conversation(), -1
+        self._opening = list(opening)
         # Said since the last turn of the policy.
-        self._added: list[Message] = list(opening)
+        self._added = list(opening)
         self._answers: queue.SimpleQueue[Completion] = queue.SimpleQueue()
 
     @property
@@ -121,7 +122,7 @@ class Talk:
             prompt = self._prompt()
             completion = self._sampled(prompt)
         except BaseException:
-            self._added = []
+            self._added = [] if one.turns else list(self._opening)
             raise
         if one.turns:
             self._leaf = one.add_context(prompt[self.length :], self._leaf)

@@ -90,6 +90,17 @@ def test_an_interrupt_stops_the_turn_and_the_talk_goes_on_without_it(tokenizer: 
     assert "lost" not in tokenizer.decode(says.prompts[2])
 
 
+def test_an_interrupt_of_the_first_turn_keeps_what_the_conversation_begins_with(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    says = Says(chat, KeyboardInterrupt(), "two<|im_end|>")
+    talk = Talk(chat, says, LIMITS, talk_id(0), opening=[{"role": "user", "content": "the task"}])
+    with pytest.raises(KeyboardInterrupt):
+        list(talk.say("lost"))
+    says.pending = None
+    list(talk.say("b"))
+    assert "the task" in (text := tokenizer.decode(says.prompts[1])) and "lost" not in text
+
+
 def test_a_conversation_without_room_says_how_to_begin_another(tokenizer: Any) -> None:
     chat = Chat(tokenizer, CHATML, None)
     talk = Talk(chat, Says(chat), TalkLimits(10, 20, 0.0, 0), talk_id(0))

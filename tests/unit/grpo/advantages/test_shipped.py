@@ -219,13 +219,16 @@ def test_the_same_prompt_drawn_twice_is_two_groups() -> None:
 
 @given(steps)
 def test_batch_normalised_advantages_of_the_steps_tokens_have_mean_zero_and_variance_one(step: list[One]) -> None:
-    for baseline in ("none", "group_mean"):
-        worth = BatchNormalized(baseline)(of(step))  # type: ignore[arg-type]
-        tokens = np.repeat(worth, [one.tokens for one in step])
+    rollouts, counts = of(step), [one.tokens for one in step]
+    groups = rollouts.by_group(rollouts.reward)
+    for baseline, values in (("none", rollouts.reward), ("group_mean", groups.by_row(groups.centred))):
+        worth = BatchNormalized(baseline)(rollouts)  # type: ignore[arg-type]
+        tokens = np.repeat(worth, counts)
         assert abs(tokens.sum()) < 1e-6 * len(tokens)
         if worth.any():
-            # A millionth is added to the deviation: the less rewards differ, the more it takes.
-            assert math.isclose(tokens.var(ddof=1), 1.0, rel_tol=1e-3)
+            # A millionth is added to the deviation.
+            deviation = np.repeat(values, counts).std(ddof=1)
+            assert math.isclose(tokens.var(ddof=1), (deviation / (deviation + 1e-6)) ** 2, rel_tol=1e-4)
 
 
 @given(steps)
