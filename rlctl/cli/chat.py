@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rlctl.cli.completion import complete_run
-from rlctl.cli.evaluate import explained_weights
-from rlctl.cli.output import busy, console, examples, say
+from rlctl.cli.env import require_environment
+from rlctl.cli.evaluate import explained_weights, overrides_for, tell
+from rlctl.cli.output import busy, console, examples, note, say
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.utils.escapes import neutral
@@ -31,9 +32,6 @@ EPILOG = examples(
     "rlctl chat sums < questions.txt                  a line, an answer",
 )
 _NEW = "/new"
-_TIMEOUT_S = 30.0
-# Of weights that belong to no GRPO run.
-_MAX_NEW_TOKENS, _KV_CACHE_MIB = 512, 256
 
 
 def chat(
@@ -65,9 +63,9 @@ def chat(
 
     with explained_weights("interrupted"):
         found = find_target(target, runs_folder(), step)
-        config, own = _config(found, system, seed)
-        environment, columns = _environment(tools), _row(row)
-        most = max_tokens or (config.generation.max_new_tokens if own else _MAX_NEW_TOKENS)
+        config, most = _config(found, system, seed)
+        environment, columns = _environment(tools, config), _row(row)
+        most = max_tokens or most
         sampling = (most, config.generation.temperature if temperature is None else temperature)
         with tempfile.TemporaryDirectory(prefix="rlctl-chat-") as folder:
             _talk(found, config, sampling, environment, columns, Path(folder))
@@ -85,13 +83,9 @@ def _talk(
 
     from rlctl.evaluation.conversation import conversations
 
-    def emit(kind: str, **what: Any) -> None:
-        if kind == "warning" or kind.startswith("engine_"):
-            say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
-
     with ExitStack() as stack:
         with busy(f"starting an engine for {target.name}"):
-            talks = stack.enter_context(conversations(target, config, sampling, environment, row, logs, emit))
+            talks = stack.enter_context(conversations(target, config, sampling, environment, row, logs, tell))
         said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
         say(f"{said}Ctrl-D ends", err=True)
         _converse(talks)
@@ -148,43 +142,48 @@ def _show(message: "Message") -> None:
     console().print(line)
 
 
-def _config(target: "Target", system: str | None, seed: int) -> "tuple[GrpoConfig, bool]":
-    """Return the config of the engine, and True if it is that of the weights' own run. Raises ConfigError.
+def _config(target: "Target", system: str | None, seed: int) -> "tuple[GrpoConfig, int]":
+    """Return the config of the engine, and the most tokens of an answer. Raises ConfigError.
 
-    Weights that no GRPO run made have the tiny recipe's, of which no data is read.
+    Weights that no GRPO run made have the tiny recipe's, of which no data is read, with the defaults of generation.
     """
     import yaml
 
+    from rlctl.config.builtin import CONFIGS
+    from rlctl.config.compose import compose
+    from rlctl.config.provenance import plain
     from rlctl.config.schema import GrpoConfig
     from rlctl.preflight.load import load
 
     file = target.run / "config.yaml" if target.run else None
     kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
     is_own = kept.get("kind") == "grpo"
-    given = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
-    given += ["telemetry.trackers=[]", "run.name=null", "generation.num_engines=1", f"run.seed={seed}"]
+    given = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
+    defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
     if not is_own:
-        given.append(f"generation.kv_cache_mib={_KV_CACHE_MIB}")
+        given.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
         own = {name: kept.get("data", {}).get(name) for name in ("chat_template", "system_prompt")}
         given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
     if system is not None:
         given.append(f"data.system_prompt={json.dumps(system)}")
     config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
     assert isinstance(config, GrpoConfig)
-    return config, is_own
+    # A model of few positions could not have the default in its config.
+    return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
 
 
-def _environment(name: str | None) -> "EnvironmentSpec | None":
-    """Return what the tools are of. Raises ConfigError."""
-    from rlctl.config.plugins import ENVIRONMENTS
+def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":
+    """Return what the tools are of, with the arguments of the run if they are its own. Raises ConfigError."""
     from rlctl.environments.outcomes import EnvironmentSpec
-    from rlctl.preflight.check_inputs import missing_plugin
 
+    own = config.environment
     if name is None:
+        if own.enabled:
+            names = ", ".join(each.name for each in own.named.values())
+            note([f"the run's environment, {names}, takes no part: --tools offers the tools of one"])
         return None
-    if what := missing_plugin(name, ENVIRONMENTS, "Class"):
-        raise ConfigError([Problem("--tools", "", what)])
-    return EnvironmentSpec(name, _TIMEOUT_S)
+    require_environment(name, "--tools")
+    return EnvironmentSpec(name, own.timeout_s, own.args if name == own.name else {})
 
 
 def _row(text: str) -> dict[str, Any]:

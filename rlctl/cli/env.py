@@ -52,7 +52,7 @@ def check(
     from rlctl.environments.check import check_environment
     from rlctl.environments.outcomes import EnvironmentSpec
 
-    _known(name)
+    require_environment(name, "NAME")
     rows = _rows(name, data, seed)
     with busy(f"playing {name}"):
         report = check_environment(EnvironmentSpec(name, timeout, _arguments(arg)), rows, memory, seed)
@@ -98,13 +98,13 @@ def _own_tasks(name: str, seed: int, held_out: bool = False) -> Iterator[dict[st
     return found
 
 
-def _known(name: str) -> None:
-    """Raises ConfigError if there is no such environment, as far as its source says."""
+def require_environment(name: str, where: str) -> None:
+    """Raise ConfigError if there is no such environment, as far as its source says. where: the argument's name."""
     from rlctl.config.plugins import ENVIRONMENTS
     from rlctl.preflight.check_inputs import missing_plugin
 
     if what := missing_plugin(name, ENVIRONMENTS, "Class"):
-        raise ConfigError([Problem("NAME", "", what)])
+        raise ConfigError([Problem(where, "", what)])
 
 
 def _rows(name: str, data: Path | None, seed: int) -> Sequence[Mapping[str, Any]]:

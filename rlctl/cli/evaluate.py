@@ -103,7 +103,7 @@ def _evaluate(
 
     root = to or (target.run / "evals" if target.run else Path("evals"))
     with _progress() as progress:
-        evaluation = Evaluation(target, settings, root, _emit)
+        evaluation = Evaluation(target, settings, root, tell)
         return evaluation.run(save_every, progress)
 
 
@@ -114,8 +114,7 @@ def _settings(
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
-    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
-    own += ["telemetry.trackers=[]", "run.name=null"]
+    own = overrides_for(target)
     if samples is not None:
         own.append(f"validation.num_generations={samples}")
         own += ["validation.temperature=${generation.temperature}"] * (samples > 1)
@@ -163,7 +162,7 @@ def _rescore(source: Path, arguments: list[str], step: int | None, to: Path | No
     base = recipe or str(answers.config)
     composed = load("grpo", base, ["telemetry.trackers=[]", "run.name=null", *overrides], resume=recipe is None)
     with busy("scoring"):
-        return [rescore(answers, composed, to, _emit)]
+        return [rescore(answers, composed, to, tell)]
 
 
 def _compare(first: Path, second: Path) -> list[dict[str, Any]]:
@@ -177,7 +176,13 @@ def _alone(option: str, *others: object) -> None:
         raise ConfigError([Problem(option, "", "takes two results and nothing else")])
 
 
-def _emit(kind: str, **what: Any) -> None:
+def overrides_for(target: "Target") -> list[str]:
+    """Return the overrides by which a config takes the weights of `target`, and is of no run of its own."""
+    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
+    return [*own, "telemetry.trackers=[]", "run.name=null"]
+
+
+def tell(kind: str, **what: Any) -> None:
     """Say what goes wrong while engines sample."""
     if kind in ("warning", "engine_restarted", "engine_gone"):
         say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)

@@ -84,6 +84,10 @@ class Chat:
         """Return the text of tokens, special ones included."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
+    def turn_text(self, tokens: Sequence[int]) -> str:
+        """Return the text of a sampled turn, without the token that ended it."""
+        return self.decode(tokens[:-1] if tokens and tokens[-1] in self.ends.named else tokens)
+
     @cached_property
     def ends(self) -> EndTokens:
         """Tokens that end an answer. Raises DataError."""

@@ -12,11 +12,11 @@ from rlctl.data.load import load_chat
 from rlctl.environments.contract import Message, opening
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.environments.tool_calls import tool_format
 from rlctl.evaluation.engines import engines
 from rlctl.evaluation.target import Target
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.resolved import Resolved
+from rlctl.rollout.episode_setup import format_of_calls, tool_problems
 from rlctl.rollout.patience import Emit
 from rlctl.rollout.talk import Sampler, Talk, TalkError, TalkLimits, TalkTools, talk_id
 
@@ -87,10 +87,10 @@ def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
     Raises UnusableEnvironmentError.
     """
     contract = pool.contracts()[_KEY]
-    format = tool_format(chat.template) if wanted == "auto" else wanted
-    if not contract.tools:
-        raise UnusableEnvironmentError([(contract.name, "has no tools to call while you talk")])
-    if format is None:
-        what = "its tools need a chat template with calls of a known format, or environment.tool_format"
-        raise UnusableEnvironmentError([(contract.name, what)])
+    format = format_of_calls(wanted, chat)
+    problems = (
+        tool_problems(chat, format) if contract.tools else [(contract.name, "has no tools to call while you talk")]
+    )
+    if problems or format is None:
+        raise UnusableEnvironmentError(problems)
     return TalkTools(pool, contract, format)

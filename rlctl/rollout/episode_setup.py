@@ -61,9 +61,9 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task) -
     problems = _problems(config, contracts, keys)
     notes = [f"{keys[key]}.name: {note}" for key, one in contracts.items() for note in one.notes]
     tools = [tool for one in contracts.values() for tool in one.tools]
-    format = section.tool_format if section.tool_format != "auto" else tool_format(chat.template)
+    format = format_of_calls(section.tool_format, chat)
     if tools:
-        problems += _tool_problems(chat, format)
+        problems += tool_problems(chat, format)
     key = pool.key_of(first.row)
     messages, found = _opening(pool, first)
     problems += [(f"{keys[key]}.name", found)] if found else []
@@ -90,7 +90,12 @@ def _problems(
     return [(f"{keys[key]}.name", what) for key, one in contracts.items() if not one.has_reward]
 
 
-def _tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
+def format_of_calls(wanted: str, chat: Chat) -> str | None:
+    """Return the parser of tool calls; None if the chat template has no known format. wanted: its name, or auto."""
+    return tool_format(chat.template) if wanted == "auto" else wanted
+
+
+def tool_problems(chat: Chat, format: str | None) -> list[tuple[str, str]]:
     """Return a problem where tools cannot be shown to the model, or its calls not be read."""
     if chat.template is None:
         return [("data.chat_template", "there is none, and tools are shown to the model by a chat template")]

@@ -215,8 +215,7 @@ class EpisodePlayer:
 
     def _answered(self, play: _Play, completion: Completion) -> None:
         play.leaf = play.conversation.add_turn(completion, play.leaf)
-        said = completion.tokens.tolist()
-        text = self._chat.decode(said[:-1] if said and said[-1] in self._stops else said)
+        text = self._chat.turn_text(completion.tokens.tolist())
         message: Message = {"role": "assistant", "content": text}
         play.conversation.messages.append(message)
         contract = self._contract(play)

@@ -129,8 +129,7 @@ class Talk:
         else:
             self._leaf = one.add_context(prompt, None)
         self._leaf = one.add_turn(completion, self._leaf)
-        said = completion.tokens.tolist()
-        text = self._chat.decode(said[:-1] if said and said[-1] in self._stops else said)
+        text = self._chat.turn_text(completion.tokens.tolist())
         message: Message = {"role": "assistant", "content": text}
         if completion.finish == "length":
             message["cut"] = True
