@@ -17,6 +17,7 @@ from rlctl.preflight.load import load
 from rlctl.preflight.tuning import tune
 from rlctl.refit.refit import Refit
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.single_turn import SingleTurnPlayer
 from rlctl.training.rank import TrainerSpec
 from rlctl.training.trainer_group import TrainerGroup
 from rlctl.training.worker import TrainerWorker
@@ -45,8 +46,10 @@ class MakeTrainer:
 def parts_of(
     section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
 ) -> GrpoComponents:
-    rest: Any = dict.fromkeys(("source", "validation", "score", "recorder", "devices", "monitor", "decode"))
-    return GrpoComponents(trainer=TrainerGroup(trainer, section), pool=pool, dispatcher=dispatcher, **rest)
+    unused = ("source", "validation", "score", "recorder", "devices", "monitor", "decode", "failure_cause")
+    rest: Any = dict.fromkeys(unused)
+    player = SingleTurnPlayer(dispatcher)
+    return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, player, **rest)
 
 
 @pytest.mark.slow

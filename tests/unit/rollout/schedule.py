@@ -409,7 +409,7 @@ class StubChat:
     def prompt_tokens(self, text: str) -> list[int]:
         return [5, 9]
 
-    def decode(self, tokens: Any) -> str:
+    def turn_text(self, tokens: Any) -> str:
         return "said"
 
     def link(self, messages: Any, added: Any, tools: Any) -> TurnLink:
