@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rlctl.config.schema import GrpoConfig
     from rlctl.environments.contract import Message
     from rlctl.environments.outcomes import EnvironmentSpec
-    from rlctl.evaluation.conversation import Conversations
+    from rlctl.evaluation.chat_session import ChatSession
     from rlctl.evaluation.target import Target
 
 EPILOG = examples(
@@ -81,17 +81,17 @@ def _talk(
 ) -> None:
     from contextlib import ExitStack
 
-    from rlctl.evaluation.conversation import conversations
+    from rlctl.evaluation.chat_session import chat_session
 
     with ExitStack() as stack:
         with busy(f"starting an engine for {target.name}"):
-            talks = stack.enter_context(conversations(target, config, sampling, environment, row, logs, tell))
+            session = stack.enter_context(chat_session(target, config, sampling, environment, row, logs, tell))
         said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
         say(f"{said}Ctrl-D ends", err=True)
-        _converse(talks)
+        _converse(session)
 
 
-def _converse(talks: "Conversations") -> None:
+def _converse(session: "ChatSession") -> None:
     """Read lines and answer them, until the input ends."""
     from rlctl.rollout.talk import TalkError
 
@@ -102,8 +102,8 @@ def _converse(talks: "Conversations") -> None:
             continue
         try:
             if talk is None:
-                talk = talks.begin()
-                for each in talks.opening:
+                talk = session.begin()
+                for each in session.opening:
                     _show(each)
             with suppress(KeyboardInterrupt):
                 for message in talk.say(line):

@@ -1,4 +1,4 @@
-"""Conversations with weights: an engine without a trainer, and the tools that the policy may call."""
+"""Session of `rlctl chat`: an engine without a trainer, and the tools that the policy may call."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -24,8 +24,8 @@ _KEY = "tools"
 
 
 @dataclass
-class Conversations:
-    """Conversations with one set of weights, one after another."""
+class ChatSession:
+    """Engine and tools of one set of weights, for conversations one after another."""
 
     chat: Chat
     sampler: Sampler
@@ -50,7 +50,7 @@ class Conversations:
 
 
 @contextmanager
-def conversations(
+def chat_session(
     target: Target,
     config: GrpoConfig,
     sampling: tuple[int, float],
@@ -58,7 +58,7 @@ def conversations(
     row: Mapping[str, Any],
     logs: Path,
     emit: Emit,
-) -> Iterator[Conversations]:
+) -> Iterator[ChatSession]:
     """Start an engine at the weights of `target`, and the environment's process, until the block is left.
 
     sampling: tokens of an answer, temperature. row: columns for `reset`.
@@ -78,7 +78,7 @@ def conversations(
             )
             tools = _tools(pool, chat, config.environment.tool_format)
         dispatcher = stack.enter_context(engines(config, files, stops, target.step, logs, emit))
-        yield Conversations(chat, dispatcher, limits, tools, row)
+        yield ChatSession(chat, dispatcher, limits, tools, row)
 
 
 def _tools(pool: EnvironmentPool, chat: Chat, wanted: str) -> TalkTools:
