@@ -17,12 +17,9 @@ on the loop's thread, in `repair`, while it waits.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import chain, groupby
-from typing import Any, Protocol
+from itertools import chain
 from weakref import WeakKeyDictionary
 
 from rlctl.config.schema import RunSection
@@ -30,81 +27,18 @@ from rlctl.data.tasks import Task
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.engine import Engine
 from rlctl.generation.pool import GeneratorPool
-from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
+from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
+from rlctl.rollout.engine_queue import EngineQueue, RequestState, SubmittedTurn, Submitter, handed_out_together
 from rlctl.rollout.patience import TICK_S, Clock, Emit, Patience, ThreadErrors
 from rlctl.rollout.single_turn import SingleTurnPlayer
 from rlctl.rollout.types import Rollout, RolloutGroup, RolloutPlayer, Sampling
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
-from rlctl.workers.group import Worker
 
-Answer = tuple[TurnRequest, Completion]
-_Order = Callable[[Engine, list[Any]], int | None]
 _LOST = (WorkerDied, WorkerError, WorkerTimeout)
 _POLL_S = 1.0
 _ABORT_S = 5.0
 # Longer than an engine that answers takes to be collected from.
 _CLOSE_S = 3.0
-
-
-class Submitter(Protocol):
-    """Whoever submits requests. Must not call the dispatcher from `completed`, nor hold a lock when it submits."""
-
-    def completed(self, answers: list[Answer]) -> None:
-        """Take answers, on a thread of the dispatcher."""
-
-    def restarted(self, requests: list[TurnRequest]) -> None:
-        """Learn that requests were lost with their engine and begin again, on the thread that called `repair` or
-        `resume`."""
-
-
-class RequestState(Enum):
-    """State of a request, see the head of this file."""
-
-    PENDING = auto()
-    SAMPLING = auto()
-    ABORTING = auto()
-
-
-@dataclass(eq=False, slots=True)
-class _Submitted:
-    """One request on its way."""
-
-    request: TurnRequest
-    submitter: Submitter
-    state: RequestState = RequestState.PENDING
-
-
-def _groups(submitted: Sequence[_Submitted]) -> list[list[_Submitted]]:
-    """Return what is handed out together: first turns of a group in a row, and each later turn by itself."""
-    ids = groupby(submitted, lambda each: each.request.id if each.request.id.turn else each.request.id.rollout.siblings)
-    return [list(group) for _, group in ids]
-
-
-@dataclass(eq=False)
-class _EngineQueue:
-    """One engine and its requests."""
-
-    worker: Worker
-    # When it last did anything.
-    last: float
-    # SAMPLING and ABORTING ones.
-    requests: dict[RequestId, _Submitted] = field(default_factory=dict)
-    # Methods and their arguments that it has not been sent yet.
-    orders: deque[tuple[_Order, list[Any]]] = field(default_factory=deque)
-    stats: EngineStats = field(default_factory=EngineStats)
-    # Why it must be replaced.
-    lost: Exception | None = None
-
-    def sampling(self) -> list[_Submitted]:
-        """Return what somebody waits for."""
-        return [each for each in self.requests.values() if each.state is RequestState.SAMPLING]
-
-    def order(self, method: _Order, what: list[Any]) -> None:
-        """Queue an order; join it to the one before if that is of its kind."""
-        if self.orders and self.orders[-1][0] == method:
-            self.orders[-1][1].extend(what)
-        else:
-            self.orders.append((method, what))
 
 
 class RolloutDispatcher:
@@ -115,11 +49,11 @@ class RolloutDispatcher:
         self._patience = Patience(self._clock, run, emit)
         pool.forget_gone()
         # By the pool's slots.
-        self._queues = [_EngineQueue(worker, self._clock.now()) for worker in pool.engines]
+        self._queues = [EngineQueue(worker, self._clock.now()) for worker in pool.engines]
         # Groups and later turns, in the order in which they begin.
-        self._pending: deque[list[_Submitted]] = deque()
+        self._pending: deque[list[SubmittedTurn]] = deque()
         # Engine that sampled a rollout's last turn, for as long as anybody holds the rollout's id.
-        self._homes: WeakKeyDictionary[RolloutId, _EngineQueue] = WeakKeyDictionary()
+        self._homes: WeakKeyDictionary[RolloutId, EngineQueue] = WeakKeyDictionary()
         self._held = self._closed = False
         # Tokens that were sampled of requests that were aborted, by all engines so far.
         self.aborted_tokens = 0
@@ -141,7 +75,7 @@ class RolloutDispatcher:
             front = next(
                 (n for n, group in enumerate(self._pending) if not group[0].request.id.turn), len(self._pending)
             )
-            for group in _groups([_Submitted(request, submitter) for request in requests]):
+            for group in handed_out_together([SubmittedTurn(request, submitter) for request in requests]):
                 early = ahead or group[0].request.id.turn > 0
                 self._pending.insert(front if early else len(self._pending), group)
                 front += early
@@ -276,7 +210,7 @@ class RolloutDispatcher:
     def _hand_out(self) -> None:
         """Begin PENDING groups, each on the engine with the fewest tokens ahead of it, later turns at their home."""
         loads = {queue: sum(e.request.max_new_tokens for e in queue.requests.values()) for queue in self._queues}
-        waiting: deque[list[_Submitted]] = deque()
+        waiting: deque[list[SubmittedTurn]] = deque()
         while self._pending and not self._held and not self._closed:
             free = [each for each in self._queues if not each.lost and len(each.requests) < self._pool.at_a_time]
             if not free:
@@ -353,7 +287,7 @@ class RolloutDispatcher:
                 submitter.completed([(one.request, answer) for one, answer in wanted if one.submitter is submitter])
         return True
 
-    def _lose(self, queue: _EngineQueue, error: Exception) -> None:
+    def _lose(self, queue: EngineQueue, error: Exception) -> None:
         with self._changed:
             queue.lost = queue.lost or error
             self._changed.notify_all()
@@ -369,7 +303,7 @@ class RolloutDispatcher:
 
     def _adopt(self) -> None:
         """Take note of engines that were replaced, by `repair` or by a sync: requests of the old ones begin again."""
-        again: list[_Submitted] = []
+        again: list[SubmittedTurn] = []
         with self._changed:
             replaced = [(index, queue) for index, queue in enumerate(self._queues) if not self._is_current(index)]
             if not replaced:
@@ -378,12 +312,12 @@ class RolloutDispatcher:
                 again += queue.sampling()
                 queue.requests = {}
                 if worker := self._pool.slots[index]:
-                    self._queues[index] = _EngineQueue(worker, self._clock.now())
+                    self._queues[index] = EngineQueue(worker, self._clock.now())
                 else:
                     queue.lost = queue.lost or WorkerDied("collect", [queue.worker.name], "its node is gone")
             for each in again:
                 each.state = RequestState.PENDING
-            self._pending.extendleft(reversed(_groups(again)))
+            self._pending.extendleft(reversed(handed_out_together(again)))
             self._hand_out()
         for submitter in {each.submitter for each in again}:
             submitter.restarted([each.request for each in again if each.submitter is submitter])

@@ -144,7 +144,7 @@ class EpisodePlayer:
         self._thread.join(2 * _POLL_S)
 
     def completed(self, answers: list[tuple[TurnRequest, Completion]]) -> None:
-        """Take sampled turns, see `dispatcher.Submitter`."""
+        """Take sampled turns, see `engine_queue.Submitter`."""
         for request, completion in answers:
             if play := self._plays.get(request.id.rollout):
                 self._post(play, play.attempt, partial(self._answered, play, completion))

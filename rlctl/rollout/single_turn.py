@@ -48,7 +48,7 @@ class SingleTurnPlayer:
 
 @dataclass(frozen=True, eq=False)
 class _Turns:
-    """Submitter whose answers are rollouts, see `dispatcher.Submitter`."""
+    """Submitter whose answers are rollouts, see `engine_queue.Submitter`."""
 
     taker: RolloutTaker
 

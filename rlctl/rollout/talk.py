@@ -165,7 +165,7 @@ class Talk:
             raise
 
     def completed(self, answers: list[tuple[TurnRequest, Completion]]) -> None:
-        """Take a turn, see `dispatcher.Submitter`."""
+        """Take a turn, see `engine_queue.Submitter`."""
         for _, completion in answers:
             self._answers.put(completion)
 

@@ -25,7 +25,8 @@ from rlctl.preflight.load import load
 from rlctl.refit.refit import Refit
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.buffer import RolloutBuffer
-from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.types import RolloutGroup
 from rlctl.workers.group import WorkerGroup, WorkerSpec
 from tests.system.drifting import DriftingSource

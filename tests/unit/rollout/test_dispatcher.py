@@ -15,7 +15,8 @@ from rlctl.data.tasks import Task
 from rlctl.generation import active_requests, engine, pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import RequestId, TurnRequest
-from rlctl.rollout.dispatcher import Answer, RolloutDispatcher
+from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.types import Sampling
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, VirtualClock

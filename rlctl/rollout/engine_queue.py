@@ -1,0 +1,77 @@
+"""Queue of one engine: the requests that it has, and the orders that it is yet to be sent."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import groupby
+from typing import Any, Protocol
+
+from rlctl.generation.active_requests import EngineStats
+from rlctl.generation.engine import Engine
+from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.workers.group import Worker
+
+Answer = tuple[TurnRequest, Completion]
+Order = Callable[[Engine, list[Any]], int | None]
+
+
+class Submitter(Protocol):
+    """Whoever submits requests. Must not call the dispatcher from `completed`, nor hold a lock when it submits."""
+
+    def completed(self, answers: list[Answer]) -> None:
+        """Take answers, on a thread of the dispatcher."""
+
+    def restarted(self, requests: list[TurnRequest]) -> None:
+        """Learn that requests were lost with their engine and begin again, on the thread that called `repair` or
+        `resume`."""
+
+
+class RequestState(Enum):
+    """State of a request, see the head of dispatcher.py."""
+
+    PENDING = auto()
+    SAMPLING = auto()
+    ABORTING = auto()
+
+
+@dataclass(eq=False, slots=True)
+class SubmittedTurn:
+    """One request on its way."""
+
+    request: TurnRequest
+    submitter: Submitter
+    state: RequestState = RequestState.PENDING
+
+
+def handed_out_together(submitted: Sequence[SubmittedTurn]) -> list[list[SubmittedTurn]]:
+    """Return what is handed out together: first turns of a group in a row, and each later turn by itself."""
+    ids = groupby(submitted, lambda each: each.request.id if each.request.id.turn else each.request.id.rollout.siblings)
+    return [list(group) for _, group in ids]
+
+
+@dataclass(eq=False)
+class EngineQueue:
+    """One engine and its requests."""
+
+    worker: Worker
+    # When it last did anything.
+    last: float
+    # SAMPLING and ABORTING ones.
+    requests: dict[RequestId, SubmittedTurn] = field(default_factory=dict)
+    # Methods and their arguments that it has not been sent yet.
+    orders: deque[tuple[Order, list[Any]]] = field(default_factory=deque)
+    stats: EngineStats = field(default_factory=EngineStats)
+    # Why it must be replaced.
+    lost: Exception | None = None
+
+    def sampling(self) -> list[SubmittedTurn]:
+        """Return what somebody waits for."""
+        return [each for each in self.requests.values() if each.state is RequestState.SAMPLING]
+
+    def order(self, method: Order, what: list[Any]) -> None:
+        """Queue an order; join it to the one before if that is of its kind."""
+        if self.orders and self.orders[-1][0] == method:
+            self.orders[-1][1].extend(what)
+        else:
+            self.orders.append((method, what))
