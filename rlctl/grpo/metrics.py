@@ -171,18 +171,28 @@ class EngineInterval:
     after: list[EngineStats]
     devices: int
 
+    @property
+    def reported(self) -> list[tuple[EngineStats, EngineStats]]:
+        """Totals before and after, of each engine that reported and was not replaced meanwhile."""
+        return [(b, a) for b, a in zip(self.before, self.after) if a.busy >= b.busy and a.at > b.at > 0]
+
+
+def prefix_metrics(interval: EngineInterval) -> dict[str, float]:
+    """Return the share of the prompt tokens that prefix caches held; empty where no prompt was looked up."""
+    prompts, cached = (
+        sum(getattr(a, n) - getattr(b, n) for b, a in interval.reported) for n in ("prompt_tokens", "cached_tokens")
+    )
+    return {"generator/prefix_hit_share": cached / prompts} if prompts else {}
+
 
 def generator_metrics(interval: EngineInterval) -> dict[str, float]:
     """Return the generator's speed while it sampled, and the shares of the time in which it was idle or paused.
 
     Engines that were replaced meanwhile are left out, since their totals began again. Empty if no engine reported.
     """
-    pairs = [(b, a) for b, a in zip(interval.before, interval.after) if a.busy >= b.busy and a.at > b.at > 0]
+    pairs = interval.reported
     busy, paused, whole = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("busy", "paused", "at"))
-    tokens, steps, prompts, cached = (
-        sum(getattr(a, n) - getattr(b, n) for b, a in pairs)
-        for n in ("tokens", "steps", "prompt_tokens", "cached_tokens")
-    )
+    tokens, steps = (sum(getattr(a, n) - getattr(b, n) for b, a in pairs) for n in ("tokens", "steps"))
     if not pairs:
         return {}
     return {
@@ -192,7 +202,6 @@ def generator_metrics(interval: EngineInterval) -> dict[str, float]:
         "idle/generator_refit": min(1.0, paused / whole),
         "generator/sequences": tokens / max(1, steps),
         "generator/decode_step": busy / max(1, steps),
-        "generator/prefix_hit_share": cached / max(1, prompts),
         "tokens/sampled": float(tokens),
     }
 

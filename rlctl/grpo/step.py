@@ -14,6 +14,7 @@ from rlctl.grpo.metrics import (
     age_metrics,
     generator_metrics,
     length_metrics,
+    prefix_metrics,
     refit_metrics,
     rollout_metrics,
     sampling_metrics,
@@ -116,10 +117,9 @@ class GrpoStep:
     def _speed(self, metrics: dict[str, float], times: dict[str, float], batch: TrainingBatch) -> dict[str, float]:
         devices = self._parts.devices
         speed = speed_metrics(metrics, times, devices.trainer, devices.all)
-        if self._async:
-            speed |= generator_metrics(EngineInterval(self._stats, self._parts.dispatcher.stats(), devices.generator))
-        else:
-            speed |= turn_metrics(metrics, times, devices.generator)
+        engines = EngineInterval(self._stats, self._parts.dispatcher.stats(), devices.generator)
+        speed |= generator_metrics(engines) if self._async else turn_metrics(metrics, times, devices.generator)
+        speed |= prefix_metrics(engines)
         flops = devices.flops(length_of_a_token([len(sequence) for sequence in batch.sequences]))
         share = mfu(speed["throughput/training"], flops, devices.name)
         return speed if share is None else {**speed, "throughput/mfu": share}

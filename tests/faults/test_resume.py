@@ -20,9 +20,12 @@ SETTINGS = ("grpo.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last
 # As in test_async.py.
 KILLS = int(os.environ.get("RLCTL_TEST_KILLS", "3"))
 # What depends on the clock or the machine, not on the run.
-LOOSE = ("time", "throughput/", "idle/", "memory/", "device/", "refit/", "environment/seconds")
+LOOSE = ("time", "throughput/", "idle/", "memory/", "device/", "refit/")
+LOOSE += ("environment/seconds", "environment/retries")
 # How much a synchronous step samples ahead of need depends on who ends first; what it trains on does not.
 LOOSE += ("groups/surplus", "tokens/surplus", "tokens/wasted")
+# Which request finds a prefix depends on which came first.
+LOOSE += ("generator/prefix_hit_share",)
 
 
 def lasting(record: dict[str, Any]) -> dict[str, Any]:

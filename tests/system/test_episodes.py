@@ -119,6 +119,7 @@ def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -
         assert 1 <= step["environment/turns"] <= 3 and step["environment/failed"] == 0
         assert sum(value for name, value in step.items() if name.startswith("environment/endings/")) == pytest.approx(1)
         assert step["environment/rows"] == 1 and step["reward/environment/failed"] == 0
+        assert 0 <= step["generator/prefix_hit_share"] < 1
     for purpose in ("train", "validation"):
         assert {one["episode"]["ending"] for one in look_at_episodes(run, purpose)} <= {"done", "max_turns"}
     validated = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]

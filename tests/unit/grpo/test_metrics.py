@@ -15,6 +15,7 @@ from rlctl.grpo.batch import make_batch
 from rlctl.grpo.metrics import (
     EngineInterval,
     generator_metrics,
+    prefix_metrics,
     rollout_metrics,
     sampling_metrics,
     source_metrics,
@@ -205,20 +206,23 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
         EngineStats(26.0, 1.0, 500, 100, 100, at=15.0),
         EngineStats(1.0, 0.0, 10),
     ]
-    assert generator_metrics(EngineInterval(before, after, devices=4)) == pytest.approx(
+    interval = EngineInterval(before, after, devices=4)
+    assert generator_metrics(interval) == pytest.approx(
         {
             "throughput/generation": 600 / 9 * 3 / 4,
             "idle/generator": 1 - 9 / 10,
             "idle/generator_refit": 0.5 / 10,
             "generator/sequences": 600 / 100,
             "generator/decode_step": 9 / 100,
-            "generator/prefix_hit_share": 240 / 400,
             "tokens/sampled": 600,
         }
     )
+    assert prefix_metrics(interval) == {"generator/prefix_hit_share": 240 / 400}
     unheard = [EngineStats()]
     assert generator_metrics(EngineInterval(unheard, after[:1], devices=1)) == {}
     assert generator_metrics(EngineInterval(after, after, devices=4)) == {}
+    without_a_cache = [[EngineStats(busy, 0.0, 9, 9, at=busy)] for busy in (1.0, 2.0)]
+    assert prefix_metrics(EngineInterval(*without_a_cache, devices=1)) == {}
 
 
 def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampled() -> None:
