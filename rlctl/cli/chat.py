@@ -12,8 +12,8 @@ import typer
 
 from rlctl.cli.completion import complete_run
 from rlctl.cli.env import require_environment
-from rlctl.cli.evaluate import explained_weights, overrides_for, tell
 from rlctl.cli.output import busy, console, examples, note, say
+from rlctl.cli.weights import config_of, explained_weights, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.utils.escapes import neutral
@@ -63,7 +63,7 @@ def chat(
 
     with explained_weights("interrupted"):
         found = find_target(target, runs_folder(), step)
-        config, most = _config(found, system, seed)
+        config, most = config_of(found, seed, system)
         environment, columns = _environment(tools, config), _row(row)
         most = max_tokens or most
         sampling = (most, config.generation.temperature if temperature is None else temperature)
@@ -140,36 +140,6 @@ def _show(message: "Message") -> None:
     if message.get("cut"):
         line.append(" (cut: --max-tokens)", style="yellow")
     console().print(line)
-
-
-def _config(target: "Target", system: str | None, seed: int) -> "tuple[GrpoConfig, int]":
-    """Return the config of the engine, and the most tokens of an answer. Raises ConfigError.
-
-    Weights that no GRPO run made have the tiny recipe's, of which no data is read, with the defaults of generation.
-    """
-    import yaml
-
-    from rlctl.config.builtin import CONFIGS
-    from rlctl.config.compose import compose
-    from rlctl.config.provenance import plain
-    from rlctl.config.schema import GrpoConfig
-    from rlctl.preflight.load import load
-
-    file = target.run / "config.yaml" if target.run else None
-    kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
-    is_own = kept.get("kind") == "grpo"
-    given = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
-    defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
-    if not is_own:
-        given.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
-        own = {name: kept.get("data", {}).get(name) for name in ("chat_template", "system_prompt")}
-        given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
-    if system is not None:
-        given.append(f"data.system_prompt={json.dumps(system)}")
-    config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
-    assert isinstance(config, GrpoConfig)
-    # A model of few positions could not have the default in its config.
-    return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
 
 
 def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | None":

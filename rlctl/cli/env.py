@@ -1,18 +1,24 @@
-"""`rlctl env`: environments tried before a run, without an engine."""
+"""`rlctl env`: environments tried before a run, by a script or by a model."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rlctl.cli.arguments import AsJson
+from rlctl.cli.completion import complete_run
 from rlctl.cli.output import FAILED, busy, console, examples, note, say
+from rlctl.cli.weights import config_of, explained_weights, tell
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
+    from rlctl.config.schema import DatasetSection, GrpoConfig
+    from rlctl.data.datasets import Row
     from rlctl.environments.check import CheckReport, ScriptedEpisode
+    from rlctl.environments.outcomes import EnvironmentSpec
+    from rlctl.evaluation.episodes import PlayedEpisodes
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -31,7 +37,7 @@ def env() -> None:
     epilog=examples(
         "rlctl env check my_env.py:Game --data tasks.jsonl",
         "rlctl env check guess --arg guesses=4",
-        "rlctl env check my_env.py:Game --json",
+        "rlctl env check my_env.py:Game --data tasks.jsonl --model my-run --episodes 4",
     )
 )
 def check(
@@ -43,24 +49,46 @@ def check(
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that each action may take.", min=0.01)] = 5.0,
     memory: Annotated[int, typer.Option(help="MiB that the process may use.", min=64)] = 4096,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CHECKPOINT | FOLDER | RUN",
+            help="Play with this model in place of the script; it starts an engine.",
+            show_default=False,
+            autocompletion=complete_run,
+        ),
+    ] = None,
+    episodes: Annotated[
+        int | None, typer.Option(help="With --model: the episodes, 1 if left out.", min=1, show_default=False)
+    ] = None,
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Play three scripted episodes: contract, tools, rewards, times. Exit code 1 if the contract is broken."""
+    """Play three scripted episodes: contract, tools, rewards, times. Exit code 1 if the contract is broken.
+
+    With --model: episodes with a real engine, each conversation with what was sampled marked.
+    """
     from dataclasses import asdict
 
-    from rlctl.environments.check import check_environment
+    from rlctl.environments.check import EPISODES, check_environment
     from rlctl.environments.outcomes import EnvironmentSpec
 
     require_environment(name, "NAME")
-    rows = _rows(name, data, seed)
+    if episodes is not None and model is None:
+        raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
+    section, rows = _rows(name, data, seed, max(EPISODES, episodes or 1))
+    spec = EnvironmentSpec(name, timeout, _arguments(arg))
     with busy(f"playing {name}"):
-        report = check_environment(EnvironmentSpec(name, timeout, _arguments(arg)), rows, memory, seed)
+        report = check_environment(spec, [row.values for row in rows], memory, seed)
+    played = None
+    if model is not None and not report.problems:
+        played = _play(model, spec, memory, (section, rows), episodes or 1, seed)
     if as_json:
-        typer.echo(json.dumps({"name": name, **asdict(report)}, indent=1, default=str))
+        found = {"name": name, **asdict(report), **({"played": asdict(played)} if played else {})}
+        typer.echo(json.dumps(found, indent=1, default=str))
     else:
-        _show(name, str(data) if data else "", report)
-    if report.problems:
+        _show(name, str(data) if data else "", report, played)
+    if report.problems or (played and played.failures):
         raise typer.Exit(FAILED)
 
 
@@ -107,24 +135,52 @@ def require_environment(name: str, where: str) -> None:
         raise ConfigError([Problem(where, "", what)])
 
 
-def _rows(name: str, data: Path | None, seed: int) -> Sequence[Mapping[str, Any]]:
+def _rows(name: str, data: Path | None, seed: int, count: int) -> "tuple[DatasetSection, list[Row]]":
     """Return the first rows of the data; without any, tasks of an environment that ships, else one empty row."""
     from itertools import islice
 
     from rlctl.config.plugins import ENVIRONMENTS
-    from rlctl.environments.check import EPISODES
-
-    if data is None:
-        return list(islice(_own_tasks(name, seed), EPISODES)) if name in ENVIRONMENTS else [{}]
     from rlctl.config.schema import DatasetSection
-    from rlctl.data.datasets import load_rows
+    from rlctl.data.datasets import Row, load_rows
     from rlctl.data.files import DataError
 
+    section = DatasetSection(str(data) if data else None, "train", "prompt", "answer", "messages", limit=count)
+    if data is None:
+        own = islice(_own_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
+        return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(own)]
     try:
-        section = DatasetSection(str(data), "train", "prompt", "answer", "messages", limit=EPISODES)
-        return [row.values for row in load_rows(section)]
+        return section, load_rows(section)
     except DataError as error:
         raise ConfigError([Problem("--data", "", str(error))]) from error
+
+
+def _play(
+    model: str, spec: "EnvironmentSpec", memory: int, data: "tuple[DatasetSection, list[Row]]", count: int, seed: int
+) -> "PlayedEpisodes":
+    """Play episodes with a model; a run's own section `environment` gives all that the command does not."""
+    import tempfile
+
+    from rlctl.config.builtin import runs_folder
+    from rlctl.evaluation.target import find_target
+
+    with explained_weights("interrupted"), tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs:
+        target = find_target(model, runs_folder())
+        config = _config(*config_of(target, seed), spec, memory)
+        with busy(f"playing {spec.name} with {target.name}"):
+            # Torch comes with it, which takes seconds.
+            from rlctl.evaluation.episodes import play_episodes
+
+            return play_episodes(config, *data, count, target.step, Path(logs), tell)
+
+
+def _config(config: "GrpoConfig", max_new_tokens: int, spec: "EnvironmentSpec", memory: int) -> "GrpoConfig":
+    """Return the config of episodes that are not tried again, and that no other reward values."""
+    from dataclasses import replace
+
+    own = replace(config.environment, name=spec.name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
+    environment = replace(own, max_retries=0, processes=1, memory_mib=memory)
+    generation = replace(config.generation, max_new_tokens=max_new_tokens)
+    return replace(config, environment=environment, generation=generation, rewards=[])
 
 
 def _arguments(given: list[str] | None) -> dict[str, Any]:
@@ -143,7 +199,7 @@ def _arguments(given: list[str] | None) -> dict[str, Any]:
     return arguments
 
 
-def _show(name: str, data: str, report: "CheckReport") -> None:
+def _show(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes | None") -> None:
     from rlctl.environments.check import signature
 
     _line("check", f"{name}{f', tasks of {data}' if data else ''}; loaded in {report.start_s:.2f} s")
@@ -152,20 +208,41 @@ def _show(name: str, data: str, report: "CheckReport") -> None:
         _line("", tool["function"]["description"])
     if report.contract and report.contract.has_step:
         _line("step", "answers messages that call no tool")
-    for number, episode in enumerate(report.episodes, 1):
-        say("")
-        _episode(number, episode)
     say("")
-    rewards = [each.reward for each in report.episodes if each.reward is not None]
-    actions = sorted(turn.seconds for each in report.episodes for turn in each.turns)
-    if report.episodes:
-        median = f"; an action takes {1e3 * actions[len(actions) // 2]:.2g} ms at the median" if actions else ""
-        _line("played", f"{len(report.episodes)} episodes, {len(rewards)} with a reward{median}")
-    note(report.notes)
-    for problem in report.problems:
+    if played:
+        _conversations(played)
+    else:
+        _script(report.episodes)
+    # A run's own notes have those of the class, each behind its key.
+    note(
+        [*report.notes, *(each for each in (played.notes if played else ()) if not each.endswith(tuple(report.notes)))]
+    )
+    for problem in (*report.problems, *(played.failures if played else ())):
         from rich.text import Text
 
         console(stderr=True).print(Text.assemble(("error: ", "bold red"), problem))
+
+
+def _conversations(played: "PlayedEpisodes") -> None:
+    from rlctl.cli.rollouts import print_group
+    from rlctl.dashboard.formats import count, duration
+
+    for record in played.records:
+        print_group(record, console())
+    tokens = sum(rollout["tokens"] for record in played.records for rollout in record["rollouts"])
+    what = f"{count(len(played.records), 'episode')}, {count(tokens, 'token')} sampled, in {duration(played.play_s)}"
+    _line("played", f"{what}; the engine started in {duration(played.start_s)}")
+
+
+def _script(episodes: "Sequence[ScriptedEpisode]") -> None:
+    for number, episode in enumerate(episodes, 1):
+        _episode(number, episode)
+        say("")
+    rewards = [each.reward for each in episodes if each.reward is not None]
+    actions = sorted(turn.seconds for each in episodes for turn in each.turns)
+    if episodes:
+        median = f"; an action takes {1e3 * actions[len(actions) // 2]:.2g} ms at the median" if actions else ""
+        _line("played", f"{len(episodes)} episodes, {len(rewards)} with a reward{median}")
 
 
 def _episode(number: int, episode: "ScriptedEpisode") -> None:

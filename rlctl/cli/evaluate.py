@@ -10,7 +10,8 @@ import typer
 
 from rlctl.cli.arguments import Arguments, AsJson, split
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, console, examples, say
+from rlctl.cli.output import console, examples, say
+from rlctl.cli.weights import explained_weights, overrides_for, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 
@@ -176,18 +177,6 @@ def _alone(option: str, *others: object) -> None:
         raise ConfigError([Problem(option, "", "takes two results and nothing else")])
 
 
-def overrides_for(target: "Target") -> list[str]:
-    """Return the overrides by which a config takes the weights of `target`, and is of no run of its own."""
-    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
-    return [*own, "telemetry.trackers=[]", "run.name=null"]
-
-
-def tell(kind: str, **what: Any) -> None:
-    """Say what goes wrong while engines sample."""
-    if kind in ("warning", "engine_restarted", "engine_gone"):
-        say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
-
-
 @contextmanager
 def _progress() -> Iterator[Any]:
     """Show how far it is: a moving line on a terminal, a line each saving elsewhere; both on stderr."""
@@ -197,33 +186,3 @@ def _progress() -> Iterator[Any]:
         return
     with out.status("starting the engine") as status:
         yield lambda name, done, count: status.update(f"{name}: {done} of {count} tasks")
-
-
-@contextmanager
-def explained_weights(interrupted: str) -> Iterator[None]:
-    """End a command with one line and the right exit code for what is wrong with weights, data or engines.
-
-    interrupted: the line for Ctrl-C.
-    """
-    from rlctl.config.errors import ModelError
-    from rlctl.data.files import DataError
-    from rlctl.environments.pool import UnusableEnvironmentError
-    from rlctl.evaluation.comparison import NotComparable
-    from rlctl.evaluation.store import EvaluationError
-    from rlctl.evaluation.target import TargetError
-    from rlctl.preflight.placement import PlacementError
-    from rlctl.rewards.base import RewardError
-
-    bad = (TargetError, EvaluationError, NotComparable, DataError, ModelError)
-    unusable = (PlacementError, RewardError, UnusableEnvironmentError)
-    try:
-        yield
-    except (*bad, *unusable) as error:
-        say(f"error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
-    except RuntimeError as error:
-        say(f"error: {error}", err=True)
-        raise typer.Exit(FAILED) from None
-    except KeyboardInterrupt:
-        say(interrupted, err=True)
-        raise typer.Exit(INTERRUPTED) from None

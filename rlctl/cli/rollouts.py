@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import typer
+from rich.console import Console
 
 from rlctl.cli.output import BAD_INPUT, INTERRUPTED, say
 from rlctl.config.errors import ConfigError, Problem
@@ -79,7 +80,13 @@ class Printer:
     def _print(self, group: Record) -> None:
         if self._json:
             print(json.dumps(group, ensure_ascii=False), flush=True)
-        elif self._console.is_terminal:
-            self._console.print(shown(group, self._console, self._query.pattern))
         else:
-            print("\n".join(plain(group)), flush=True)
+            print_group(group, self._console, self._query.pattern)
+
+
+def print_group(group: Record, out: Console, pattern: re.Pattern[str] | None = None) -> None:
+    """Print a group for a person. pattern: what is marked in the texts."""
+    if out.is_terminal:
+        out.print(shown(group, out, pattern))
+    else:
+        print("\n".join(plain(group)), flush=True)

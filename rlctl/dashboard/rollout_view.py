@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.dashboard.event_text import one_line
-from rlctl.dashboard.formats import NONE, count
+from rlctl.dashboard.formats import NONE, count, duration
 from rlctl.dashboard.rollout_query import mean_reward
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.escapes import neutral
@@ -39,15 +39,18 @@ def shown(group: Record, console: Console, pattern: Pattern = None) -> Renderabl
     for start in range(0, len(cells), columns):
         grid.add_row(*cells[start : start + columns])
         grid.add_row()
-    prompt = [_marked(line, "", pattern, "  ") for line in _wrapped(str(group.get("prompt", "")), width - 2, console)]
+    asked = str(group.get("prompt", ""))
+    prompt = [_marked(line, "", pattern, "  ") for line in _wrapped(asked, width - 2, console)] if asked else []
     title = Rule(Text(title_of(group), style="bold"), align="left", style="bright_black")
-    return Group(title, Text(about(group), style="bright_black"), *prompt, Text(), grid)
+    facts = [Text(line, style="bright_black") for line in [about(group)] if line]
+    return Group(title, *facts, *prompt, *[Text()] * bool(facts or prompt), grid)
 
 
 def plain(group: Record) -> Iterator[str]:
     """Yield a group as lines for a pipe."""
-    yield f"== {title_of(group)} · {about(group)}"
-    yield from (f"   {line}" for line in neutral(str(group.get("prompt", ""))).split("\n"))
+    yield "== " + " · ".join(filter(None, (title_of(group), about(group))))
+    if prompt := str(group.get("prompt", "")):
+        yield from (f"   {line}" for line in neutral(prompt).split("\n"))
     for rollout in group["rollouts"]:
         sign, _ = SIGNS.get(rollout.get("right"), SIGNS[None])
         yield f"-- #{rollout.get('index')} {sign} " + " · ".join([*_worth(rollout), *_facts(rollout)])
@@ -76,22 +79,30 @@ def facts(rollout: Record) -> str:
 
 def title_of(group: Record) -> str:
     """Return step, task and outcome of a group."""
-    where = "validation of " * (group.get("purpose") == "validation") + f"step {group.get('step')}"
+    step = group.get("step")
+    where = "" if step is None else "validation of " * (group.get("purpose") == "validation") + f"step {step}"
     outcome = one_line(group.get("outcome") or "")
     return " · ".join(part for part in (where, one_line(group.get("task", "")), outcome) if part)
 
 
 def pieces(rollout: Record) -> list[tuple[str, bool]]:
-    """Return what followed the prompt as pairs of a text and if it was sampled."""
-    return [(str(text), bool(sampled)) for text, sampled in rollout.get("text", ())]
+    """Return what followed the prompt as pairs of a text and if it was sampled.
+
+    An episode that failed has no tokens to train on: its messages.
+    """
+    if text := rollout.get("text", ()):
+        return [(str(part), bool(sampled)) for part, sampled in text]
+    said = (rollout.get("episode") or {}).get("messages", ())
+    return [(str(message.get("content", "")), message.get("role") == "assistant") for message in said]
 
 
 def about(group: Record) -> str:
-    """Return the expected answer of a group, how many rollouts are right, and their mean reward, in a line."""
+    """Return the expected answer of a group and, of several rollouts, how many are right and the mean reward."""
     rollouts, mean = group["rollouts"], mean_reward(group)
     right = sum(each.get("right") is True for each in rollouts)
     parts = [f"answer {one_line(group['answer'])}"] if group.get("answer") is not None else []
-    parts += [f"{right} of {len(rollouts)} right", f"mean reward {_value(mean)}"]
+    if len(rollouts) > 1:
+        parts += [f"{right} of {len(rollouts)} right", f"mean reward {_value(mean)}"]
     return " · ".join(parts)
 
 
@@ -142,9 +153,20 @@ def _facts(rollout: Record) -> list[str]:
     parts = [f"{one_line(name)} {_value(value)}" for name, value in rewards.items()] if len(rewards) > 1 else []
     parts += [count(rollout.get("tokens", 0), "token"), str(finish)]
     if episode := rollout.get("episode"):
-        parts[-1] = f"{count(episode.get('turns', 0), 'turn')}: {episode.get('ending')}"
+        parts[-1:] = _course(episode)
     mixed = " ".join(f"v{version} x{tokens}" for version, tokens in versions.items())
     parts.append(mixed if len(versions) > 1 else "".join(f"v{version}" for version in versions))
     if rollout.get("failed"):
         parts.append(f"failed: {one_line(rollout['failed'])}")
     return [part for part in parts if part]
+
+
+def _course(episode: dict[str, Any]) -> list[str]:
+    """Return turns and ending of an episode, its tool calls, and the time that the environment took."""
+    parts = [f"{count(episode.get('turns', 0), 'turn')}: {episode.get('ending')}"]
+    if calls := episode.get("tool_calls"):
+        errors = f", {episode['tool_errors']} failed" if episode.get("tool_errors") else ""
+        parts.append(f"{count(calls, 'tool call')}{errors}")
+    if "environment_s" in episode:
+        parts.append(f"environment {duration(episode['environment_s'])}")
+    return parts

@@ -30,7 +30,7 @@ ITEMS_PER_CALL = 8
 class Score:
     """Score of one rollout."""
 
-    # Weighted sum; None if a reward failed.
+    # Weighted sum; None if a reward failed, or if nothing valued the rollout.
     value: float | None
     # Reward name -> its value.
     parts: dict[str, float | None]
@@ -124,6 +124,8 @@ class Scorer:
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
         ) + sum(own.values())
         parts |= own
+        if not parts:
+            return Score(None, {}, None, right=False)
         if not failures and not math.isfinite(value):
             failures = {"sum": RewardFailure("no finite number", detail=f"{value} of {parts}")}
         for name, failure in failures.items():

@@ -46,8 +46,8 @@ def episode_limits(config: GrpoConfig, max_length: int) -> EpisodeLimits:
     return EpisodeLimits(section.max_turns, max_length, section.episode_timeout_s, section.max_retries, section.history)
 
 
-def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task) -> EpisodeSetup:
-    """Read the environments and begin one episode, of the task `first`.
+def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *, valued: bool = True) -> EpisodeSetup:
+    """Read the environments and begin one episode, of the task `first`. valued: episodes must have a reward.
 
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
@@ -58,7 +58,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task) -
     except UnusableEnvironmentError as error:
         problems = [(f"{keys[key]}.name", reason) for key, reason in error.problems]
         raise UnusableEnvironmentError(problems) from None
-    problems = _problems(config, contracts, keys)
+    problems = _problems(config, contracts, keys) if valued else []
     notes = [f"{keys[key]}.name: {note}" for key, one in contracts.items() for note in one.notes]
     tools = [tool for one in contracts.values() for tool in one.tools]
     format = format_of_calls(section.tool_format, chat)

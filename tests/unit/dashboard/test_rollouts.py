@@ -160,3 +160,21 @@ def test_ten_million_tokens_open_in_less_than_a_second(tmp_path: Path) -> None:
     lines = [line for each in answer.groups for line in plain(each)]
     assert time.process_time() - begin < 0.6
     assert len(answer.groups) == 2 and len(lines) > 20
+
+
+def episode(**facts: Any) -> dict[str, Any]:
+    said = [{"role": "user", "content": "1-9="}, {"role": "assistant", "content": "7"}]
+    known = {"turns": 2, "ending": "done", "tool_calls": 3, "tool_errors": 1, "environment_s": 0.25, "messages": said}
+    return {**rollout(0, 1.0), "rewards": {"environment": 1.0}, "episode": {**known, **facts}}
+
+
+def test_an_episode_tells_turns_ending_tool_calls_and_the_environments_seconds() -> None:
+    lines = list(plain({"task": "episode 1", "rollouts": [episode()]}))
+    assert lines[0] == "== episode 1"
+    facts = "2 turns: done · 3 tool calls, 1 failed · environment 0.25s"
+    assert lines[1] == f"-- #0 ✔ reward 1 · advantage +0.5 · 12 tokens · {facts} · v3 x4 v4 x8"
+
+
+def test_an_episode_that_failed_shows_what_was_said() -> None:
+    lines = list(plain({"task": "episode 1", "rollouts": [{**episode(ending="failed", tool_calls=0), "text": []}]}))
+    assert lines[2:4] == ["   1-9=", "┃  7"] and "tool" not in lines[1]

@@ -81,3 +81,7 @@ def test_an_episode_that_failed_has_no_value_and_no_reward_is_asked(scored: Any)
 def test_a_rollout_of_one_turn_is_judged_by_its_answer(scored: Any) -> None:
     (one,) = scored([EXACT], rollout(None))
     assert (one.value, one.right) == (2.0, True)
+
+
+def test_an_episode_that_nothing_values_has_no_value_and_did_not_fail(scored: Any) -> None:
+    assert scored([], rollout(episode(None))) == [Score(None, {}, None, right=False)]

@@ -1,0 +1,86 @@
+"""Weights without a trainer, as `rlctl eval`, `rlctl chat` and `rlctl env check` take them: config, errors."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, say
+
+if TYPE_CHECKING:
+    from rlctl.config.schema import GrpoConfig
+    from rlctl.evaluation.target import Target
+
+
+def config_of(target: "Target", seed: int, system: str | None = None) -> "tuple[GrpoConfig, int]":
+    """Return the config of an engine with these weights, and the most tokens of an answer. Raises ConfigError.
+
+    Weights that no GRPO run made have the tiny recipe's, of which no data is read, with the defaults of generation.
+    """
+    import yaml
+
+    from rlctl.config.builtin import CONFIGS
+    from rlctl.config.compose import compose
+    from rlctl.config.provenance import plain
+    from rlctl.config.schema import GrpoConfig
+    from rlctl.preflight.load import load
+
+    file = target.run / "config.yaml" if target.run else None
+    kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
+    is_own = kept.get("kind") == "grpo"
+    given = [*overrides_for(target), "generation.num_engines=1", f"run.seed={seed}"]
+    defaults = plain(compose(CONFIGS / "grpo.yaml", []))["generation"]
+    if not is_own:
+        given.append(f"generation.kv_cache_mib={defaults['kv_cache_mib']}")
+        own = {name: kept.get("data", {}).get(name) for name in ("chat_template", "system_prompt")}
+        given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
+    if system is not None:
+        given.append(f"data.system_prompt={json.dumps(system)}")
+    config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
+    assert isinstance(config, GrpoConfig)
+    # A model of few positions could not have the default in its config.
+    return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
+
+
+def overrides_for(target: "Target") -> list[str]:
+    """Return the overrides by which a config takes the weights of `target`, and is of no run of its own."""
+    own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]
+    return [*own, "telemetry.trackers=[]", "run.name=null"]
+
+
+def tell(kind: str, **what: Any) -> None:
+    """Say what goes wrong while engines sample."""
+    if kind in ("warning", "engine_restarted", "engine_gone"):
+        say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
+
+
+@contextmanager
+def explained_weights(interrupted: str) -> Iterator[None]:
+    """End a command with one line and the right exit code for what is wrong with weights, data or engines.
+
+    interrupted: the line for Ctrl-C.
+    """
+    from rlctl.config.errors import ModelError
+    from rlctl.data.files import DataError
+    from rlctl.environments.pool import UnusableEnvironmentError
+    from rlctl.evaluation.comparison import NotComparable
+    from rlctl.evaluation.store import EvaluationError
+    from rlctl.evaluation.target import TargetError
+    from rlctl.preflight.placement import PlacementError
+    from rlctl.rewards.base import RewardError
+
+    bad = (TargetError, EvaluationError, NotComparable, DataError, ModelError)
+    unusable = (PlacementError, RewardError, UnusableEnvironmentError)
+    try:
+        yield
+    except (*bad, *unusable) as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except RuntimeError as error:
+        say(f"error: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        say(interrupted, err=True)
+        raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,72 @@
+"""Episodes of an environment with a real model: an engine without a trainer, and the player that a run has."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlctl.config.schema import DatasetSection, GrpoConfig
+from rlctl.data.datasets import Row
+from rlctl.data.load import load_chat, load_prompts
+from rlctl.evaluation.engines import engines
+from rlctl.grpo.group_record import group_records
+from rlctl.launch.assemble_grpo import decoder, make_player
+from rlctl.models.model_files import ModelFiles
+from rlctl.rewards.scorer import Scorer
+from rlctl.rollout.episode_setup import environment_pool, set_up
+from rlctl.rollout.patience import Emit
+from rlctl.rollout.scoring import GroupScorer
+from rlctl.rollout.types import Sampling
+from rlctl.telemetry.jsonl import Record
+
+
+@dataclass(frozen=True)
+class PlayedEpisodes:
+    """Episodes, and what they took."""
+
+    # One group of one rollout an episode, as rollouts.jsonl has them.
+    records: list[Record]
+    # One line for each thing worth knowing about the environment and the chat template.
+    notes: list[str]
+    # Seconds until the engine was ready, and of all episodes.
+    start_s: float
+    play_s: float
+
+    @property
+    def failures(self) -> list[str]:
+        """Reasons why episodes failed."""
+        return [str(one["failed"]) for record in self.records for one in record["rollouts"] if one["failed"]]
+
+
+def play_episodes(
+    config: GrpoConfig, section: DatasetSection, rows: Sequence[Row], count: int, version: int, logs: Path, emit: Emit
+) -> PlayedEpisodes:
+    """Play `count` episodes of the config's environment with its model, one a row in turn, side by side.
+
+    version: of the weights. logs: folder for the engine's; the environment prints to the standard error. Turns are
+    sampled at `generation.temperature`. The environment alone values an episode; without `get_reward` nothing does.
+    Raises DataError, ModelError, UnusableEnvironmentError, PlacementError, RuntimeError.
+    """
+    begin = time.perf_counter()
+    files = ModelFiles.find(config.model, logs, config.run.seed)
+    chat = load_chat(config, files.folder)
+    stops = chat.ends.with_further(config.generation.stop_token_ids, chat.tokenizer).stops
+    tasks, _ = load_prompts(config, section, chat, list(rows))
+    tasks = [replace(tasks[index % len(tasks)], id=f"episode {index + 1}") for index in range(count)]
+    generation = config.generation
+    with ExitStack() as stack:
+        # Before Ray changes this process's variables.
+        pool = stack.enter_context(environment_pool(config))
+        setup = set_up(config, pool, chat, tasks[0], valued=False)
+        scorer = stack.enter_context(Scorer([], logs, emit))
+        dispatcher = stack.enter_context(engines(config, files, stops, version, logs, emit))
+        player = make_player(config, files, chat, dispatcher, pool, setup)
+        stack.callback(player.close)
+        ready = time.perf_counter()
+        shape = (count, 1, generation.max_new_tokens, generation.temperature)
+        groups = dispatcher.sample(Sampling("validation", config.run.seed, *shape), tasks, version, player=player)
+        ended = time.perf_counter()
+        scored = GroupScorer(scorer, decoder(chat.tokenizer, special=False))(groups)
+    records = group_records(scored, decoder(chat.tokenizer, special=True))
+    return PlayedEpisodes(records, setup.notes, ready - begin, ended - ready)
