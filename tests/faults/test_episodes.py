@@ -102,7 +102,8 @@ def test_a_synchronous_run_of_episodes_equals_one_that_nothing_happened_to_bit_f
     run.wait_for_step(max(step["step"] for step in run.steps()) + 4)
     run.interrupt()
     assert run.end() == 130
-    last = max(int(path.name.removeprefix("step_")) for path in (run.path / "checkpoints").glob("step_*"))
+    # The interrupt may have saved another step than the second, fourth, and so on.
+    last = len(run.steps()) // 2 * 2
     whole = Run(tmp_path, "whole", *settings)
     whole.wait_for_event("checkpoint", step=last)
     whole.interrupt()
