@@ -38,6 +38,7 @@ Value = TypeVar("Value")
 MAX_PROCESSES = 4
 # Seconds between two looks at the memory of all processes; children are counted in every fifth.
 _MEMORY_EVERY_S = 0.2
+_THEN = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
 _CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
@@ -70,7 +71,7 @@ class EnvironmentPool:
         self._size = processes or min(MAX_PROCESSES, usable_cores())
         # A process may be replaced while Ray starts, which changes this process's own.
         self._variables = dict(os.environ)
-        self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit)
+        self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
         # Below here everything belongs to the loop's thread.
         self._loop = asyncio.new_event_loop()

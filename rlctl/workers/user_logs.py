@@ -33,11 +33,18 @@ class FailureLog:
     """Failures of a run's rewards or environments. The first of each cause is told. Any thread may call.
 
     kind: "reward" or "environment". path: file of the tracebacks; None: the standard error has them. emit: writes an
-    event; None: nobody is told.
+    event; None: nobody is told. then: what becomes of the rollouts, for a warning.
     """
 
-    def __init__(self, kind: str, path: Path | None = None, emit: Emit | None = None) -> None:
-        self._kind, self._path, self._emit, self._lock = kind, path, emit, threading.Lock()
+    def __init__(
+        self,
+        kind: str,
+        path: Path | None = None,
+        emit: Emit | None = None,
+        then: str = "its rollouts are left out and counted",
+    ) -> None:
+        self._kind, self._path, self._emit, self._then = kind, path, emit, then
+        self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
     def add(self, name: str, failure: UserFailure) -> None:
@@ -57,7 +64,7 @@ class FailureLog:
             told = f"; traceback: {shown}" if shown else ""
             many = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
             what = f"{self._kind} {name}: {failure}" if cause != _OTHER else many
-            self._emit("warning", what=f"{what}; its rollouts are left out and counted, {self._kind}/failed{told}")
+            self._emit("warning", what=f"{what}; {self._then}, {self._kind}/failed{told}")
 
     def most_common(self) -> str:
         """Return the cause of most failures with their number; empty where there are none."""

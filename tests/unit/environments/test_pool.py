@@ -229,7 +229,8 @@ def test_what_a_reset_raises_has_its_place_and_its_traceback(tmp_path: Path) -> 
     assert failure.kind == "raised" and "KeyError" in (tmp_path / "environment-errors.log").read_text()
     (event,) = read_records(tmp_path / "events.jsonl")
     assert event["what"].startswith(
-        "environment own: reset raised KeyError at own.py:20: 'no such board'; its rollouts"
+        "environment own: reset raised KeyError at own.py:20: 'no such board'; its episodes are played again, "
+        "environment.max_retries times at most, or else left out and counted, environment/failed; traceback: "
     )
 
 
