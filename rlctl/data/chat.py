@@ -4,7 +4,7 @@ The mask is exact by construction. The rendered chat is cut where each assistant
 tokenized one by one, as the model meets them when it generates.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -116,7 +116,7 @@ class Chat:
         if marker is None:
             return TurnLink([], self._encode(behind))
         end = behind.index(marker) + len(marker)
-        return TurnLink(self._encode(behind[:end]), self._encode(behind[end:]))
+        return TurnLink(self._closing(behind[:end]), self._encode(behind[end:]))
 
     def rewrites_history(self) -> bool:
         """Return True if the template writes an earlier turn otherwise than it was sampled, as Qwen3's, which drops the
@@ -211,6 +211,11 @@ class Chat:
     def _special(self) -> list[str]:
         added = self.tokenizer.added_tokens_decoder.values()
         return [str(token) for token in added if token.special]
+
+    @cached_property
+    def _closing(self) -> Callable[[str], list[int]]:
+        """Encodes what closes a turn; it is the same after nearly every turn."""
+        return lru_cache(maxsize=16)(self._encode)
 
     @cached_property
     def _turn(self) -> TurnEnd:
