@@ -144,7 +144,7 @@ def _rows(name: str, data: Path | None, seed: int, count: int) -> "tuple[Dataset
     from rlctl.data.datasets import Row, load_rows
     from rlctl.data.files import DataError
 
-    section = DatasetSection(str(data) if data else None, "train", "prompt", "answer", "messages", limit=count)
+    section = DatasetSection(str(data) if data else None, "train", "prompt", "answer", "messages", count, {})
     if data is None:
         own = islice(_own_tasks(name, seed), count) if name in ENVIRONMENTS else [{}]
         return section, [Row(number, f"task {number + 1}", values) for number, values in enumerate(own)]

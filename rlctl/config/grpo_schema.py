@@ -12,7 +12,8 @@ from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
 @dataclass
 class RewardSection:
     name: str = spec(
-        "A built-in reward (exact, regex, math_verify) or a function: module:function or file.py:function.",
+        "A built-in reward (exact, regex, math_verify, reasoning_gym) or a function: module:function or "
+        "file.py:function.",
         path="plugin",
     )
     weight: float = spec("The factor of this reward in the sum of all.")

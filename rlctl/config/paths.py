@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlctl.config.builtin import RECIPES
 from rlctl.config.errors import shortened
+from rlctl.config.plugins import ROW_GENERATORS
 from rlctl.config.provenance import Origin
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -53,6 +54,8 @@ def resolve(text: str, kind: str, origin: Origin) -> str:
                 return str((folder / given).absolute())
         raise FileNotFoundError(f"no file has a name like {shortened(text)}")
     name = text.partition(":")[0] if kind == "dataset" else text
+    if kind == "dataset" and name in ROW_GENERATORS:
+        return text
     if kind != "template" and len(name) <= _LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name):
         is_folder = any(os.path.isdir(folder / name.split("/")[0]) for folder in folders)
         if not is_folder and Path(name).suffix not in _DATA_SUFFIXES:

@@ -3,7 +3,9 @@
 from rlctl.config.grpo_schema import RewardSection
 
 # Name in the config -> maker of the reward from its section.
-REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify")}
+REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")}
+# What stands before the colon of a data set's path -> class that makes its rows.
+ROW_GENERATORS = {"reasoning_gym": "rlctl.data.reasoning_gym:ReasoningGym"}
 # Name in the config -> class of the loss, and of the advantage.
 LOSSES = {
     "grpo": "rlctl.grpo.losses.grpo:GrpoLoss",
@@ -48,8 +50,8 @@ OVERLONG, ENVIRONMENT_REWARD = "overlong", "environment"
 
 
 def needs_answers(rewards: list[RewardSection]) -> bool:
-    """Return True if a reward compares with the reference answer: the built-in ones do, a user's may score without."""
-    return any(":" not in reward.name for reward in rewards)
+    """Return True if a reward compares with the reference answer: a user's and reasoning_gym's may score without."""
+    return any(":" not in reward.name and reward.name != "reasoning_gym" for reward in rewards)
 
 
 def reward_names(rewards: list[RewardSection]) -> list[str]:

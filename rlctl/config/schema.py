@@ -6,7 +6,7 @@ A key that is a Python keyword has an underscore behind it here (`async_`), and 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rlctl.config.environment_schema import EnvironmentSection
 from rlctl.config.fields import MOST_PROCESSES, MOST_SEQUENCES, seconds, spec
@@ -55,7 +55,8 @@ class ModelSection:
 class DatasetSection:
     path: str | list[str] | None = spec(
         "A file (.jsonl, .jsonl.gz, .json, .csv, .parquet), a pattern of file names such as part-*.jsonl, a list of "
-        "both, a folder that save_to_disk wrote, or a hub data set as name[:configuration]. null is no data set.",
+        "both, a folder that save_to_disk wrote, tasks of a library as reasoning_gym:NAME, or a hub data set as "
+        "name[:configuration]. null is no data set.",
         path="dataset",
     )
     split: str = spec(
@@ -74,6 +75,10 @@ class DatasetSection:
         "{from, value}, as in ShareGPT's files."
     )
     limit: int | None = spec("Use only the first rows, this many. null uses all.", ge=1)
+    args: dict[str, Any] = spec(
+        "Only for tasks of a library: the keys of its data set, of which seed must be set and size is the number of "
+        "rows."
+    )
 
 
 @dataclass

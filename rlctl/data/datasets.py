@@ -1,16 +1,18 @@
-"""Rows of a data set, from files, from a folder of the datasets library or from a hub, each with its place of origin.
+"""Rows of a data set: of files, a folder of the datasets library, a hub or a generator, each with its place of origin.
 
 Anything wrong with a row is a `DataError` of one line that names file and line.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from rlctl.config.plugins import ROW_GENERATORS
 from rlctl.config.schema import DatasetSection
 from rlctl.data.files import FILE_SUFFIXES, DataError, Read, files_of, is_file_of_rows, read_file, reason
+from rlctl.utils.plugins import load_object
 
 
 @dataclass(frozen=True)
@@ -27,16 +29,35 @@ class Row:
     source: str = ""
 
 
+class RowGenerator(Protocol):
+    """Library that makes the rows of a path NAME:DATASET from arguments, among them a seed; NAME is its own."""
+
+    def problems(self, dataset: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Return (key below the data set's section, what is wrong) of each mistake; makes no rows."""
+
+    def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:
+        """Return the seeds of single rows: data sets of one name share the rows of seeds that both have."""
+
+    def read(self, dataset: str, args: Mapping[str, Any], most: int | None) -> Read:
+        """Yield (origin, columns), at most so many rows, equal for equal arguments. Raises DataError."""
+
+
+def generator_of(path: str | Sequence[str] | None) -> tuple[RowGenerator, str] | None:
+    """Return the generator of a path NAME:DATASET, and the DATASET; None for every other path."""
+    name, _, dataset = path.partition(":") if isinstance(path, str) else ("", "", "")
+    return (load_object(ROW_GENERATORS[name])(), dataset) if name in ROW_GENERATORS else None
+
+
 def load_rows(section: DatasetSection) -> list[Row]:
     """Return the rows of `section`, at most `limit`. Raises DataError.
 
-    `path` is one or several files, a folder that the datasets library saved, or else a hub dataset, whose configuration
-    follows a colon (`openai/gsm8k:main`).
+    `path` is one or several files, a folder that the datasets library saved, a generator and its data set
+    (`reasoning_gym:chain_sum`), or else a hub dataset, whose configuration follows a colon (`openai/gsm8k:main`).
     """
     if section.path is None:
         raise DataError("no data set: path is null")
     name = shown(section.path)
-    rows = [Row(number, *each) for number, each in enumerate(islice(_read(section.path, section.split), section.limit))]
+    rows = [Row(number, *each) for number, each in enumerate(islice(_read(section), section.limit))]
     if not rows:
         raise DataError(f"{name}: no rows" + f" in split {section.split}" * ("[" in section.split))
     return rows
@@ -47,18 +68,23 @@ def shown(path: str | Sequence[str] | None) -> str:
     return path if isinstance(path, str) else ", ".join(path or ["null"])
 
 
-def _read(path: str | Sequence[str], split: str) -> Read:
-    """Yield (origin, columns). Files are one split, train; slices such as `train[:90%]` follow the datasets library."""
+def _read(section: DatasetSection) -> Read:
+    """Yield (origin, columns). What has no splits is one, train; slices such as `train[:90%]` are of any split."""
+    path, split = section.path or (), section.split
     files = files_of(path)
     if not files:
         raise DataError(f"{shown(path)}: no file has such a name")
-    if len(files) == 1 and isinstance(path, str) and not is_file_of_rows(files[0]):
+    if made := generator_of(path):
+        generator, dataset = made
+        read = generator.read(dataset, section.args, section.limit if split == "train" else None)
+    elif len(files) == 1 and isinstance(path, str) and not is_file_of_rows(files[0]):
         return _read_saved(path, split) if _is_saved(Path(path)) else _read_hub(path, split)
-    read = chain.from_iterable(map(read_file, files))
+    else:
+        read = chain.from_iterable(map(read_file, files))
     if split == "train":
         return read
     rows = list(read)
-    needed = "a file has the split train alone, whole or as train[:90%], train[-10%:], train[10:20]"
+    needed = "it has the split train alone, whole or as train[:90%], train[-10%:], train[10:20]"
     return (rows[index] for index in _rows_of(split, {"train": len(rows)}, shown(path), needed)["train"])
 
 

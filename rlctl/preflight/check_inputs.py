@@ -19,6 +19,7 @@ from rlctl.config.provenance import show_path
 from rlctl.config.schema import DatasetSection, RunConfig, SftConfig
 from rlctl.data.columns import convention, has_column
 from rlctl.data.files import FILE_SUFFIXES, DataError, files_of, first_row, is_file_of_rows
+from rlctl.data.reasoning_gym import missing_library
 from rlctl.preflight.backend import Violation, Violations
 
 # Bytes of a name in most file systems, less what is put before or after it.
@@ -108,7 +109,8 @@ def check_reward(reward: RewardSection) -> Iterator[tuple[str, str]]:
             if groups == 0:
                 advice = "put what is compared with the answer in brackets"
                 yield "pattern", f"has no group: {advice}, not {shortened(reward.pattern)}"
-    if what := missing_plugin(reward.name, REWARDS, "function"):
+    what = missing_plugin(reward.name, REWARDS, "function")
+    if what := what or (missing_library() if reward.name == "reasoning_gym" else ""):
         yield "name", what
 
 

@@ -13,6 +13,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import sizes_of
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_environment import check_environment
+from rlctl.preflight.check_generated import check_generated
 from rlctl.preflight.check_grpo import (
     check_advantage,
     check_algorithm,
@@ -68,7 +69,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
     else:
         checks += [check_graph(config, sizes)]
     checks += [check_batch(config, sizes), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
-    checks += [] if away else [check_trackers(config)]
+    checks += [] if away else [check_trackers(config), check_generated(config)]
     found: list[Problem] = []
     for violations in checks:
         found += (Problem(each.where or _place(each, origins), each.key, each.what) for each in unbroken(violations))

@@ -1,10 +1,11 @@
-"""Built-in rewards, each made from its section of the config: 1 if the completion gives the answer, else 0."""
+"""Built-in rewards, each made from its section of the config; most give 1 for the answer, and else 0."""
 
 import logging
 import re
 from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
+from rlctl.data.reasoning_gym import COLUMN, Scores, missing_library
 from rlctl.rewards.base import RewardError, RewardFunction
 
 
@@ -54,6 +55,23 @@ def math_verify(section: RewardSection) -> RewardFunction:
         if not gold:
             raise RewardError(f"unreadable answer: {answer!r}")
         return float(verify(gold, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+    return score
+
+
+def reasoning_gym(section: RewardSection) -> RewardFunction:
+    """Score the answer in the completion as the row's own data set does (library reasoning-gym).
+
+    Raises RewardError if the library is not installed.
+    """
+    if missing := missing_library():
+        raise RewardError(missing)
+    scores = Scores()
+
+    def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        if COLUMN not in row:
+            raise RewardError(f"no column {COLUMN}: it scores rows of a path reasoning_gym:NAME alone")
+        return scores.score(completion, row)
 
     return score
 

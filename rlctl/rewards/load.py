@@ -25,7 +25,7 @@ def load_function(section: RewardSection) -> RewardFunction:
 def _user_function(name: str) -> RewardFunction:
     module_name, colon, attribute = name.rpartition(":")
     if not colon:
-        raise RewardError("no such reward: use exact, regex, math_verify, or a function of yours as module:function")
+        raise RewardError(f"no such reward: use {', '.join(REWARDS)}, or a function of yours as module:function")
     try:
         module = load_module(module_name)
     except (Exception, SystemExit) as error:  # whatever the user's module does at import

@@ -41,7 +41,9 @@ _SIZES = [
 _VOCABULARY = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 _ENDS = 1 << 20
 # Keys that determine the rows, their order and their text, apart from the data file's own bytes.
-_DATASET_KEYS = [f"data.train.{name}" for name in ("prompt_key", "answer_key", "messages_key", "limit", "split")]
+_DATASET_KEYS = [
+    f"data.train.{name}" for name in ("prompt_key", "answer_key", "messages_key", "limit", "split", "args")
+]
 _DATA_KEYS = [
     "data.validation.fraction",
     "run.seed",

@@ -37,4 +37,4 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def section() -> TrainDataSection:
-    return TrainDataSection("some.jsonl", "train", "prompt", "answer", "messages", None, {})
+    return TrainDataSection("some.jsonl", "train", "prompt", "answer", "messages", None, {}, {})

@@ -17,7 +17,7 @@ CHAT = [
 
 
 def data(template: str, system_prompt: str | None = None) -> DataSection:
-    none = DatasetSection(None, "train", "prompt", "answer", "messages", None)
+    none = DatasetSection(None, "train", "prompt", "answer", "messages", None, {})
     return DataSection(none, none, system_prompt, template, max_prompt_length=None, shuffle=True)
 
 

@@ -117,7 +117,7 @@ def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
     chat = Chat(make(), LLAMA3, None)
     called = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f"}]}]
     rows = [Row(index, f"a.jsonl:{index + 1}", {"messages": each}) for index, each in enumerate((CHAT, called))]
-    section = DatasetSection("a.jsonl", "train", "prompt", "answer", "messages", None)
+    section = DatasetSection("a.jsonl", "train", "prompt", "answer", "messages", None, {})
     samples, report = tokenize_samples(rows, section, chat, "all", None, 64)
     assert [chat.tokenizer.convert_ids_to_tokens(int(each.tokens[-1])) for each in samples] == [
         "<|eot_id|>",

@@ -316,7 +316,7 @@ def test_what_a_hook_prints_goes_to_the_log(hooks):
             "my_rewards:three",
             "my_rewards:three: wrong signature at my_rewards.py:84: it must take (prompt, completion, answer, row)",
         ),
-        ("exactly", "exactly: no such reward: use exact, regex, math_verify, or a function of yours"),
+        ("exactly", "exactly: no such reward: use exact, regex, math_verify, reasoning_gym, or a function of yours"),
     ],
 )
 def test_a_hook_that_cannot_be_used_is_one_clear_line_before_the_run(hooks, name, complaint):

@@ -1,0 +1,165 @@
+"""Tasks of the library reasoning-gym, which makes them from a seed: rows for `path: reasoning_gym:NAME`, and scores.
+
+Rows are made in a process of their own, whose hash seed is fixed: some data sets go through sets of text, so that equal
+seeds would else give other rows in another process. A row keeps what its score needs as a Python literal, since JSON
+has no tuples and no whole numbers as keys, and some data sets score with both.
+"""
+
+import ast
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from importlib.util import find_spec
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
+
+from rlctl.config.errors import did_you_mean
+from rlctl.data.files import DataError, Read, reason
+
+# Column with the name and the arguments of the data set that made a row, and with the entry's metadata.
+COLUMN = "reasoning_gym"
+# Seconds for all rows of a data set.
+TIMEOUT_S = 600.0
+# It mixes others, as data.train.sources does.
+_LEFT_OUT = ("composite",)
+
+
+def missing_library() -> str:
+    """Return what to type if the library is not installed; empty if it is."""
+    absent = "reasoning_gym needs the library reasoning-gym: pip install 'rlctl[reasoning-gym]'"
+    return absent if find_spec("reasoning_gym") is None else ""
+
+
+class ReasoningGym:
+    """Rows of the data sets of reasoning-gym, see `datasets.RowGenerator`."""
+
+    def problems(self, dataset: str, args: Mapping[str, Any]) -> list[tuple[str, str]]:
+        if missing := missing_library():
+            return [("path", missing)]
+        configs = _configs()
+        if dataset not in configs:
+            near = did_you_mean(dataset, configs) or f": it has {len(configs)}, such as chain_sum and countdown"
+            return [("path", f"reasoning_gym has no data set {dataset!r}{near}")]
+        known = list(configs[dataset].__dataclass_fields__)
+        found = []
+        for key in (each for each in args if each not in known):
+            near = did_you_mean(key, known)
+            found.append((f"args.{key}", f"{dataset} has no such key{near or ';'} it has {', '.join(known)}"))
+        seed = args.get("seed")
+        if not isinstance(seed, int) or isinstance(seed, bool):
+            found.append(("args.seed", "must be a whole number: rows follow from it, and those held out need another"))
+        if found:
+            return found
+        try:
+            _dataset(dataset, args)
+        except Exception as error:  # Its checks are assertions, and others.
+            return [("args", f"{dataset}: {reason(error)}; it has {', '.join(known)}")]
+        return []
+
+    def seeds(self, dataset: str, args: Mapping[str, Any]) -> range:
+        made = _dataset(dataset, args)
+        return range(made.seed, made.seed + made.size)
+
+    def read(self, dataset: str, args: Mapping[str, Any], most: int | None) -> Read:
+        path, number = f"{COLUMN}:{dataset}", 0
+        if problems := self.problems(dataset, args):
+            key, what = problems[0]
+            raise DataError(f"{path}: {key}: {what}")
+        command = [sys.executable, "-m", __name__, dataset, json.dumps(args), json.dumps(most)]
+        variables = {**os.environ, "PYTHONHASHSEED": "0"}
+        with (
+            tempfile.TemporaryFile("w+", errors="replace") as errors,
+            Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=errors, env=variables, text=True) as process,
+        ):
+            timer = threading.Timer(TIMEOUT_S, process.kill)
+            timer.start()
+            try:
+                for number, line in enumerate(process.stdout or (), 1):
+                    yield f"{path}:{number}", json.loads(line)
+                code = process.wait()
+            finally:
+                timer.cancel()
+                process.kill()
+            errors.seek(0)
+            said = errors.read().strip().splitlines() or ["it ended"]
+        if code == -9:
+            raise DataError(
+                f"{path}: {number} rows in {TIMEOUT_S:g} s: set args.size or limit to fewer, or write a file"
+            )
+        if code:
+            raise DataError(f"{path}:{number + 1}: {said[-1]}")
+
+
+class Scores:
+    """Scores of completions, as the data set that made a row scores them."""
+
+    def __init__(self) -> None:
+        self._datasets: dict[str, Any] = {}
+
+    def score(self, completion: str, row: Mapping[str, Any]) -> float:
+        """Return the score of a completion, mostly from 0 to 1. Raises KeyError for a row that is of no such data set.
+
+        The answer is the text in the last `<answer>...</answer>`, else all that follows the last `</think>`.
+        """
+        made = row[COLUMN]
+        key = json.dumps([made["dataset"], made["args"]], sort_keys=True)
+        if key not in self._datasets:
+            self._datasets[key] = _dataset(made["dataset"], made["args"])
+        metadata = ast.literal_eval(made["metadata"])
+        entry = {"question": row["prompt"], "answer": row["answer"], "metadata": metadata}
+        return float(self._datasets[key].score_answer(answer=answer_of(completion), entry=entry))
+
+
+def answer_of(completion: str) -> str:
+    """Return the answer in a completion, see `Scores.score`."""
+    before, mark, _ = completion.rpartition("</answer>")
+    if mark and "<answer>" in before:
+        return before.rpartition("<answer>")[2].strip()
+    return completion.rpartition("</think>")[2].strip()
+
+
+def _configs() -> dict[str, Any]:
+    """Return the class of each data set's config, by the data set's name."""
+    import reasoning_gym  # noqa: F401  (it registers the data sets)
+    from reasoning_gym.factory import DATASETS
+
+    return {name: config for name, (_, config) in sorted(DATASETS.items()) if name not in _LEFT_OUT}
+
+
+def _dataset(name: str, args: Mapping[str, Any]) -> Any:
+    """Return a data set of the library, some of which print dots when they are made."""
+    with redirect_stdout(sys.stderr):
+        import reasoning_gym
+
+        return reasoning_gym.create_dataset(name, **args)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of Python's own types."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)(map(_plain, value))
+    if isinstance(value, str):
+        return str(value)
+    return value.item() if hasattr(value, "item") else value
+
+
+def _print_rows(name: str, args: dict[str, Any], most: int | None) -> None:
+    """Print a row a line, for `ReasoningGym.read`."""
+    made, out = _dataset(name, args), sys.stdout
+    sys.stdout = sys.stderr
+    for index in range(min(made.size, most or made.size)):
+        entry = made[index]
+        metadata = repr(_plain(entry["metadata"]))
+        ast.literal_eval(metadata)
+        kept = {"dataset": name, "args": args, "metadata": metadata}
+        print(json.dumps({"prompt": entry["question"], "answer": entry["answer"], COLUMN: kept}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    _print_rows(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
