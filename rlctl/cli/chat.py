@@ -13,7 +13,7 @@ import typer
 from rlctl.cli.completion import complete_run
 from rlctl.cli.env import require_environment
 from rlctl.cli.output import busy, console, examples, note, say
-from rlctl.cli.weights import config_of, explained_weights, tell
+from rlctl.cli.weights import arguments_of, config_of, explained_weights, tell
 from rlctl.config.builtin import runs_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.utils.escapes import neutral
@@ -153,7 +153,7 @@ def _environment(name: str | None, config: "GrpoConfig") -> "EnvironmentSpec | N
             note([f"the run's environment, {names}, takes no part: --tools offers the tools of one"])
         return None
     require_environment(name, "--tools")
-    return EnvironmentSpec(name, own.timeout_s, own.args if name == own.name else {})
+    return EnvironmentSpec(name, own.timeout_s, arguments_of(config, name))
 
 
 def _row(text: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import typer
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.completion import complete_run
 from rlctl.cli.output import FAILED, busy, console, examples, note, say
-from rlctl.cli.weights import config_of, explained_weights, tell
+from rlctl.cli.weights import arguments_of, config_of, explained_weights, tell
 from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rlctl.environments.check import CheckReport, ScriptedEpisode
     from rlctl.environments.outcomes import EnvironmentSpec
     from rlctl.evaluation.episodes import PlayedEpisodes
+    from rlctl.evaluation.target import Target
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -77,12 +78,14 @@ def check(
     if episodes is not None and model is None:
         raise ConfigError([Problem("--episodes", "", "needs --model; without one, three scripted episodes are played")])
     section, rows = _rows(name, data, seed, max(EPISODES, episodes or 1))
-    spec = EnvironmentSpec(name, timeout, _arguments(arg))
+    weights = _weights(model, seed) if model is not None else None
+    own = arguments_of(weights[1], name) if weights else {}
+    spec = EnvironmentSpec(name, timeout, _arguments(arg) if arg else own)
     with busy(f"playing {name}"):
         report = check_environment(spec, [row.values for row in rows], memory, seed)
     played = None
-    if model is not None and not report.problems:
-        played = _play(model, spec, memory, (section, rows), episodes or 1, seed)
+    if weights and not report.problems:
+        played = _play(weights, spec, memory, (section, rows), episodes or 1)
     if as_json:
         found = {"name": name, **asdict(report), **({"played": asdict(played)} if played else {})}
         typer.echo(json.dumps(found, indent=1, default=str))
@@ -154,33 +157,42 @@ def _rows(name: str, data: Path | None, seed: int, count: int) -> "tuple[Dataset
         raise ConfigError([Problem("--data", "", str(error))]) from error
 
 
-def _play(
-    model: str, spec: "EnvironmentSpec", memory: int, data: "tuple[DatasetSection, list[Row]]", count: int, seed: int
-) -> "PlayedEpisodes":
-    """Play episodes with a model; a run's own section `environment` gives all that the command does not."""
-    import tempfile
+def _weights(model: str, seed: int) -> "tuple[Target, GrpoConfig]":
+    """Return the weights that `model` names, and the config to sample with; of a run its own."""
+    from dataclasses import replace
 
     from rlctl.config.builtin import runs_folder
     from rlctl.evaluation.target import find_target
 
-    with explained_weights("interrupted"), tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs:
+    with explained_weights("interrupted"):
         target = find_target(model, runs_folder())
-        config = _config(*config_of(target, seed), spec, memory)
-        with busy(f"playing {spec.name} with {target.name}"):
-            # Torch comes with it, which takes seconds.
-            from rlctl.evaluation.episodes import play_episodes
-
-            return play_episodes(config, *data, count, target.step, Path(logs), tell)
+        config, longest = config_of(target, seed)
+        return target, replace(config, generation=replace(config.generation, max_new_tokens=longest))
 
 
-def _config(config: "GrpoConfig", max_new_tokens: int, spec: "EnvironmentSpec", memory: int) -> "GrpoConfig":
-    """Return the config of episodes that are not tried again, and that no other reward values."""
+def _play(
+    weights: "tuple[Target, GrpoConfig]",
+    spec: "EnvironmentSpec",
+    memory: int,
+    data: "tuple[DatasetSection, list[Row]]",
+    count: int,
+) -> "PlayedEpisodes":
+    """Play episodes that are not tried again, and that no other reward values."""
+    import tempfile
     from dataclasses import replace
 
+    target, config = weights
     own = replace(config.environment, name=spec.name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
-    environment = replace(own, max_retries=0, processes=1, memory_mib=memory)
-    generation = replace(config.generation, max_new_tokens=max_new_tokens)
-    return replace(config, environment=environment, generation=generation, rewards=[])
+    config = replace(config, environment=replace(own, max_retries=0, processes=1, memory_mib=memory), rewards=[])
+    with (
+        explained_weights("interrupted"),
+        tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs,
+        busy(f"playing {spec.name} with {target.name}"),
+    ):
+        # Torch comes with it, which takes seconds.
+        from rlctl.evaluation.episodes import play_episodes
+
+        return play_episodes(config, *data, count, target.step, Path(logs), tell)
 
 
 def _arguments(given: list[str] | None) -> dict[str, Any]:

@@ -44,6 +44,15 @@ def config_of(target: "Target", seed: int, system: str | None = None) -> "tuple[
     return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]
 
 
+def arguments_of(config: "GrpoConfig", environment: str) -> dict[str, Any]:
+    """Return the arguments that a run gives the environment of this name; none if it plays another one."""
+    from rlctl.config import paths
+    from rlctl.config.provenance import Origin
+
+    names = (environment, paths.resolve(environment, "plugin", Origin()))
+    return next((each.args for each in config.environment.named.values() if each.name in names), {})
+
+
 def overrides_for(target: "Target") -> list[str]:
     """Return the overrides by which a config takes the weights of `target`, and is of no run of its own."""
     own = [f"model.path={json.dumps(target.model)}", "model.tokenizer=null", "model.random_init=false"]

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from rlctl.cli.weights import arguments_of
+from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.load import load
 from tests.unit.cli.conftest import Rlctl
 
 GAME = '''
@@ -82,6 +85,14 @@ def test_check_in_json(rlctl: Rlctl) -> None:
 def test_what_is_mistyped_is_bad_input(rlctl: Rlctl, words: list[str], said: str) -> None:
     done = rlctl("env", *words)
     assert done.code == 2 and said in done.err and "Traceback" not in done.err
+
+
+def test_a_runs_environment_keeps_its_arguments_by_whichever_name_it_is_asked_for() -> None:
+    given = ["environment.name=my_env.py:Game", "environment.args={most: 2}", "rewards=[]"]
+    config = load("grpo", None, given).config
+    assert isinstance(config, GrpoConfig)
+    names = ("my_env.py:Game", "./my_env.py:Game", "my_env:Game", "my_env.py:Broken", "guess")
+    assert [arguments_of(config, name) for name in names] == [{"most": 2}] * 3 + [{}] * 2
 
 
 def test_tasks_are_rows(rlctl: Rlctl) -> None:
