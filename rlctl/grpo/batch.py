@@ -180,8 +180,9 @@ def _left_out(
     task: str, index: int, log_probs: NDArray[np.float32], sampled: NDArray[np.bool_], source: Source
 ) -> LeftOut | None:
     """Name the first sampled token whose log-prob is not finite. log_probs, sampled: [T] of a trajectory."""
-    bad = np.flatnonzero(sampled & ~np.isfinite(log_probs))
-    if not len(bad):
+    finite = np.isfinite(log_probs)
+    # As nearly always: an array fewer for each of a step's rollouts.
+    if finite.all() or not len(bad := np.flatnonzero(sampled & ~finite)):
         return None
     return LeftOut(task, index, int(np.count_nonzero(sampled[: bad[0]])), str(float(log_probs[bad[0]])), source)
 
@@ -257,10 +258,11 @@ def _samples(
     rollout: Rollout, advantages: NDArray[np.float32], version: int | None, number: int
 ) -> list[TrainingSample]:
     """Return the samples of a rollout's rows. advantages: float32 [sampled tokens]. number: of the rollout."""
+    if len(rollout.rows) == 1:
+        return [training_sample(rollout.rows[0], advantages, version)]
     ends = np.cumsum([int(np.count_nonzero(row.sampled)) for row in rollout.rows])[:-1]
     parts = np.split(advantages, ends)
-    shared = number if len(rollout.rows) > 1 else None
-    return [training_sample(row, part, version, shared) for row, part in zip(rollout.rows, parts)]
+    return [training_sample(row, part, version, number) for row, part in zip(rollout.rows, parts)]
 
 
 def training_sample(

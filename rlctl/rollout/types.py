@@ -54,16 +54,20 @@ class Sampling:
     def starts(self, task: Task, group: int, attempt: int = 0) -> list[RolloutStart]:
         """Return the rollouts of a group, to begin."""
         ids = [RolloutId(self.purpose, task.id, group, index, attempt) for index in range(self.num_rollouts)]
+        environment = self._environment_seed(ids[0])
         seeds = [rollout_seed(self.run_seed, each, self.groups_per_step) for each in ids]
         return [
-            RolloutStart(each, task, self.max_new_tokens, self.temperature, seed, self._group_seed(each))
+            RolloutStart(each, task, self.max_new_tokens, self.temperature, seed, environment)
             for each, seed in zip(ids, seeds)
         ]
 
-    def _group_seed(self, rollout: RolloutId) -> int:
-        """Return the seed of a group's environments; that of a held-out task is the same in every validation."""
-        place = rollout.group if rollout.purpose == "train" else rollout.group % self.groups_per_step
-        return rollout_seed(self.run_seed, replace(rollout, group=place, index=0), self.groups_per_step)
+    def _environment_seed(self, first: RolloutId) -> int:
+        """Return the seed of a group's environments; that of a held-out task is the same in every validation.
+
+        first: the group's first rollout.
+        """
+        place = first.group if first.purpose == "train" else first.group % self.groups_per_step
+        return rollout_seed(self.run_seed, replace(first, group=place), self.groups_per_step)
 
 
 @dataclass(frozen=True)
@@ -107,11 +111,12 @@ class Rollout:
     def of_turn(cls, request: TurnRequest, completion: Completion) -> "Rollout":
         """Return the rollout of one turn."""
         start, length = len(request.prompt_tokens), len(request.prompt_tokens) + len(completion.tokens)
-        tokens, sampled = np.empty(length, np.int32), np.arange(length) >= start
-        log_probs, versions = np.zeros(length, np.float32), np.full(length, -1, np.int32)
+        tokens, versions, turns = np.empty(length, np.int32), np.empty(length, np.int32), np.empty(length, np.int16)
+        sampled, log_probs = np.zeros(length, np.bool_), np.zeros(length, np.float32)
         tokens[:start], tokens[start:] = request.prompt_tokens, completion.tokens
-        log_probs[start:], versions[start:] = completion.log_probs, completion.versions
-        turns = np.where(sampled, 0, -1).astype(np.int16)
+        versions[:start], versions[start:] = -1, completion.versions
+        turns[:start], turns[start:] = -1, 0
+        sampled[start:], log_probs[start:] = True, completion.log_probs
         return cls(request.id.rollout, (TrajectoryRow(tokens, sampled, log_probs, versions, turns),), completion.finish)
 
     @property
@@ -162,7 +167,7 @@ class Rollout:
     @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
-        return sum(int(np.count_nonzero(row.sampled)) for row in self.rows)
+        return int(np.count_nonzero(self.sampled))
 
 
 @dataclass(frozen=True)
