@@ -24,8 +24,8 @@ from rlctl.dashboard.formats import count
 from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
 from rlctl.generation.spec import EngineSpec, environment
-from rlctl.launch.assemble_grpo import shared_memory
 from rlctl.launch.local_ray import local_ray
+from rlctl.launch.sampling import shared_memory
 from rlctl.launch.worker_specs import trainer_environment
 from rlctl.preflight.placement import Placement, ResourceRequest, place, this_machine, usual_transport
 from rlctl.refit.protocol import Checks, Kind, Mode, TransportSpec

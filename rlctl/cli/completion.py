@@ -63,13 +63,13 @@ def complete_run(ctx: typer.Context, incomplete: str) -> Offers:
 @cache
 def _fields(kind: str | None) -> "dict[str, list[Field[Any]]]":
     """Return every value's key with its fields, of each section that may have it; of both kinds of run for None."""
-    from rlctl.config.fields import schema_keys, sections_of
+    from rlctl.config.fields import is_section, schema_keys
     from rlctl.config.schema import KINDS
 
     found: dict[str, list[Field[Any]]] = {}
     for each in [KINDS[kind]] if kind else KINDS.values():
         for key, field in schema_keys(each):
-            if not sections_of(field.type):
+            if not is_section(field):
                 found.setdefault(key.replace(".N", ".0"), []).append(field)
     return found
 
@@ -78,12 +78,14 @@ def _values(key: str, kind: str | None) -> Offers:
     """Return the words that a key may have, and its default. An empty value is the user's to fill in."""
     from types import NoneType
 
-    from rlctl.config.fields import alternatives, literals
+    from rlctl.config.builtin import recipe_names
+    from rlctl.config.fields import RECIPE, alternatives, literals
 
     fields = _fields(kind).get(key, [])
     types = {each for field in fields for each in alternatives(field.type)}
     words = [str(word) for field in fields for word in literals(field.type)]
     words += ["true", "false"] * (bool in types) + ["null"] * (NoneType in types)
+    words += [name for name in recipe_names() if _of_kind(name, "grpo")] if key == RECIPE else []
     default = _defaults(kind or "grpo").get(key)
     offers = list(dict.fromkeys([*words, *([default] if default is not None else [])]))
     meaning = _meaning(fields)

@@ -188,6 +188,14 @@ def read_ahead(config: RunConfig) -> "tuple[RowReader, RunRows]":
         return reader, reader.read()
 
 
+def read_recipe(config: GrpoConfig) -> "list[DataPart]":
+    """Read and check the held-out rows of the recipe that an SFT run is validated by. Raises ConfigError."""
+    from rlctl.data.load import part_of
+
+    with _reading("reading the recipe's data"):
+        return part_of(config, "validation")
+
+
 def ends_of(config: RunConfig) -> "EndTokens | None":
     """Return the tokens that end an answer; None if the model is not on this machine. Raises ConfigError."""
     from rlctl.models.model_sizes import config_file

@@ -9,13 +9,14 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.completion import complete_run
-from rlctl.cli.data import read_ahead, run_chat
+from rlctl.cli.data import read_ahead, read_recipe, run_chat
 from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, examples, note, say
 from rlctl.cli.train_there import Where, train_there
 from rlctl.cli.try_environments import try_environments
 from rlctl.cli.try_rewards import runs_others_code, try_rewards
 from rlctl.config.errors import ConfigError, Problem
+from rlctl.config.fields import RECIPE
 from rlctl.config.schema import GrpoConfig
 
 if TYPE_CHECKING:
@@ -145,26 +146,31 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     from rlctl.models.model_sizes import sizes_of
     from rlctl.preflight.machine import read_machine
     from rlctl.preflight.plan import make_plan
+    from rlctl.preflight.resolved import Resolved
 
-    config = composed.config
+    config, sampling = composed.config, Resolved(composed.config).sampling
     machine = read_machine(Path(config.run.dir).absolute())
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
     plan = make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)
     if dry_run:
-        tried = [try_rewards(composed, fetch=False)] if runs_others_code(config) else []
+        tried = [try_rewards(composed, fetch=False)] if runs_others_code(sampling) else []
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
     note(composed.notes)
-    needed = ["torch", "transformers", "ray"] + ["vllm"] * (plan.kind == "grpo")
+    needed = ["torch", "transformers", "ray"] + ["vllm"] * (sampling is not None)
     if absent := [name for name in needed if find_spec(name) is None]:
         extra = "gpu" if plan.placement and plan.placement.device == "cuda" else "cpu"
         mend = f"pip install 'rlctl[{extra}]'; see rlctl doctor"
         say(f"error: {', '.join(absent)} not installed: {mend}", err=True)
         raise typer.Exit(FAILED)
     reader, rows = read_ahead(config)
-    if isinstance(config, GrpoConfig) and config.environment.enabled and not elsewhere:
-        chat = run_chat(config)
-        first = rows.train[0]
-        note(try_environments(config, composed.origins, config.data.train.of(first.source), first, chat).notes)
+    if isinstance(config, GrpoConfig):
+        section, first = config.data.train.of(rows.train[0].source), rows.train[0]
+    elif sampling:
+        part = read_recipe(sampling)[0]
+        section, first = part.section, part.rows[0]
+    if sampling and sampling.environment.enabled and not elsewhere:
+        origins = {key.removeprefix(f"{RECIPE}."): origin for key, origin in composed.origins.items()}
+        note(try_environments(sampling, origins, section, first, run_chat(sampling)).notes)
     return reader

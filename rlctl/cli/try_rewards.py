@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.fields import RECIPE
+from rlctl.config.schema import GrpoConfig
 
 if TYPE_CHECKING:
     from rlctl.preflight.load import Composed
 
 
-def runs_others_code(config: RunConfig) -> bool:
-    """Return True if a reward is a function of the user's."""
-    return isinstance(config, GrpoConfig) and any(":" in reward.name for reward in config.rewards)
+def runs_others_code(config: GrpoConfig | None) -> bool:
+    """Return True if a reward is a function of the user's. config: see `Resolved.sampling`."""
+    return config is not None and any(":" in reward.name for reward in config.rewards)
 
 
 def try_rewards(composed: "Composed", *, fetch: bool) -> str:
@@ -20,9 +21,11 @@ def try_rewards(composed: "Composed", *, fetch: bool) -> str:
 
     fetch: a model or data of a hub may be fetched for it.
     """
-    config = composed.config
-    if not isinstance(config, GrpoConfig):
-        return "rewards: an SFT run has none"
+    from rlctl.preflight.resolved import Resolved
+
+    config = Resolved(composed.config).sampling
+    if config is None:
+        return "rewards: an SFT run has none without validation.recipe"
     from rlctl.data.datasets import shown
     from rlctl.data.files import DataError, files_of
 
@@ -41,9 +44,10 @@ def try_rewards(composed: "Composed", *, fetch: bool) -> str:
     except UnusableError as error:
         problems = []
         for index, reason in error.problems:
-            key = f"rewards.{index or 0}.name"
+            of = "" if config is composed.config else f"{RECIPE}."
+            key = f"{of}rewards.{index or 0}.name"
             where = str(composed.origins.get(key, ""))
-            problems.append(Problem(where, "rewards" if index is None else key, reason))
+            problems.append(Problem(where, f"{of}rewards" if index is None else key, reason))
         raise ConfigError(problems) from error
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
     judged = "right" if score.right else "not right"

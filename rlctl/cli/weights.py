@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, say
+from rlctl.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from rlctl.config.schema import GrpoConfig
@@ -25,7 +26,7 @@ def config_of(target: "Target", seed: int, system: str | None = None) -> "tuple[
     from rlctl.config.compose import compose
     from rlctl.config.provenance import plain
     from rlctl.config.schema import GrpoConfig
-    from rlctl.preflight.load import load
+    from rlctl.preflight.load import OtherVersionError, load
 
     file = target.run / "config.yaml" if target.run else None
     kept = yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}
@@ -38,7 +39,11 @@ def config_of(target: "Target", seed: int, system: str | None = None) -> "tuple[
         given += [f"data.{name}={json.dumps(value)}" for name, value in own.items() if value is not None]
     if system is not None:
         given.append(f"data.system_prompt={json.dumps(system)}")
-    config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
+    try:
+        config = load("grpo", str(file) if is_own else None, given, resume=is_own).config
+    except OtherVersionError as error:
+        what = f"the run is of another version of rlctl ({error.sign}); name its weights alone: {target.model}"
+        raise ConfigError([Problem(str(file), "", what)]) from None
     assert isinstance(config, GrpoConfig)
     # A model of few positions could not have the default in its config.
     return config, config.generation.max_new_tokens if is_own else defaults["max_new_tokens"]

@@ -4,11 +4,13 @@ Order, the later winning: the files of `defaults:` from left to right (each with
 file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
 """
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from rlctl.config.builtin import CONFIGS, find, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.fields import RECIPE
 from rlctl.config.named import NAMED_SECTIONS, complete, merge_named
 from rlctl.config.provenance import (
     MOST_DEPTH,
@@ -17,6 +19,7 @@ from rlctl.config.provenance import (
     Origin,
     leaves,
     merge,
+    node_at,
     put,
     read_file,
     read_value,
@@ -26,18 +29,50 @@ from rlctl.config.references import fill_references
 
 # Files that one inherits from, one through the other.
 _MOST_PARENTS = 32
+_RECIPE = RECIPE.split(".")
 
 
-def compose(recipe: Path, overrides: list[str]) -> ConfigNode:
+def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
     """Return the merged tree of the file `recipe`, its references filled in.
 
-    Raises ConfigError: a parent not found, unreadable YAML, a malformed override or reference, too many values.
+    within: dotted key of the whole config that is meant, in place of the one that holds it. Raises ConfigError: a
+    parent not found, unreadable YAML, a malformed override or reference, too many values.
     """
-    root = complete(_inherit(recipe, (), {}))
+    root = _with_recipe(complete(_inherit(recipe, (), {})))
+    if within:
+        found = node_at(root, within.split("."))
+        assert found is not None, f"{recipe} has no {within}"
+        root = found
     root = _apply(root, overrides)
     if sum(1 for _ in leaves(root)) > MOST_VALUES:
         raise ConfigError([Problem(show_path(recipe), "", f"more than {MOST_VALUES:,} values: no config is so large")])
-    return fill_references(root)
+    inner = node_at(root, _RECIPE)
+    if inner is None or not isinstance(inner.value, dict):
+        return fill_references(root)
+    # A reference names a key of the config that it was written in.
+    root = fill_references(put(root, _RECIPE, ConfigNode(None, inner.origin)))
+    return put(root, _RECIPE, fill_references(inner))
+
+
+def _with_recipe(root: ConfigNode) -> ConfigNode:
+    """Return the tree with the recipe that an SFT run is validated by, in place of its name. Raises ConfigError."""
+    node, kind = node_at(root, _RECIPE), node_at(root, ["kind"])
+    if node is None or node.value is None or kind is None or kind.value != "sft":
+        return root
+    if isinstance(node.value, str):
+        name = os.path.expanduser(node.value)
+        folders = [*([node.origin.file.parent] if node.origin.file else []), Path.cwd()]
+        file = next((found for folder in folders if (found := find(name, folder))), None)
+        if file is None:
+            hint = did_you_mean(Path(name).stem, recipe_names()) or "; see `rlctl recipes list`"
+            raise ConfigError([Problem(str(node.origin), RECIPE, f"no such recipe or file: {node.value}{hint}")])
+        root = put(root, _RECIPE, complete(_inherit(file, (), {})))
+    stated = node_at(root, [*_RECIPE, "kind"])
+    if stated is None or stated.value != "grpo":
+        given = f"{node.text or 'it'} is {f'one for {stated.value}' if stated else 'none'}"
+        what = f"must be the name or file of a GRPO recipe, whose prompts and rewards measure; {given}"
+        raise ConfigError([Problem(str(node.origin), RECIPE, what)])
+    return root
 
 
 def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode]) -> ConfigNode:
@@ -79,7 +114,8 @@ def _parents(node: ConfigNode | None) -> list[ConfigNode]:
 def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     problems = []
     root = _named_anew(root, overrides)
-    for number, text in enumerate(overrides, start=1):
+    # A recipe comes before its keys, in whatever order they are given.
+    for number, text in sorted(enumerate(overrides, start=1), key=lambda each: not each[1].startswith(f"{RECIPE}=")):
         origin = Origin(override=number, text=text)
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
@@ -88,11 +124,13 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
             problems.append(Problem(str(origin), "", f"no prefix is needed: {key.lstrip('+~-')}={value}"))
         elif key.count(".") >= MOST_DEPTH:
             problems.append(Problem(str(origin), "", f"no key is nested deeper than {MOST_DEPTH} levels"))
+        elif key.startswith(f"{RECIPE}.") and (recipe := node_at(root, _RECIPE)) and recipe.value is None:
+            problems.append(Problem(str(origin), "", f"there is no recipe that it is a key of: add {RECIPE}=NAME"))
         else:
             try:
                 node = read_value(value, origin)
                 names = [*key.split("."), *["name"] * (key in NAMED_SECTIONS and isinstance(node.value, str))]
-                root = complete(_put(root, names, node, origin))
+                root = complete(_with_recipe(_put(root, names, node, origin)))
             except ConfigError as error:
                 problems += error.problems
     if problems:

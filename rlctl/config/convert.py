@@ -54,6 +54,8 @@ class Converter(Generic[T]):
         self.problems: list[Problem] = []
         # Keys and sections that are not there.
         self.missing: list[str] = []
+        # Keys that no section has, each with the node that it is written at.
+        self.unknown: list[tuple[str, ConfigNode]] = []
         kinds = {each: [key for key, _ in schema_keys(each)] for each in among}
         sections = {key.rpartition(".")[0] for keys in kinds.values() for key in keys}
         every = {key: key in sections for keys in kinds.values() for key in keys}
@@ -114,13 +116,13 @@ class Converter(Generic[T]):
             return value if self.away and value.startswith("/") else self._wrong(node, key, str(error))
 
     def _value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
+        if node.value is None and NoneType in get_args(hint):
+            return None
         if sections := sections_of(hint):
             # The section whose `name` is the entry's; else the last, whose name may be any.
             name = node.value.get("name") if isinstance(node.value, dict) else None
             alike = (each for each in sections[:-1] if name and name.value in _name_of(each))
             return self._section(next(alike, sections[-1]), node, key, sections)
-        if node.value is None and NoneType in get_args(hint):
-            return None
         if get_origin(hint) is dict:
             if not isinstance(node.value, dict):
                 return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
@@ -155,6 +157,7 @@ class Converter(Generic[T]):
 
     def _unknown(self, node: ConfigNode, key: str, here: list[str]) -> None:
         """Report a key that no section has; of a section that nobody knows, each key within that leads somewhere."""
+        self.unknown.append((key, node))
         self._hints += 1
         if self._hints > _MOST_HINTS:
             self._wrong(node, key, "unknown key")

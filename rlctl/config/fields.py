@@ -16,6 +16,8 @@ MOST_PROCESSES = 1 << 14
 MOST_SEQUENCES = 1 << 20
 MOST_SECONDS = 10**8
 
+# The key of a whole config within another.
+RECIPE = "validation.recipe"
 # The field of a section that takes any key: no key of its own, it holds those that no other field has.
 FURTHER = "further"
 
@@ -26,7 +28,7 @@ def spec(doc: str, **limits: Any) -> Any:
     ge, gt, le, lt: limits of a number, or of each number of a list. most: a bound so far away that only a slip
     passes it. path: what a text names, so that `paths.py` can look it up: "model" and "dataset" (a local path or a
     hub name), "template" (a file, or one of the field's literals), "plugin" (file.py:object, or no file at all),
-    "folder" (one that need not exist).
+    "folder" (one that need not exist). whole: the value is a whole config, whose keys are those of its kind of run.
     """
     return field(metadata={"doc": doc, **limits})
 
@@ -45,6 +47,11 @@ def stated(value: T | Literal["auto"]) -> T:
 def key_of(name: str) -> str:
     """Return the key of a field: `async` of `async_`, since Python takes no keyword as a name."""
     return name.removesuffix("_")
+
+
+def is_section(field: "Field[Any]") -> bool:
+    """Return True if the value of a field is a section, whose keys the schema lists."""
+    return bool(sections_of(field.type)) and "whole" not in field.metadata
 
 
 def keys_of(section: type[Any]) -> dict[str, "Field[Any]"]:
@@ -73,8 +80,8 @@ def literals(hint: Any) -> list[str]:
 
 
 def generic(key: str) -> str:
-    """Return a key as `schema_keys` has it: the number of a list's entry becomes `N`."""
-    return ".".join("N" if part.isdecimal() else part for part in key.split("."))
+    """Return a key as `schema_keys` has it: the number of a list's entry becomes `N`, a recipe's key is of its kind."""
+    return ".".join("N" if part.isdecimal() else part for part in key.removeprefix(f"{RECIPE}.").split("."))
 
 
 def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[Any]"]]:
@@ -85,5 +92,6 @@ def schema_keys(kind: type[Any], key: str = "") -> Iterator[tuple[str, "Field[An
         full = join(key, name)
         yield full, each
         is_list = get_origin(each.type) is list
-        for section in sections_of(get_args(each.type)[0] if is_list else each.type):
+        inside = get_args(each.type)[0] if is_list else each.type
+        for section in sections_of(inside) if "whole" not in each.metadata else ():
             yield from schema_keys(section, f"{full}.N" if is_list else full)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 
 from rlctl.config.builtin import CONFIGS
+from rlctl.config.fields import RECIPE
 from rlctl.config.provenance import ConfigNode, leaves, merge, node_at, put, read_file
 
 # Paths in a config -> file of their defaults.
@@ -28,6 +29,9 @@ def defaults_of(kind: str, name: str) -> ConfigNode:
 
 def complete(root: ConfigNode) -> ConfigNode:
     """Return the tree with every named section and list entry over its defaults. A bare name is `{name: ...}`."""
+    recipe = node_at(root, RECIPE.split("."))
+    if recipe is not None and isinstance(recipe.value, dict):
+        root = put(root, RECIPE.split("."), complete(recipe))
     for path, kind in _LISTS.items():
         found = node_at(root, list(path))
         if found is not None and isinstance(found.value, list):

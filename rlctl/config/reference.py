@@ -12,7 +12,7 @@ from rlctl.config.builtin import CONFIGS
 from rlctl.config.cluster_schema import CLUSTER_KINDS
 from rlctl.config.compose import compose
 from rlctl.config.convert import describe, describe_limits
-from rlctl.config.fields import FURTHER, alternatives, keys_of, literals, schema_keys, sections_of
+from rlctl.config.fields import FURTHER, alternatives, is_section, keys_of, literals, schema_keys, sections_of
 from rlctl.config.named import FILES_BY_PATH, defaults_of
 from rlctl.config.provenance import MISSING, ConfigNode, node_at
 from rlctl.config.schema import KINDS
@@ -82,10 +82,10 @@ def _sections(kinds: Mapping[str, type[Any]], roots: dict[str, ConfigNode], leve
             continue
         section = key.rpartition(".")[0]
         field = next(iter(found.values()))
-        if sections_of(field.type) or sections_of(next(iter(get_args(field.type)), None)):
+        if is_section(field) or (get_origin(field.type) is list and sections_of(get_args(field.type)[0])):
             title = f"{'#' * (level + key.count('.'))} {key}\n\n" if level else ""
             tables.setdefault(key, []).append(f"{title}{_meaning(found, fields.get(section, kinds))}\n")
-        if not sections_of(field.type):
+        if not is_section(field):
             tables.setdefault(section.removesuffix(".N"), []).append(
                 _row(key, found, roots, fields.get(section.removesuffix(".N"), kinds))
             )
@@ -164,6 +164,8 @@ def _shown_default(key: str, root: ConfigNode, names: list[str]) -> tuple[str, s
 def _type(field: "Field[Any]") -> str:
     if get_origin(field.type) is dict:
         return "section"
+    if "whole" in field.metadata:
+        return "name or file of a recipe, or null"
     limits = describe_limits(field.metadata)
     if "most" in field.metadata:
         limits += f"{' and ' if limits else ''}at most {field.metadata['most']:,}"

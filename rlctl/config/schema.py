@@ -355,6 +355,16 @@ class GrpoConfig:
 
 
 @dataclass
+class SftValidationSection(ValidationSection):
+    recipe: GrpoConfig | None = spec(
+        "A GRPO recipe, by its name or file: its held-out prompts are sampled and scored at each validation, besides "
+        "the loss. The weights are this run's; prompts, rewards, environment, lengths, temperature, seed and engines "
+        "are the recipe's, whose keys are set by validation.recipe.KEY.",
+        whole=True,
+    )
+
+
+@dataclass
 class SftConfig:
     """A whole SFT run (`rlctl train sft`)."""
 
@@ -366,7 +376,7 @@ class SftConfig:
     ray_compiled_graph: CompiledGraphSection = spec("Calls to the trainer ranks through a Ray Compiled Graph.")
     trainer: TrainerSection = spec("The trainer.")
     placement: PlacementSection = spec("The nodes of the trainer ranks.")
-    validation: ValidationSection = spec("Validation on held-out samples.")
+    validation: SftValidationSection = spec("Validation on held-out samples.")
     checkpoint: CheckpointSection = spec("Checkpoints: when they are saved, and which are kept.")
     health: SftHealthSection = spec("Bounds on the run's health.")
     telemetry: TelemetrySection = spec("What the run shows and records.")

@@ -11,7 +11,7 @@ from rlctl.data.datasets import Row
 from rlctl.data.load import load_chat, load_prompts
 from rlctl.evaluation.engines import engines
 from rlctl.grpo.group_record import group_records
-from rlctl.launch.assemble_grpo import decoder, make_player
+from rlctl.launch.sampling import decoder, make_player
 from rlctl.models.model_files import ModelFiles
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up

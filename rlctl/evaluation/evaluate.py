@@ -8,18 +8,16 @@ from typing import Any
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import Chat
-from rlctl.data.load import load_chat, load_prompts, part_of
-from rlctl.data.mixture import first_of_each
+from rlctl.data.load import load_chat
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
 from rlctl.evaluation.store import EvaluationFolder, digest_of, digest_of_rows
 from rlctl.evaluation.target import Target, digest_of_weights
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
-from rlctl.launch.assemble_grpo import check_room, decoder, make_player
+from rlctl.launch.sampling import decoder, held_out_tasks, make_player
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.load import Composed
-from rlctl.preflight.resolved import Resolved
 from rlctl.rewards.scorer import Scorer
 from rlctl.rollout.episode_setup import environment_pool, set_up
 from rlctl.rollout.patience import Emit
@@ -116,9 +114,7 @@ class Evaluation:
 
     def _data_set(self, name: str, composed: Composed, root: Path, weights: str) -> DataSet:
         config = _config(composed)
-        loaded = [load_prompts(config, part.section, self._chat, part.rows) for part in part_of(config, "validation")]
-        tasks = first_of_each([task for tasks, _ in loaded for task in tasks], config.validation.max_prompts)
-        check_room(tasks, config.generation.max_new_tokens, Resolved(config).max_length(self._files.max_length))
+        tasks = held_out_tasks(config, self._chat, self._files)
         digest = digest_of_rows(tasks)
         place = f"step_{self.target.step}" if self.target.run else self.target.name
         path = root / f"{place}--{name}--{digest_of(composed.values(), weights, digest)}"

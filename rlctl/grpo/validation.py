@@ -1,6 +1,7 @@
 """Validation: samples held-out tasks as a run does every `validation.every` steps, and scores them.
 
-A run's own validation and `rlctl eval` are this code. Equal weights, tasks and seeds therefore give equal numbers.
+A GRPO run's own validation, that of an SFT run by a recipe, and `rlctl eval` are this code. Equal weights, tasks and
+seeds therefore give equal numbers.
 """
 
 from collections.abc import Sequence
@@ -8,9 +9,13 @@ from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
+from rlctl.generation.pool import GeneratorPool
+from rlctl.grpo.group_record import group_records
+from rlctl.grpo.metrics import validation_metrics
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.scoring import GroupScorer
-from rlctl.rollout.types import RolloutGroup, RolloutPlayer, Sampling
+from rlctl.rollout.types import Decode, RolloutGroup, RolloutPlayer, Sampling
+from rlctl.run.recorder import RunRecorder
 
 
 @dataclass(frozen=True)
@@ -36,3 +41,33 @@ class Validation:
         sampling = Sampling("validation", self.config.run.seed, *shape, config.temperature)
         tasks = [self.tasks[place] for place in places]
         return self.score(self.dispatcher.sample(sampling, tasks, version, places.start, self.player))
+
+
+@dataclass(frozen=True)
+class SampledValidation:
+    """Validation of weights that another algorithm trains: engines are brought to their version for it alone."""
+
+    validation: Validation
+    pool: GeneratorPool
+    recorder: RunRecorder
+    # Text of tokens with the special ones, for records.
+    decode: Decode
+
+    def measure(self, version: int) -> dict[str, float]:
+        """Return the metrics of the trainer's weights, which are of `version`, and record some groups.
+
+        Raises what `GeneratorPool.sync` and `Validation.groups` raise.
+        """
+        if self.pool.asleep or self.pool.version != version:
+            self.pool.sync(version)
+        groups = self.validation.groups(version)
+        if self.pool.sleeps:
+            self.pool.rest()
+        self.recorder.groups(version, "validation", lambda count: group_records(groups[:count], self.decode))
+        return validation_metrics(groups)
+
+    def close(self) -> None:
+        """Sample no more."""
+        if self.validation.player:
+            self.validation.player.close()
+        self.validation.dispatcher.close()

@@ -1,7 +1,8 @@
-"""The parts of a run that only SFT has: samples, and a compiled graph with its warm-up."""
+"""The parts of a run that only SFT has: samples, a compiled graph with its warm-up, and a recipe's validation."""
 
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,16 @@ from rlctl.config.fields import stated
 from rlctl.config.schema import CompiledGraphSection, SftConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import SampleSource
+from rlctl.data.ends import EndTokens
 from rlctl.data.load import RunRows, load_samples
 from rlctl.data.mixture import first_of_each
 from rlctl.data.preview import step_lengths
-from rlctl.data.tasks import SupervisedSample
-from rlctl.launch.loading import DataLoading, RunData
+from rlctl.data.tasks import SupervisedSample, Task
+from rlctl.launch.loading import DataLoading, RunData, load_run_chat
 from rlctl.launch.runtime import Allocation
+from rlctl.launch.sampling import SamplingParts, held_out_tasks
 from rlctl.launch.session import Session
+from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.backend import layout_of
 from rlctl.preflight.resolved import Resolved
@@ -24,6 +28,8 @@ from rlctl.run.fingerprint import digest_rows
 from rlctl.utils.cores import usable_cores
 
 if TYPE_CHECKING:
+    from rlctl.generation.pool import GeneratorPool
+    from rlctl.grpo.validation import SampledValidation
     from rlctl.sft.loop import SftLoop
     from rlctl.training.trainer_group import TrainerGroup
     from rlctl.workers.group import WorkerGroup
@@ -40,6 +46,10 @@ class SftParts:
     session: Session
     config: SftConfig
     files: ModelFiles
+    # Of the recipe that the run is validated by; None without one.
+    sampling: SamplingParts | None
+    # The recipe's held-out tasks.
+    tasks: list[Task] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.updates, self.temperature = self.config.sft.num_steps, 1.0
@@ -48,9 +58,18 @@ class SftParts:
         """Take over the values that were chosen, see `AlgorithmParts`."""
         assert isinstance(tuned.config, SftConfig)
         self.config = tuned.config
+        if self.sampling:
+            self.sampling.settle(tuned)
+
+    def load_chat(self) -> tuple[Chat, EndTokens]:
+        """Load the tokenizer, and that of the recipe, whose template may be another."""
+        found = load_run_chat(self.session, self.config, self.files)
+        if self.sampling:
+            self.sampling.load_chat()
+        return found
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[SupervisedSample]:
-        """Tokenize the samples, and report how they pack."""
+        """Tokenize the samples, report how they pack, and load the recipe's tasks."""
         from rlctl.training.micro_batching import packing
 
         session, config = self.session, self.config
@@ -65,10 +84,16 @@ class SftParts:
             packs = packing(step_lengths(found["train"], config), shards, stated(config.trainer.micro_batch_tokens))
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(found["train"]))
+        if sampling := self.sampling:
+            self.tasks = held_out_tasks(sampling.config, sampling.chat, self.files)
+            session.events.emit("data", what=f"validation.recipe: {len(self.tasks)} prompts")
+            sampling.try_on(self.tasks[0])
         return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
 
-    def start_engines(self, allocation: Allocation, loading: DataLoading[SupervisedSample]) -> None:
-        """Start nothing: SFT does not sample."""
+    def start_engines(self, allocation: Allocation, loading: DataLoading[SupervisedSample]) -> "GeneratorPool | None":
+        """Start the engines of the recipe, where there is one."""
+        loading.chat.result()
+        return self.sampling.start_engines(allocation) if self.sampling else None
 
     def make_loop(
         self,
@@ -77,16 +102,34 @@ class SftParts:
         source: SampleSource,
         data: RunData[SupervisedSample],
     ) -> "SftLoop":
-        """Put the ranks behind a compiled graph if that is asked, and warm them up."""
+        """Connect the recipe's engines, put the ranks behind a compiled graph if that is asked, and warm them up."""
         from rlctl.launch.worker_specs import training_cost
         from rlctl.sft.loop import SftComponents, SftLoop
 
         session, config = self.session, self.config
+        sampled = self._sampled(allocation, trainer) if self.sampling else None
         if config.ray_compiled_graph.enabled:
             self._compile(trainer, max(len(sample.tokens) for sample in [*data.train, *data.validation]))
         devices, cost = allocation.placement.trainer_devices, training_cost(self.files, trainer.info())
-        components = SftComponents(trainer, source, data.validation, session.recorder, devices, *cost)
+        components = SftComponents(trainer, source, data.validation, sampled, session.recorder, devices, *cost)
         return SftLoop(config, components, session.stops)
+
+    def _sampled(self, allocation: Allocation, trainer: "TrainerGroup") -> "SampledValidation":
+        """Bring the engines to the trainer's version, and let them rest where they share its devices."""
+        from rlctl.grpo.validation import SampledValidation, Validation
+
+        session, sampling = self.session, self.sampling
+        assert sampling
+        sampling.connect(allocation, trainer)
+        sampling.pool.sync(session.start)
+        if sampling.pool.sleeps:
+            sampling.pool.rest()
+            if warms_up(self.config):
+                warm_up(session, self.config, trainer)
+        # The loop closes them.
+        dispatcher, player = sampling.open(ExitStack())
+        validation = Validation(sampling.config, dispatcher, sampling.score, self.tasks, player)
+        return SampledValidation(validation, sampling.pool, session.recorder, sampling.decode)
 
     def _compile(self, trainer: "TrainerGroup", longest: int) -> None:
         from rlctl.sft.loss import NllLoss

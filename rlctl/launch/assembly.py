@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import RowSource
+from rlctl.data.ends import EndTokens
 from rlctl.data.load import RowReader, RunRows
 from rlctl.data.mixture import order_of
-from rlctl.launch.assemble_grpo import GrpoParts, judges
+from rlctl.launch.assemble_grpo import GrpoParts
 from rlctl.launch.assemble_sft import SftParts
-from rlctl.launch.loading import DataLoading, RunData, load_run_chat
+from rlctl.launch.loading import DataLoading, RunData
 from rlctl.launch.runtime import Allocation, Runtime
+from rlctl.launch.sampling import SamplingParts
 from rlctl.launch.session import Session, run_session
 from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
@@ -45,6 +47,9 @@ class AlgorithmParts(Protocol):
 
     def settle(self, tuned: Tuned) -> None:
         """Use a config in which the keys at `auto` have values, from now on."""
+
+    def load_chat(self) -> tuple[Chat, EndTokens]:
+        """Load the tokenizer, and find the tokens that end an answer, on the thread of `load`. Raises DataError."""
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Any]:
         """Tokenize the rows and check them, on a thread of their own. Raises DataError or RewardError."""
@@ -82,10 +87,13 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
     session.depend_on(made_with(config, Path(files.source)))
     with ExitStack() as stack:
         parts: AlgorithmParts
+        sampling = Resolved(config).sampling
+        sampled = SamplingParts.make(stack, session, sampling, files) if sampling else None
         if isinstance(config, GrpoConfig):
-            parts = GrpoParts(session, config, files, *judges(stack, session, config), probe_only)
+            assert sampled
+            parts = GrpoParts(session, config, files, sampled, probe_only)
         else:
-            parts = SftParts(session, config, files)
+            parts = SftParts(session, config, files, sampled)
         threads = stack.enter_context(ThreadPoolExecutor(1))
         begun: list[tuple[DataLoading[Any], RunConfig]] = []
 
@@ -95,7 +103,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
             parts.settle(tuned)
             if placement.device == "cuda" and tuned.choices:
                 session.events.emit("chosen", **{choice.key: choice.value for choice in tuned.choices})
-            chat = threads.submit(load_run_chat, session, files)
+            chat = threads.submit(parts.load_chat)
             data = threads.submit(lambda: parts.load(chat.result()[0], reader.take()))
             begun.append((DataLoading(chat, data), tuned.config))
 

@@ -4,7 +4,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic
 
-from rlctl.config.schema import GrpoConfig
+from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import Drawn
 from rlctl.data.ends import EndTokens
@@ -29,15 +29,15 @@ class DataLoading(Generic[Drawn]):
     data: "Future[RunData[Drawn]]"
 
 
-def load_run_chat(session: Session, files: ModelFiles) -> tuple[Chat, EndTokens]:
-    """Load the tokenizer, and find the tokens that end an answer."""
-    config = session.config
-    with session.starting("tokenizer"):
+def load_run_chat(session: Session, config: RunConfig, files: ModelFiles) -> tuple[Chat, EndTokens]:
+    """Load the tokenizer by a run's config or its recipe's, and find the tokens that end an answer."""
+    whose = "" if config.kind == session.config.kind else "validation.recipe: "
+    with session.starting(f"{whose}tokenizer"):
         chat = load_chat(config, files.folder)
         ends = chat.ends
         if isinstance(config, GrpoConfig):
             ends = ends.with_further(config.generation.stop_token_ids, chat.tokenizer)
-    session.events.emit("data", what=f"answers end at {ends}")
+    session.events.emit("data", what=f"{whose}answers end at {ends}")
     for warning in ends.warnings:
         session.events.emit("warning", what=warning)
     return chat, ends

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 
-from rlctl.config.schema import GrpoConfig, RunConfig
+from rlctl.config.schema import RunConfig
 from rlctl.config.telemetry_schema import (
     MlflowSection,
     SwanlabSection,
@@ -40,9 +40,9 @@ def _with_files(config: RunConfig, run_dir: RunDir, known: str) -> Iterator[str]
     """Yield commands that read the newest checkpoint, or a tracker's files."""
     newest = Checkpoints(run_dir.checkpoints, 1, 0).latest()
     if newest and newest.export.is_dir():
-        recipe = "" if isinstance(config, GrpoConfig) else " RECIPE"
-        if recipe or config.data.has_validation:
-            yield f"rlctl eval {known}{recipe}"
+        sampling = Resolved(config).sampling
+        if sampling is None or sampling.data.has_validation:
+            yield f"rlctl eval {known}{'' if sampling else ' RECIPE'}"
         yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}"
         yield f"vllm serve {quote(str(newest.export))}"
     for section in config.telemetry.trackers:

@@ -26,6 +26,7 @@ from rlctl.preflight.check_grpo import (
 )
 from rlctl.preflight.check_inputs import check_data, check_run_folder, check_run_name, check_validation
 from rlctl.preflight.check_model import check_chat, check_graph, check_lengths, check_micro_batch, check_model
+from rlctl.preflight.check_recipe import check_recipe
 from rlctl.preflight.check_trackers import check_trackers
 from rlctl.preflight.check_trainer import check_backends, check_batch, check_offload, check_optimizer, check_profile
 from rlctl.preflight.resolved import Resolved
@@ -67,7 +68,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
         ]
         checks += [check_async(config), check_corrections(config)]
     else:
-        checks += [check_graph(config, sizes)]
+        checks += [check_graph(config, sizes), check_recipe(config, sizes)]
     checks += [check_batch(config, sizes), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
     checks += [] if away else [check_trackers(config), check_generated(config)]
     found: list[Problem] = []

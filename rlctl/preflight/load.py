@@ -20,6 +20,15 @@ from rlctl.preflight.version import earlier_version
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
 
+class OtherVersionError(ConfigError):
+    """A run's own config that another version of rlctl wrote. As it is, the line for one who resumes the run."""
+
+    def __init__(self, file: Path, sign: str) -> None:
+        # How it is recognized.
+        self.sign = sign
+        super().__init__([Problem(show_path(file), "", earlier_version(Path(show_path(file.parent)), sign))])
+
+
 @dataclass(frozen=True)
 class Composed:
     """A config fit to run."""
@@ -74,22 +83,28 @@ class Composed:
 
 
 def load(
-    kind: str | None, recipe: str | None, overrides: list[str], *, resume: bool = False, away: bool = False
+    kind: str | None,
+    recipe: str | None,
+    overrides: list[str],
+    *,
+    resume: bool = False,
+    away: bool = False,
+    within: str = "",
 ) -> Composed:
     """Return the config of a run. kind: "grpo" or "sft"; None: the recipe's. recipe None: the tiny one.
 
     resume: the run's directory may exist. away: the run is to be elsewhere, where absolute paths may exist that are not
-    here. Raises ConfigError with every problem at once.
+    here. within: see `compose`. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, config, problems = _checked(kind, file, overrides, resume, away, run=file.parent if resume else None)
+    root, config, problems = _checked(kind, file, overrides, resume, away, run=resume, within=within)
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
     said = [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
-    composed = Composed(
-        config, file, origins, said + notes(config, origins), {}, recorded_origins(file) if resume else {}
-    )
+    recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
+    recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
+    composed = Composed(config, file, origins, said + notes(config, origins), {}, recorded)
     values = composed.values()
     # A path of the environment that was written from the recipe's folder would mean another one in the run's.
     unchanged = {
@@ -105,10 +120,16 @@ def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNo
 
 
 def _checked(
-    kind: str | None, file: Path, overrides: list[str], resume: bool, away: bool = False, run: Path | None = None
+    kind: str | None,
+    file: Path,
+    overrides: list[str],
+    resume: bool,
+    away: bool = False,
+    run: bool = False,
+    within: str = "",
 ) -> tuple[ConfigNode, RunConfig, list[Problem]]:
-    """Return (tree, config with wrong values BROKEN, problems). run: directory of a run that goes on."""
-    root = compose(file, overrides)
+    """Return (tree, config with wrong values BROKEN, problems). run: the file is a run's own config."""
+    root = compose(file, overrides, within)
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
     if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
@@ -120,10 +141,11 @@ def _checked(
         raise ConfigError([Problem(str(stated.origin), "kind", what)])
     converter: Converter[Any] = Converter(KINDS[stated.value], show_path(file), away=away)
     config: RunConfig = converter.convert(root)
-    # The config of a run was written whole.
+    # The config of a run was written whole, and checked.
     if run and converter.missing:
-        sign = f"its config has no {', '.join(converter.missing[:3])}"
-        raise ConfigError([Problem(show_path(file), "", earlier_version(Path(show_path(run)), sign))])
+        raise OtherVersionError(file, f"its config has no {', '.join(converter.missing[:3])}")
+    if run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
+        raise OtherVersionError(file, f"its config has {', '.join(unknown[:3])}, which this version has not")
     origins = {key: node.origin for key, node in leaves(root)}
     return root, config, converter.problems + check(config, origins, resume=resume, away=away)
 

@@ -14,7 +14,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import FLOAT32, STATES, State, StateBytes, backend_of
 from rlctl.preflight.offload_plan import Phase, Place, phases, residency
-from rlctl.preflight.resolved import DTYPE_BYTES, Resolved
+from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, longest_sequence
 
 # Bytes a logit while the gradient of a chunk is made, as measured: torch keeps its steps apart unless it fuses them.
 _LOGIT_BYTES, _FUSED_LOGIT_BYTES = 16, 8
@@ -73,7 +73,6 @@ class Memory:
 def forecast(
     resolved: Resolved,
     sizes: ModelSizes,
-    longest: int | None,
     device_memory: int | None,
     kv_cache_mib: int | None = None,
 ) -> Memory:
@@ -84,18 +83,21 @@ def forecast(
     config = resolved.config
     trainer = trainer_bytes(resolved, sizes)
     where = placed_states(resolved, sizes)
-    if not isinstance(config, GrpoConfig):
+    sampling = resolved.sampling
+    if sampling is None:
         return Memory(trainer, {}, device_memory, False, False, kv_sequences=None, placed_states=where)
-    engine, per_token = _engine(resolved, config, sizes, device_memory, kv_cache_mib), token_bytes(resolved, sizes)
+    sampled = Resolved(sampling, resolved.device)
+    engine, per_token = _engine(sampled, sampling, sizes, device_memory, kv_cache_mib), token_bytes(sampled, sizes)
+    longest = longest_sequence(sampling, sizes)
     held = engine.get("key-value cache")
     sequences = held // (per_token * longest) if held is not None and longest else None
     if resolved.device == "cpu":
         # One machine holds every rank and every engine, all awake.
         trainer = {name: size * config.trainer.num_ranks for name, size in trainer.items()}
-        engine = {name: size * config.generation.num_engines for name, size in engine.items()}
+        engine = {name: size * sampling.generation.num_engines for name, size in engine.items()}
         both = trainer | {f"engines: {name}": size for name, size in engine.items()}
         return Memory(both, {}, device_memory, False, False, kv_sequences=sequences, placed_states=where)
-    shared, awake = resolved.shares_devices, not stated(config.generation.sleep)
+    shared, awake = resolved.shares_devices, not stated(sampling.generation.sleep)
     return Memory(trainer, engine, device_memory, shared, awake, kv_sequences=sequences, placed_states=where)
 
 

@@ -10,6 +10,7 @@ from rlctl.config.plugins import ENVIRONMENT_REWARD, OVERLONG, reward_names
 from rlctl.config.provenance import Origin
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.preflight.backend import backend_of
+from rlctl.preflight.check_recipe import recipe_notes
 from rlctl.preflight.check_trainer import GENERATION, LOG_PROBS
 from rlctl.preflight.resolved import Resolved
 from rlctl.telemetry.metrics import MEANING
@@ -32,8 +33,7 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     age = "async.max_trajectory_age_steps"
     if age in given and isinstance(config, GrpoConfig) and Resolved(config).max_age > WISE_AGE:
         said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
-    if isinstance(config, GrpoConfig):
-        said += _advantage_notes(config)
+    said += _advantage_notes(config) if isinstance(config, GrpoConfig) else recipe_notes(config)
     return said + _best_checkpoints(config)
 
 
@@ -88,7 +88,7 @@ def _idle_offload(config: RunConfig) -> dict[str, str]:
         elif trainer.offload_optimizer_for_generation and resolved.shares_devices:
             idle[LOG_PROBS] = f"{GENERATION} keeps it on the host until the update"
     if trainer.offload_optimizer_for_generation and not resolved.shares_devices:
-        idle[GENERATION] = "kind is sft" if isinstance(config, SftConfig) else "engines have devices of their own"
+        idle[GENERATION] = "engines have devices of their own" if resolved.sampling else "kind is sft"
     return idle
 
 
@@ -102,7 +102,7 @@ def _best_checkpoints(config: RunConfig) -> list[str]:
     if metric not in names and not re.fullmatch(r"time/\w+|\w+/(groups|age)_\d+", metric):
         near = did_you_mean(metric, names)
         return [f"checkpoint.metric={saved.metric}: no such metric is measured{near}; no best checkpoint is kept"]
-    if not config.data.has_validation or not validated or not metric.startswith(_HELD_OUT):
+    if not Resolved(config).validates or not metric.startswith(_HELD_OUT):
         return []
     on_the_way = range(saved.every, Resolved(config).num_steps, saved.every) if saved.every else range(0)
     if missed := sum(step % validated > 0 for step in on_the_way):
@@ -114,15 +114,17 @@ def _best_checkpoints(config: RunConfig) -> list[str]:
 
 def _metrics(config: RunConfig) -> list[str]:
     """Return the names of the metrics of such a run's steps and validations."""
+    held_out, own, sampling = list[str](), list[str](), Resolved(config).sampling
+    if sampling:
+        held_out += ["accuracy", "reward", "failed_rewards", "length", "prompts"]
+        held_out += ["pass_at_k"] * (sampling.validation.num_generations > 1)
+        held_out += ["turns", "failed_episodes"] * sampling.environment.enabled
     if isinstance(config, GrpoConfig):
-        held_out = ["accuracy", "reward", "failed_rewards", "length", "prompts"]
-        held_out += ["pass_at_k"] * (config.validation.num_generations > 1)
-        held_out += ["turns", "failed_episodes"] * config.environment.enabled
         rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
         rewards += [ENVIRONMENT_REWARD] if config.environment.enabled else []
         own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
     else:
-        held_out, own = ["loss", "prompts"], []
+        held_out += ["loss", "samples"]
     patterns = ("_K", "/NAME/mean", "/NAME/failed", "/NAME")
     steps = [name for name in MEANING if not name.startswith(_HELD_OUT) and not name.endswith(patterns)]
     return [*steps, *own, *(_HELD_OUT + name for name in held_out)]

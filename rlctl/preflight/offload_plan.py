@@ -46,11 +46,11 @@ def residency(trainer: TrainerSection, shared: bool) -> Residency:
 
 def phases(config: RunConfig) -> tuple[Phase, ...]:
     """Return the phases of a run in the order of a step. Without shared devices nothing waits for engines."""
-    if not isinstance(config, GrpoConfig):
-        return ("train", "checkpoint")
     left_out: set[Phase] = set()
+    if Resolved(config).sampling is None:
+        left_out.add("refit")
     if not Resolved(config).shares_devices:
         left_out.add("generate")
-    if not Resolved(config).needs_log_probs:
+    if not isinstance(config, GrpoConfig) or not Resolved(config).needs_log_probs:
         left_out.add("log_probs")
     return tuple(phase for phase in PHASES if phase not in left_out)

@@ -144,11 +144,12 @@ def place(nodes: Sequence[NodeResources], resources: ResourceRequest, device: De
 def resources(config: RunConfig) -> ResourceRequest:
     """Return the processes of a run to place."""
     trainer, each = config.placement.trainer, config.placement.cpus_per_process
-    if not isinstance(config, GrpoConfig):
+    sampling = Resolved(config).sampling
+    if sampling is None:
         return ResourceRequest(config.trainer.num_ranks, trainer=trainer, cpus_per_process=each)
-    generation = config.generation
+    generation = sampling.generation
     sizes = (config.trainer.num_ranks, generation.num_engines, generation.tensor_parallel_size)
-    return ResourceRequest(*sizes, Resolved(config).colocated, trainer, config.placement.generator, each)
+    return ResourceRequest(*sizes, Resolved(sampling).colocated, trainer, sampling.placement.generator, each)
 
 
 def this_machine(gpus: int) -> list[NodeResources]:

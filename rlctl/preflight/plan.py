@@ -96,8 +96,8 @@ def make_plan(
     except PlacementError as error:
         misplaced = str(error)
     longest = longest_sequence(config, sizes)
-    memory = forecast(resolved, sizes, longest, device_memory, tuned.kv_cache_mib) if sizes else None
-    schedule = _schedule(resolved, sizes)
+    memory = forecast(resolved, sizes, device_memory, tuned.kv_cache_mib) if sizes else None
+    schedule, sampling = _schedule(resolved, sizes), resolved.sampling
     return RunPlan(
         kind=config.kind,
         model=config.model.path,
@@ -109,9 +109,9 @@ def make_plan(
         memory=memory,
         too_large=_too_large(config, memory) if gpus else None,
         schedule=schedule,
-        refit=refit_bytes(resolved, sizes) if sizes and isinstance(config, GrpoConfig) else None,
+        refit=refit_bytes(Resolved(sampling, resolved.device), sizes) if sizes and sampling else None,
         chosen=tuned.choices,
-        notes=_notes(config, schedule.updates, memory, gpus),
+        notes=_notes(resolved, schedule.updates, memory, gpus),
     )
 
 
@@ -144,7 +144,7 @@ def _schedule(resolved: Resolved, sizes: ModelSizes | None) -> Schedule:
     updates = steps * (config.grpo.updates_per_step if isinstance(config, GrpoConfig) else 1)
     every = config.validation.every
     validations = 0
-    if every and config.data.has_validation:
+    if resolved.validates:
         # Also after the last step.
         validations = config.validation.at_start + -(-steps // every)
     often, at_end = config.checkpoint.every, config.checkpoint.at_end
@@ -168,11 +168,10 @@ def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
     return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
 
 
-def _notes(config: RunConfig, updates: int, memory: Memory | None, gpus: int) -> list[str]:
-    notes = []
-    validated = config.data.has_validation and config.validation.every > 0
+def _notes(resolved: Resolved, updates: int, memory: Memory | None, gpus: int) -> list[str]:
+    config, notes = resolved.config, []
     metric = config.checkpoint.metric
-    if not validated:
+    if not resolved.validates:
         notes.append("nothing is validated: it needs data.validation and validation.every")
         if config.checkpoint.keep_best and metric.lstrip("-").startswith("validation/"):
             notes.append(f"{metric} is never measured: no best checkpoint is kept")

@@ -4,7 +4,7 @@
 (`generation`), `data.chat_template` from the tokenizer (`data.make_chat`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -30,6 +30,33 @@ class Resolved:
     config: RunConfig
     # None before it is known: only stated dtypes can be read then.
     device: Device | None = None
+
+    @property
+    def sampling(self) -> GrpoConfig | None:
+        """Config that engines sample by, None without engines: a GRPO run's own.
+
+        That of an SFT run is its validation's recipe, over the run's own model, trainer and deadlines.
+        """
+        config = self.config
+        if isinstance(config, GrpoConfig):
+            return config
+        recipe, own = config.validation.recipe, config.placement
+        if recipe is None or config.validation.every == 0:
+            return None
+        return replace(
+            recipe,
+            run=replace(config.run, seed=recipe.run.seed),
+            model=replace(config.model, max_length=recipe.model.max_length),
+            trainer=config.trainer,
+            placement=replace(recipe.placement, trainer=own.trainer, cpus_per_process=own.cpus_per_process),
+        )
+
+    @property
+    def validates(self) -> bool:
+        """True if there is something to measure every `validation.every` steps."""
+        config = self.config
+        recipe = not isinstance(config, GrpoConfig) and config.validation.recipe is not None
+        return config.validation.every > 0 and (config.data.has_validation or recipe)
 
     @property
     def num_steps(self) -> int:
@@ -86,7 +113,8 @@ class Resolved:
     @property
     def shares_devices(self) -> bool:
         """True if engines are on the trainer's devices; on a CPU they always are, and never sleep."""
-        return isinstance(self.config, GrpoConfig) and self.colocated
+        sampling = self.sampling
+        return sampling is not None and Resolved(sampling).colocated
 
     @property
     def proximal(self) -> Literal["rollout", "recompute"]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rlctl.config.fields import stated
-from rlctl.config.schema import GrpoConfig, RunConfig, TrainerSection
+from rlctl.config.fields import RECIPE, stated
+from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.memory import engine_bytes, placed_states, token_bytes, trainer_bytes
 from rlctl.preflight.resolved import Device, Resolved, longest_sequence
@@ -86,6 +86,26 @@ def tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: in
 
     sizes: None if the model is not on this machine. memory: bytes of the smallest device, None when unknown.
     """
+    if isinstance(config, SftConfig) and (sampling := Resolved(config).sampling):
+        return _tune_both(config, sampling, device, sizes, memory)
+    return _tune(config, device, sizes, memory)
+
+
+def _tune_both(
+    config: SftConfig, sampling: GrpoConfig, device: Device, sizes: ModelSizes | None, memory: int | None
+) -> Tuned:
+    """Tune the trainer of an SFT run, and then the engines that its validation samples with, beside it."""
+    trainer = _tune(config, device, sizes, memory)
+    engines = _tune(replace(sampling, trainer=trainer.config.trainer), device, sizes, memory)
+    assert isinstance(trainer.config, SftConfig) and isinstance(engines.config, GrpoConfig) and config.validation.recipe
+    recipe = replace(config.validation.recipe, generation=engines.config.generation)
+    tuned = replace(trainer.config, validation=replace(config.validation, recipe=recipe))
+    choices = (replace(each, key=f"{RECIPE}.{each.key}") for each in engines.choices)
+    return Tuned(tuned, (*trainer.choices, *choices), engines.kv_cache_mib)
+
+
+def _tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: int | None) -> Tuned:
+    """Return `tune` of a config without a recipe, or regardless of it."""
     choices: list[Choice] = []
 
     def fill(config: RunConfig, section: str, values: Mapping[str, tuple[Any, str]]) -> RunConfig:
@@ -170,7 +190,7 @@ def _fit(config: RunConfig, sizes: ModelSizes, longest: int, memory: int) -> _Fi
     trials = [(tokens, checkpointing) for checkpointing in recompute for tokens in packs]
     needed = {trial: _trained(config, sizes, *trial) for trial in trials}
     usable = int(_USABLE * memory)
-    shared = isinstance(config, GrpoConfig) and Resolved(config, "cuda").shares_devices
+    shared = Resolved(config, "cuda").shares_devices
     if isinstance(config, GrpoConfig) and shared and config.generation.sleep != True:  # noqa: E712  (it may be "auto")
         engine = _engine_needs(config, sizes, longest, memory)
         forced = config.generation.sleep is False

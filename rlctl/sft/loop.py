@@ -1,8 +1,9 @@
-"""The SFT loop: one update a step, the next batch prepared meanwhile, a held-out loss when it is due."""
+"""The SFT loop: one update a step, the next batch prepared meanwhile, held-out loss and answers when they are due."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlctl.config.schema import SftConfig
 from rlctl.data.cursor import SampleSource
@@ -17,6 +18,16 @@ from rlctl.training.micro_batching import TrainingSample
 from rlctl.training.trainer_group import PreparedBatch, TrainerGroup
 
 
+class HeldOutAnswers(Protocol):
+    """Answers to held-out prompts, sampled and scored by a recipe (`validation.recipe`)."""
+
+    def measure(self, version: int) -> dict[str, float]:
+        """Return the metrics of the trainer's weights, which are of `version`."""
+
+    def close(self) -> None:
+        """Sample no more."""
+
+
 @dataclass(frozen=True)
 class SftComponents:
     """Components of an SFT run, as assembly makes them and the loop uses them."""
@@ -24,6 +35,8 @@ class SftComponents:
     trainer: TrainerGroup
     source: SampleSource
     validation: list[SupervisedSample]
+    # None without a recipe.
+    answers: HeldOutAnswers | None
     recorder: RunRecorder
     # Devices that train, and their name.
     devices: int
@@ -68,8 +81,10 @@ class SftLoop(Loop):
         self._parts.recorder.step(number, {"version": number, **metrics, **times})
 
     def close(self) -> None:
-        """Prepare no more batches."""
+        """Prepare no more batches, and sample no more."""
         self._threads.shutdown(cancel_futures=True)
+        if self._parts.answers:
+            self._parts.answers.close()
 
     def _prepare(self, first: int) -> "Future[PreparedBatch]":
         """Start to prepare the batch from draw `first` on. The cursor passes it when it is trained."""
@@ -77,12 +92,16 @@ class SftLoop(Loop):
         return self._threads.submit(lambda: trainer.prepare(_sequences(source.ahead(first, size))))
 
     def validate(self) -> None:
-        """Measure the held-out loss: the mean over all trained-on tokens of the set."""
-        if self._parts.validation:
-            with self._parts.recorder.validation(self.done) as metrics:
-                losses = self._parts.trainer.evaluate(_sequences(self._parts.validation), NllLoss())
-                metrics["validation/loss"] = losses["loss/nll"]
-                metrics["validation/prompts"] = float(len(self._parts.validation))
+        """Measure the held-out loss, the mean over all trained-on tokens of the set, and a recipe's answers."""
+        samples, answers = self._parts.validation, self._parts.answers
+        if not samples and not answers:
+            return
+        with self._parts.recorder.validation(self.done) as metrics:
+            if samples:
+                losses = self._parts.trainer.evaluate(_sequences(samples), NllLoss())
+                metrics |= {"validation/loss": losses["loss/nll"], "validation/samples": float(len(samples))}
+            if answers:
+                metrics |= answers.measure(self.done)
 
 
 def _health(config: SftConfig) -> Health:

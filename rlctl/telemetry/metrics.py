@@ -106,6 +106,7 @@ MEANING = {
     "validation/loss": "held-out loss, nats a token",
     "validation/length": "mean held-out response, tokens",
     "validation/prompts": "held-out prompts",
+    "validation/samples": "held-out samples (SFT)",
     "validation/turns": "turns of a held-out episode, mean",
     "validation/failed_episodes": "held-out episodes that were left out, because their environment failed",
 }

@@ -16,7 +16,7 @@ STORE = """
 import json, sys
 from pathlib import Path
 from rlctl.launch.local_ray import _object_store
-from rlctl.launch.assemble_grpo import shared_memory
+from rlctl.launch.sampling import shared_memory
 print(json.dumps([_object_store(Path(sys.argv[1])), shared_memory(1 << 20), shared_memory(1 << 26)]))
 """
 

@@ -47,8 +47,12 @@ METRICS = {
         Metric("learn rate", "train/lr"),
     ),
     "sft": (
+        Metric("val failed", "validation/failed_rewards", style="bold red", failure=True),
         Metric("loss", "loss/nll", style="green"),
         Metric("validation", "validation/loss", style="magenta"),
+        Metric("accuracy", "validation/accuracy", percent, "magenta"),
+        Metric("pass@k", "validation/pass_at_k", percent, "magenta"),
+        Metric("reward", "validation/reward", style="magenta"),
         Metric("grad norm", "train/grad_norm"),
         Metric("learn rate", "train/lr"),
         Metric("tokens", "tokens/trained"),

@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rlctl.evaluation.store import EvaluationFolder
+from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints
 from tests.unit.cli.conftest import Rlctl, write_run
 
@@ -76,3 +78,37 @@ def test_an_export_says_what_is_in_its_way(rlctl: Rlctl, home: Path) -> None:
     assert done.err.startswith(
         "error: me/model is not on this machine: only a checkpoint, a run or a folder is exported"
     )
+
+
+def test_a_run_of_another_version_names_what_measures_it(rlctl: Rlctl, home: Path) -> None:
+    run = with_checkpoint(write_run(home, load("grpo", "grpo.recipe.yaml", ["run.name=first"]).to_yaml()))
+    written = yaml.safe_load((run / "config.yaml").read_text())
+    older = {key: value for key, value in written.items() if key != "environment"}
+    other = {**written, "generation": {**written["generation"], "prefix_cache": 1}}
+    for config, sign in ((older, "no environment"), (other, "generation.prefix_cache, which this version has not")):
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+        remedies = {
+            ("eval", "first"): "name a recipe that measures it: rlctl eval first RECIPE",
+            ("eval", "--rescore", "first"): "name a recipe that measures it: rlctl eval --rescore first RECIPE",
+            ("chat", "first"): "name its weights alone: runs/first/checkpoints/step_4/hf",
+        }
+        rollouts = '{"kind": "group", "step": 4, "purpose": "validation", "task": "r0", "prompt": "", "rollouts": []}\n'
+        (run / "rollouts.jsonl").write_text(rollouts)
+        for command, remedy in remedies.items():
+            done = rlctl(*command)
+            assert done.code == 2
+            assert f"the run is of another version of rlctl (its config has {sign}); {remedy}\n" in done.err
+        assert "another version" not in rlctl("eval", "first", "grpo.recipe.yaml").err
+
+
+def test_an_sft_run_is_measured_by_the_recipe_that_it_names(rlctl: Rlctl, home: Path) -> None:
+    named = [
+        "run.name=first",
+        "validation.recipe=grpo.recipe.yaml",
+        "validation.recipe.data.validation.path=train.jsonl",
+    ]
+    text = load("sft", "sft.recipe.yaml", ["run.name=first", *named]).to_yaml()
+    with_checkpoint(write_run(home, text.replace("path: " + str(home / "train.jsonl"), "path: gone.jsonl")))
+    done = rlctl("eval", "first")
+    assert done.code == 2
+    assert "config.yaml" in done.err and "data.validation.path: no file or folder gone.jsonl" in done.err

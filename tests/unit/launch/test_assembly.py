@@ -8,8 +8,8 @@ from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
-from rlctl.launch.assemble_grpo import check_room
 from rlctl.launch.assembly import processes_of
+from rlctl.launch.sampling import check_room
 from rlctl.preflight.load import load
 from rlctl.preflight.placement import place, resources, this_machine
 from rlctl.telemetry.events import EventLog

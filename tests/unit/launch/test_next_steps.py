@@ -41,6 +41,8 @@ def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:
 def test_an_sft_run_is_measured_by_a_grpo_recipe(tmp_path: Path) -> None:
     config, run = ended(tmp_path, kind="sft")
     assert next_commands(config, run, "done")[1] == f"rlctl eval {run.path} RECIPE"
+    named = load("sft", None, ["sft.num_steps=4", "validation.recipe=grpo-tiny"]).config
+    assert next_commands(named, run, "done")[1] == f"rlctl eval {run.path}"
 
 
 def test_a_run_of_a_cluster_is_used_there(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def notes(*overrides: str, kind: str = "grpo") -> list[str]:
         ("grpo", "-validaton/length", "validation/length"),
         ("grpo", "validation/pass_at_k", None),
         ("grpo", "reward/maen", "reward/mean"),
-        ("sft", "validation/accuracy", None),
+        ("sft", "validation/accuracy", None),  # without validation.recipe
         ("sft", "-validation/los", "validation/loss"),
     ],
 )

@@ -1,0 +1,207 @@
+"""The parts of a run that sample and score: rewards, environments, engines, and the refit that brings them weights.
+
+A GRPO run has them, and an SFT run that is validated by a recipe.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.data.chat import Chat
+from rlctl.data.ends import EndTokens
+from rlctl.data.files import DataError
+from rlctl.data.load import load_prompts, part_of
+from rlctl.data.mixture import first_of_each
+from rlctl.data.tasks import Task
+from rlctl.launch.loading import load_run_chat
+from rlctl.launch.runtime import Allocation
+from rlctl.launch.session import Session
+from rlctl.models.model_files import ModelFiles
+from rlctl.preflight.resolved import Resolved
+from rlctl.preflight.tuning import Tuned
+from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
+
+if TYPE_CHECKING:
+    from rlctl.environments.pool import EnvironmentPool
+    from rlctl.generation.pool import GeneratorPool
+    from rlctl.rewards.scorer import Scorer
+    from rlctl.rollout.dispatcher import RolloutDispatcher
+    from rlctl.rollout.episode_setup import EpisodeSetup
+    from rlctl.rollout.scoring import GroupScorer
+    from rlctl.rollout.types import Decode, RolloutPlayer
+    from rlctl.training.trainer_group import TrainerGroup
+
+# Room in shared memory beside the weights in transit, for what else a run keeps there.
+_BESIDE_BYTES = 16 << 20
+
+
+@dataclass
+class SamplingParts:
+    """Parts that sample and score. The methods are called in their order."""
+
+    session: Session
+    # See `Resolved.sampling`.
+    config: GrpoConfig
+    files: ModelFiles
+    scorer: "Scorer"
+    # None: rollouts have one turn.
+    environments: "EnvironmentPool | None"
+    # See `tuning.Tuned`.
+    kv_cache_mib: int | None = field(init=False)
+    chat: Chat = field(init=False)
+    ends: EndTokens = field(init=False)
+    # None without environments.
+    setup: "EpisodeSetup | None" = None
+    pool: "GeneratorPool" = field(init=False)
+
+    @classmethod
+    def make(cls, stack: ExitStack, session: Session, config: GrpoConfig, files: ModelFiles) -> "SamplingParts":
+        """Return the parts of a run, with rewards and environments whose processes `stack` ends. Call it before Ray
+        starts."""
+        from rlctl.rewards.scorer import Scorer
+
+        scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
+        if not config.environment.enabled:
+            return cls(session, config, files, scorer, None)
+        from rlctl.rollout.episode_setup import environment_pool
+
+        environments = stack.enter_context(environment_pool(config, session.logs, session.events.emit))
+        return cls(session, config, files, scorer, environments)
+
+    def settle(self, tuned: Tuned) -> None:
+        """Take over the values that were chosen, see `AlgorithmParts`."""
+        sampling = Resolved(tuned.config).sampling
+        assert sampling is not None
+        self.config, self.kv_cache_mib = sampling, tuned.kv_cache_mib
+
+    def load_chat(self) -> tuple[Chat, EndTokens]:
+        """Load the tokenizer, and find the tokens that end an answer."""
+        self.chat, self.ends = load_run_chat(self.session, self.config, self.files)
+        return self.chat, self.ends
+
+    def try_on(self, first: Task) -> None:
+        """Begin an episode of a task, and try the rewards on it. Raises UnusableEnvironmentError or RewardError."""
+        from rlctl.rollout.scoring import sample_item
+
+        session = self.session
+        if self.environments:
+            from rlctl.rollout.episode_setup import set_up
+
+            with session.starting("environments"):
+                self.setup = set_up(self.config, self.environments, self.chat, first)
+            for note in self.setup.notes:
+                session.events.emit("data", what=note)
+        if self.config.rewards:
+            with session.starting("rewards"):
+                self.scorer.try_on_sample(sample_item(first))
+
+    def start_engines(self, allocation: Allocation) -> "GeneratorPool":
+        """Start the engines, which are made with the tokens that end an answer, and wait for none of them."""
+        from rlctl.generation.pool import GeneratorPool
+        from rlctl.launch.worker_specs import engine_slots, engine_spec
+
+        session, config = self.session, self.config
+        self.pool = GeneratorPool(
+            engine_spec(config, self.files, self.ends.stops, allocation.placement, self.kv_cache_mib),
+            engine_slots(config, allocation, session.waits),
+            str(session.logs),
+            config.run.deadline_s,
+            config.generation.max_restarts,
+            session.events.emit,
+        )
+        return self.pool
+
+    def connect(self, allocation: Allocation, trainer: "TrainerGroup") -> None:
+        """Open the refit from the trainer to the engines."""
+        from rlctl.launch.worker_specs import refit_options
+        from rlctl.refit.refit import Refit
+
+        placement = allocation.placement
+        dtype = Resolved(self.config, placement.device).generation_dtype
+        with self.session.starting("refit"):
+            parameters = int(trainer.info()["parameters"])
+            folder = self._transit(allocation, parameters, dtype) if len(placement.used) == 1 else ""
+            self.pool.connect(Refit(trainer.group, refit_options(self.config, placement, dtype, folder)))
+
+    def open(self, stack: ExitStack) -> "tuple[RolloutDispatcher, RolloutPlayer]":
+        """Return what samples and what plays rollouts, which `stack` closes."""
+        from rlctl.rollout.dispatcher import RolloutDispatcher
+
+        dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit)
+        stack.callback(dispatcher.close)
+        player = make_player(self.config, self.files, self.chat, dispatcher, self.environments, self.setup)
+        stack.callback(player.close)
+        return dispatcher, player
+
+    @property
+    def score(self) -> "GroupScorer":
+        """Scorer of groups, which rewards see without special tokens."""
+        from rlctl.rollout.scoring import GroupScorer
+
+        return GroupScorer(self.scorer, decoder(self.chat.tokenizer, special=False))
+
+    @property
+    def decode(self) -> "Decode":
+        """Text of tokens with the special ones, for records."""
+        return decoder(self.chat.tokenizer, special=True)
+
+    def _transit(self, allocation: Allocation, parameters: int, dtype: str) -> str:
+        """Return a new folder for weights in transit, which are there twice."""
+        nbytes = 2 * parameters * (4 if dtype == "float32" else 2)
+        root = shared_memory(nbytes + _BESIDE_BYTES) if allocation.placement.device == "cpu" else shared_memory()
+        if root is None:
+            free, needed = f"{free_bytes(SHARED_MEMORY) >> 20} MiB free", f"2 x {nbytes >> 21} MiB"
+            what = f"{SHARED_MEMORY} has {free}, weights in transit take {needed}"
+            what += ": they go through the disk, which is slower; in a container: docker run --shm-size=2g"
+            self.session.events.emit("warning", what=what)
+        return allocation.folder(f"rlctl-{self.session.run_dir.name}-", root)
+
+
+def held_out_tasks(config: GrpoConfig, chat: Chat, files: ModelFiles) -> list[Task]:
+    """Return the tasks that a validation samples, read and tokenized. Raises DataError, also for too long prompts."""
+    loaded = [load_prompts(config, part.section, chat, part.rows) for part in part_of(config, "validation")]
+    tasks = first_of_each([task for tasks, _ in loaded for task in tasks], config.validation.max_prompts)
+    check_room(tasks, config.generation.max_new_tokens, Resolved(config).max_length(files.max_length))
+    return tasks
+
+
+def make_player(
+    config: GrpoConfig,
+    files: ModelFiles,
+    chat: Chat,
+    dispatcher: "RolloutDispatcher",
+    environments: "EnvironmentPool | None",
+    setup: "EpisodeSetup | None",
+) -> "RolloutPlayer":
+    """Return what plays rollouts: of one turn, or episodes where there are environments, whose `setup` is known."""
+    from rlctl.rollout.single_turn import SingleTurnPlayer
+
+    if environments is None or setup is None:
+        return SingleTurnPlayer(dispatcher)
+    from rlctl.rollout.episode_setup import episode_limits
+    from rlctl.rollout.player import EpisodePlayer
+
+    limits = episode_limits(config, Resolved(config).max_length(files.max_length))
+    return EpisodePlayer(dispatcher, environments, setup.contracts, chat, limits, setup.tool_format)
+
+
+def check_room(tasks: list[Task], answer: int, length: int) -> None:
+    """Raise DataError if a prompt leaves less than `answer` tokens of the model's `length`."""
+    longest = max(tasks, key=lambda task: len(task.tokens))
+    if len(longest.tokens) + answer > length:
+        raise DataError(
+            f"prompt {longest.id} has {len(longest.tokens)} tokens; with generation.max_new_tokens={answer} that is "
+            f"above the longest sequence, {length}: data.max_prompt_length={length - answer} leaves such prompts out"
+        )
+
+
+def shared_memory(nbytes: int = 0) -> str | None:
+    """Return the folder of shared memory if it has room for so many bytes, else None."""
+    return str(SHARED_MEMORY) if free_bytes(SHARED_MEMORY) > nbytes else None
+
+
+def decoder(tokenizer: Any, special: bool) -> "Decode":
+    """Return a function from rows of tokens to texts. special: keep special tokens."""
+    fast = tokenizer.backend_tokenizer
+    return lambda rows: fast.decode_batch(rows, skip_special_tokens=not special)

@@ -1,0 +1,54 @@
+"""Checks of the recipe that an SFT run is validated by (`validation.recipe`), over the run's own model."""
+
+from collections.abc import Iterator
+
+from rlctl.config.fields import RECIPE
+from rlctl.config.schema import SftConfig
+from rlctl.models.model_sizes import ModelSizes
+from rlctl.preflight.backend import Violation, Violations, unbroken
+from rlctl.preflight.check_environment import check_environment
+from rlctl.preflight.check_grpo import check_engines, check_rewards
+from rlctl.preflight.check_inputs import check_data, check_validation
+from rlctl.preflight.check_model import check_chat, check_lengths
+from rlctl.preflight.resolved import Resolved
+
+# Keys that a recipe has too, and that the run's own values stand for.
+_OWN = ("model.path", "model.tokenizer", "trainer.", "run.")
+
+
+def check_recipe(config: SftConfig, sizes: ModelSizes | None) -> Violations:
+    """Find recipes that have nothing to sample, another tokenizer, or values that do not go with the run's model."""
+    recipe, sampling = config.validation.recipe, Resolved(config).sampling
+    if recipe is None or sampling is None:
+        return
+    if not recipe.data.has_validation:
+        what = "is null, so that the recipe has no held-out prompts to sample: name them, or another recipe"
+        yield Violation(f"{RECIPE}.data.validation.path", what)
+    ours, theirs = config.model.tokenizer or config.model.path, recipe.model.tokenizer
+    if theirs not in (None, ours):
+        what = f"{theirs} is not the tokenizer that the run trains with, {ours}: set it to null, which is that one"
+        yield Violation(f"{RECIPE}.model.tokenizer", what, ("model.tokenizer",))
+    checks = [check_lengths(sampling, sizes), check_chat(sampling), check_validation(sampling), check_data(sampling)]
+    checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampling, sizes)]
+    for violations in checks:
+        for each in unbroken(violations):
+            yield each._replace(key=_key(each.key), others=tuple(map(_key, each.others)))
+
+
+def recipe_notes(config: SftConfig) -> Iterator[str]:
+    """Yield what differs between the run and its recipe, so that a figure may mean less than it seems to."""
+    recipe = config.validation.recipe
+    if recipe is None:
+        return
+    if config.validation.every == 0:
+        yield f"{RECIPE}: no effect while validation.every is 0"
+        return
+    if recipe.model.path != config.model.path:
+        yield f"{RECIPE}: is for {recipe.model.path}; its prompts and lengths measure {config.model.path} here"
+    for key in ("system_prompt", "chat_template"):
+        if getattr(recipe.data, key) != getattr(config.data, key):
+            yield f"{RECIPE}.data.{key}: is not the data.{key} that the run trains with"
+
+
+def _key(key: str) -> str:
+    return key if key.startswith(_OWN) else f"{RECIPE}.{key}"
