@@ -44,13 +44,14 @@ def test_answers_are_measured_beside_the_loss(tmp_path: Path) -> None:
     assert in_transit("sft") == []
 
 
-@pytest.mark.long  # two runs of 300 steps, three evaluations
+@pytest.mark.long  # two runs of 200 steps, two evaluations
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figure(tmp_path: Path) -> None:
-    steps = ("sft.num_steps=300", "validation.every=100", "checkpoint.every=100", "checkpoint.keep_last=3")
+    steps = ("sft.num_steps=200", "validation.every=100", "checkpoint.every=100", "checkpoint.keep_last=2")
     whole = Run(tmp_path, "whole", *steps, *RECIPE, kind="sft")
     hurt = Run(tmp_path, "hurt", *steps, *RECIPE, kind="sft")
-    hurt.wait_for_step(150)
+    hurt.wait_for_step(130)
     assert survivors(hurt.kill()) == []
     hurt = Run(tmp_path, "hurt", resume=True, kind="sft")
     assert hurt.start() == 100
@@ -59,11 +60,11 @@ def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figur
     found = validations(whole)
     assert found == validations(hurt)
     assert [lasting(step) for step in hurt.steps()] == [lasting(step) for step in whole.steps()]
-    name = "checkpoints/step_300/hf/model.safetensors"
+    name = "checkpoints/step_200/hf/model.safetensors"
     assert (hurt.path / name).read_bytes() == (whole.path / name).read_bytes()
     accuracies = [each["validation/accuracy"] for each in found.values()]
-    assert accuracies[0] < 0.02 and accuracies[-1] > 0.06
-    for step in (100, 200, 300):
+    assert accuracies[0] < 0.02 and accuracies[-1] > 0.05
+    for step in (100, 200):
         checkpoint = str(whole.path / f"checkpoints/step_{step}")
         (named,) = evaluate(checkpoint, "grpo-tiny", "--to", str(tmp_path / "evals"), cwd=tmp_path)
         metrics = named["figures"]["metrics"]

@@ -1,7 +1,7 @@
 """Panels of learning: a row for each metric, most telling first, and the curve of accuracy (grpo) or loss (sft)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlctl.dashboard.formats import error_factor, number, percent
 from rlctl.dashboard.panels.canvas import Part, Row, box, row
@@ -16,17 +16,21 @@ class Metric:
     """One row of the panel."""
 
     label: str
+    # With a slash at its end: each metric of the newest step that begins so, a row each, by the rest of its name.
     name: str
     show: Callable[[float | None], str] = number
     style: str = "cyan"
     # Shown only while it is above 0, and then before all others.
     failure: bool = False
+    # Shown only if it was ever above 0.
+    used: bool = False
 
 
 METRICS = {
     "grpo": (
         Metric("rew failed", "reward/failed_share", percent, "bold red", failure=True),
         Metric("val failed", "validation/failed_rewards", style="bold red", failure=True),
+        Metric("env failed", "environment/failed", style="bold red", failure=True),
         Metric("reward", "reward/mean", style="green"),
         Metric("accuracy", "reward/accuracy", percent, "green"),
         Metric("validation", "validation/accuracy", percent, "magenta"),
@@ -37,6 +41,10 @@ METRICS = {
         Metric("truncated", "length/truncated", percent),
         Metric("mismatch", MISMATCH, error_factor),
         Metric("parity", PARITY, error_factor),
+        Metric("turns", "environment/turns"),
+        Metric("tool calls", "environment/tool_calls", used=True),
+        Metric("tool error", "environment/tool_errors", percent, used=True),
+        Metric("", "environment/endings/", percent),
         Metric("entropy", "loss/entropy"),
         Metric("clip low", "ratio/clipped_low", percent),
         Metric("clip high", "ratio/clipped_high", percent),
@@ -82,9 +90,18 @@ AXIS = 7
 
 def metrics_of(state: RunState) -> list[Metric]:
     """Return the failures while they last, then the metrics that have a value."""
-    listed = METRICS.get(state.algorithm, METRICS["grpo"])
+    listed = [
+        replace(metric, label=metric.label or name.rpartition("/")[2], name=name)
+        for metric in METRICS.get(state.algorithm, METRICS["grpo"])
+        for name in (_family(state, metric.name) if metric.name.endswith("/") else [metric.name])
+        if not metric.used or any(state.values(name))
+    ]
     failures = [metric for metric in listed if metric.failure and (state.latest(metric.name) or 0) > 0]
     return failures + [metric for metric in listed if not metric.failure and state.latest(metric.name) is not None]
+
+
+def _family(state: RunState, beginning: str) -> list[str]:
+    return [name for name in state.last if name.startswith(beginning)]
 
 
 def legend(state: RunState, width: int) -> str:

@@ -18,7 +18,8 @@ def rollout(state: RunState, width: int, most: int) -> list[Row]:
     group, inner = state.sample, width - 4
     order = sorted(group["rollouts"], key=lambda each: -(each.get("reward") or 0.0))
     chosen = [order[0], order[-1]] if inner >= TWO and len(order) > 1 else order[:1]
-    prompt = _wrapped(str(group.get("prompt", "")), inner)[:PROMPT_ROWS]
+    # An environment may pose the task: it has no prompt of its own.
+    prompt = _wrapped(group["prompt"], inner)[:PROMPT_ROWS] if group.get("prompt") else []
     room = (inner - 2 * (len(chosen) - 1)) // len(chosen)
     columns = [_column(each, room, most - 2 - len(prompt)) for each in chosen]
     high = max(map(len, columns))
