@@ -7,6 +7,7 @@ from rlctl.config.schema import SftConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations, unbroken
 from rlctl.preflight.check_environment import check_environment
+from rlctl.preflight.check_generated import check_generated
 from rlctl.preflight.check_grpo import check_engines, check_rewards
 from rlctl.preflight.check_inputs import check_data, check_validation
 from rlctl.preflight.check_model import check_chat, check_lengths
@@ -16,8 +17,11 @@ from rlctl.preflight.resolved import Resolved
 _OWN = ("model.path", "model.tokenizer", "trainer.", "run.")
 
 
-def check_recipe(config: SftConfig, sizes: ModelSizes | None) -> Violations:
-    """Find recipes that have nothing to sample, another tokenizer, or values that do not go with the run's model."""
+def check_recipe(config: SftConfig, sizes: ModelSizes | None, away: bool) -> Violations:
+    """Find recipes that have nothing to sample, another tokenizer, or values that do not go with the run's model.
+
+    away: the run is to be elsewhere, where installed packages are checked.
+    """
     recipe, sampling = config.validation.recipe, Resolved(config).sampling
     if recipe is None or sampling is None:
         return
@@ -30,6 +34,7 @@ def check_recipe(config: SftConfig, sizes: ModelSizes | None) -> Violations:
         yield Violation(f"{RECIPE}.model.tokenizer", what, ("model.tokenizer",))
     checks = [check_lengths(sampling, sizes), check_chat(sampling), check_validation(sampling), check_data(sampling)]
     checks += [check_rewards(sampling), check_environment(sampling, sizes), check_engines(sampling, sizes)]
+    checks += [] if away else [check_generated(sampling)]
     for violations in checks:
         for each in unbroken(violations):
             yield each._replace(key=_key(each.key), others=tuple(map(_key, each.others)))

@@ -68,7 +68,7 @@ def check(config: RunConfig, origins: dict[str, Origin], *, resume: bool, away: 
         ]
         checks += [check_async(config), check_corrections(config)]
     else:
-        checks += [check_graph(config, sizes), check_recipe(config, sizes)]
+        checks += [check_graph(config, sizes), check_recipe(config, sizes, away)]
     checks += [check_batch(config, sizes), *([] if resume else [check_run_name(config)]), check_run_folder(config)]
     checks += [] if away else [check_trackers(config), check_generated(config)]
     found: list[Problem] = []
