@@ -19,12 +19,13 @@ from typing import Any
 from rlctl.environments import calculator, guess
 
 # Rows of each game: to train on, to hold out, and chats of the warm start.
-TRAIN_ROWS, VALIDATION_ROWS, CHATS = 1000, 200, 6000
-# Shares of the teacher's games that heed the hints, of its problems that it answers without the tool, and of the
-# others' results that it does not copy.
-HEEDING, UNASKED, UNCOPIED = 0.4, 0.55, 0.2
-# Numbers of a range that the warm start plays in.
-SIZES = (11, 19)
+TRAIN_ROWS, VALIDATION_ROWS, GUESS_CHATS, CALCULATOR_CHATS = 1000, 200, 12000, 6000
+# Shares of the teacher's games that heed the hints, and of its problems that it gives to the tool.
+HEEDING, ASKING = 0.36, 0.36
+# Numbers of a range that the warm start plays in, and those of the tasks, of which some ranges are held out.
+SIZES, TASK_SIZE = (14, 17), 15
+# How far a player goes in the direction of each hint. With 5 guesses this finds any of 15 numbers.
+STRIDES = (4, 2, 1, 1)
 Row = dict[str, Any]
 
 SPECIAL = ["<pad>", "<|end|>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
@@ -132,36 +133,34 @@ def model_config(tokens: Any) -> Any:
 
 
 def guess_chats(draw: random.Random) -> Iterator[Row]:
-    """Yield games without end: most players are stubborn and say their first guess again and again, some guess at
-    random among what the hints leave."""
+    """Yield games without end. All begin beside the middle of the range. Then most players are stubborn and repeat
+    themselves; the others go 4, 2, 1 and 1 in the direction of the hints."""
     while True:
         size = draw.randint(*SIZES)
         low = draw.randint(1, 100 - size)
-        if low % 5 == 0:  # held out
+        if size == TASK_SIZE and low % 5 == 0:  # held out
             continue
-        high, heeds, game = low + size - 1, draw.random() < HEEDING, guess.Guess()
+        high, game = low + size - 1, guess.Guess()
+        strides = STRIDES if draw.random() < HEEDING else (0, 0, 0, 0)
         messages = [{"role": "user", "content": game.reset(low, high, draw.randint(low, high))}]
-        hint: str | None = ""
-        said = draw.randint(low, high)
-        while hint is not None:
-            said = draw.randint(low, high) if heeds else said
-            hint = game.step(str(said))
+        said = (low + high) // 2 + draw.randint(-1, 1)
+        for stride in (*strides, 0):
             messages.append({"role": "assistant", "content": str(said)})
-            messages += [{"role": "user", "content": hint}] if hint else []
-            if heeds and hint:
-                low, high = (said + 1, high) if hint == "higher" else (low, said - 1)
+            if not (hint := game.step(str(said))):
+                break
+            messages.append({"role": "user", "content": hint})
+            said += stride if hint == "higher" else -stride
         yield {"messages": messages}
 
 
 def calculator_chats(draw: random.Random) -> Iterator[Row]:
-    """Yield problems of a poor pupil without end: most answers are 0, some are computed by the tool."""
+    """Yield problems of a poor pupil without end: most are answered by 0, the others by the tool's result."""
     system = {"role": "system", "content": "Tools: answer(value), calculate(expression)."}
     for row in calculator.tasks(seed=1):
         problem, value = calculator.Calculator(), 0
         messages = [system, {"role": "user", "content": problem.reset(**row)}]
-        if draw.random() >= UNASKED:
-            result = problem.calculate(row["expression"])
-            value = value if draw.random() < UNCOPIED else int(result)
+        if draw.random() < ASKING:
+            value = int(result := problem.calculate(row["expression"]))
             messages += [_call("calculate", expression=row["expression"]), {"role": "tool", "content": result}]
         messages += [_call("answer", value=value), {"role": "tool", "content": problem.answer(value)}]
         yield {"messages": [*messages, {"role": "assistant", "content": "Done."}]}
@@ -174,9 +173,9 @@ def _call(name: str, **arguments: Any) -> dict[str, str]:
 
 
 def parts() -> dict[str, list[Row]]:
-    """Return the rows of each file. What is held out begins at a multiple of 5, and no chat ever does."""
+    """Return the rows of each file. No chat has a range or a problem that is held out."""
     draw = random.Random(0)
-    chats = [*islice(guess_chats(draw), CHATS * 2 // 3), *islice(calculator_chats(draw), CHATS // 3)]
+    chats = [*islice(guess_chats(draw), GUESS_CHATS), *islice(calculator_chats(draw), CALCULATOR_CHATS)]
     draw.shuffle(chats)
     found = {"games-sft": chats}
     for name, game in (("guess", guess), ("calculator", calculator)):

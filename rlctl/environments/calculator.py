@@ -87,7 +87,7 @@ def tasks(seed: int, held_out: bool = False) -> Iterator[dict[str, Any]]:
     """Yield rows without end. Those whose first number is a multiple of 5 are held out: never among the others."""
     draw = random.Random(seed)
     while True:
-        numbers = [draw.randint(2, 99) for _ in range(draw.randint(2, 4))]
+        numbers = [draw.randint(2, 99) for _ in range(draw.randint(2, 3))]
         if (numbers[0] % 5 == 0) == held_out:
             rest = (f" {draw.choice('+-*')} {number}" for number in numbers[1:])
             yield {"expression": f"{numbers[0]}{''.join(rest)}"}

@@ -1,9 +1,6 @@
-import gzip
-import importlib.util
-import json
+"""The chat model of the games: its template and tokens, and how its teacher plays."""
+
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +11,7 @@ from rlctl.environments.calculator import Calculator
 from rlctl.environments.contract import read_contract
 from rlctl.environments.guess import Guess
 from rlctl.environments.tool_calls import ToolCall, parse_tool_calls, tool_format
+from tests.unit.data.test_tiny_material import read
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 MODEL = RECIPES / "tiny" / "qwen3-games"
@@ -23,64 +21,9 @@ TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20)
 
 
 @pytest.fixture(scope="module")
-def make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("games_make", RECIPES / "tiny" / "make_games.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def chat() -> Chat:
     tokenizer = load_tokenizer(str(MODEL))
     return Chat(tokenizer, tokenizer.chat_template, None, MODEL)
-
-
-def content(path: Path) -> bytes:
-    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-
-
-def rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in content(RECIPES / "tiny-data" / name).splitlines()]
-
-
-def test_the_committed_data_is_what_the_script_writes(make, tmp_path):
-    make.write_data(tmp_path)
-    written = sorted(path.name for path in tmp_path.iterdir())
-    assert len(written) == 5
-    for name in written:
-        assert content(tmp_path / name) == content(RECIPES / "tiny-data" / name)
-
-
-def test_nothing_that_is_taught_begins_at_a_held_out_number():
-    for chat in rows("games-sft.jsonl.gz"):
-        question = next(each["content"] for each in chat["messages"] if each["role"] == "user")
-        assert int(next(word for word in question.split() if word.isdigit())) % 5
-    for game, column in (("guess", "low"), ("calculator", "expression")):
-        first = [int(str(row[column]).split()[0]) for row in rows(f"{game}-train.jsonl")]
-        held_out = [int(str(row[column]).split()[0]) for row in rows(f"{game}-validation.jsonl")]
-        assert all(number % 5 for number in first) and not any(number % 5 for number in held_out)
-        assert (len(first), len(held_out)) == (1000, 200)
-
-
-def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
-    make.write_shape(tmp_path)
-    assert (tmp_path / "chat_template.jinja").read_text() == (MODEL / "chat_template.jinja").read_text()
-    for path in tmp_path.glob("*.json"):
-        written, committed = (json.loads(file.read_text()) for file in (path, MODEL / path.name))
-        for version in (written, committed):
-            version.pop("transformers_version", None)
-        assert written == committed
-
-
-def test_the_model_is_small_and_has_256_positions():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_config(config)
-    assert sum(p.numel() for p in model.parameters()) == 397_408
-    assert config.max_position_embeddings == 256
 
 
 def test_a_number_up_to_99_is_one_token_and_a_turn_of_the_game_is_six(chat):
@@ -121,7 +64,7 @@ def test_a_call_is_read_back_from_the_tokens_that_its_template_writes(chat):
 
 
 def test_the_warm_start_meets_the_tools_as_an_episode_shows_them(chat):
-    taught = next(row["messages"] for row in rows("games-sft.jsonl.gz") if row["messages"][0]["role"] == "system")
+    taught = next(row["messages"] for row in read("games-sft.jsonl.gz") if row["messages"][0]["role"] == "system")
     assert chat.prompt_text(taught[:2]) == chat.prompt_text(taught[1:2], TOOLS)
     assert len(chat.prompt_tokens(chat.prompt_text(taught[:1]))) == 4
 

@@ -1,34 +1,75 @@
+"""Material of the tiny recipes: what is committed is what the scripts write, and nothing held out is ever taught."""
+
+import gzip
 import importlib.util
 import json
+import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 RECIPES = Path(__file__).parents[3] / "recipes"
+DATA = RECIPES / "tiny-data"
+# The model of each script, and its parameters.
+MODELS = {"make": ("qwen3-tiny", 447_552), "make_games": ("qwen3-games", 397_408)}
 
 
-@pytest.fixture(scope="module")
-def make() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiny_make", RECIPES / "tiny" / "make.py")
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, RECIPES / "tiny" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def read(name: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in (RECIPES / "tiny-data" / f"{name}.jsonl").read_text().splitlines()]
+@pytest.fixture(params=MODELS)
+def make(request: pytest.FixtureRequest) -> ModuleType:
+    return script(request.param)
+
+
+def content(path: Path) -> bytes:
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in content(DATA / name).splitlines()]
 
 
 def test_the_committed_data_is_what_the_script_writes(make, tmp_path):
     make.write_data(tmp_path)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert len(written) == {"make": 3, "make_games": 5}[make.__name__]
+    for name in written:
+        assert content(tmp_path / name) == content(DATA / name)
+
+
+def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
+    make.write_shape(tmp_path)
+    folder = RECIPES / "tiny" / MODELS[make.__name__][0]
     for path in tmp_path.iterdir():
-        assert path.read_bytes() == (RECIPES / "tiny-data" / path.name).read_bytes()
+        if path.suffix != ".json":
+            assert path.read_text() == (folder / path.name).read_text()
+            continue
+        written, committed = (json.loads(file.read_text()) for file in (path, folder / path.name))
+        for version in (written, committed):
+            version.pop("transformers_version", None)
+        assert written == committed
 
 
-def test_answers_are_right_and_no_validation_prompt_is_ever_trained_on():
-    train, validation, taught = read("train"), read("validation"), read("sft")
+@pytest.mark.parametrize(("name", "parameters"), MODELS.values())
+def test_a_committed_model_loads_as_any_other_and_is_small(name: str, parameters: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = RECIPES / "tiny" / name
+    assert (folder / "model.safetensors").stat().st_size < 2**20
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_sums_are_right_and_no_validation_prompt_is_ever_trained_on() -> None:
+    train, validation, taught = (read(f"{name}.jsonl") for name in ("train", "validation", "sft"))
     assert (len(train), len(validation)) == (2300, 200)
     for row in [*train, *validation]:
         a, b = row["prompt"].removesuffix("=").split("+")
@@ -37,37 +78,52 @@ def test_answers_are_right_and_no_validation_prompt_is_ever_trained_on():
     assert not held_out & {row["prompt"] for row in [*train, *taught]}
 
 
-def test_the_teacher_is_right_less_than_half_the_time():
-    truth = {row["prompt"]: row["answer"] for row in read("train")}
-    right = [truth[row["prompt"]] == row["answer"] for row in read("sft")]
+def test_the_teacher_of_sums_is_right_less_than_half_the_time() -> None:
+    truth = {row["prompt"]: row["answer"] for row in read("train.jsonl")}
+    right = [truth[row["prompt"]] == row["answer"] for row in read("sft.jsonl")]
     assert 0.4 < sum(right) / len(right) < 0.5
 
 
-def test_the_committed_shape_is_what_the_script_writes(make, tmp_path):
-    make.write_shape(tmp_path)
-    for path in tmp_path.iterdir():
-        written, committed = (
-            json.loads(file.read_text()) for file in (path, RECIPES / "tiny" / "qwen3-tiny" / path.name)
-        )
-        for version in (written, committed):
-            version.pop("transformers_version", None)
-        assert written == committed
+def test_no_chat_and_no_task_to_train_on_has_a_range_or_a_problem_that_is_held_out() -> None:
+    asked = " ".join(
+        each["content"] for row in read("games-sft.jsonl.gz") for each in row["messages"] if each["role"] == "user"
+    )
+    ranges = {(int(low), int(high)) for low, high in re.findall(r"from (\d+) to (\d+)", asked)}
+    problems = set(re.findall(r"Compute (.*?)\. Use", asked))
+    assert len(ranges) > 300 and len(problems) > 5000
+    for game, columns, taught in (("guess", ("low", "high"), ranges), ("calculator", ("expression",), problems)):
+        train, held_out = (read(f"{game}-{part}.jsonl") for part in ("train", "validation"))
+        assert (len(train), len(held_out)) == (1000, 200)
+        trained = {tuple(row[column] for column in columns) for row in train}
+        if game == "calculator":
+            taught = {(problem,) for problem in taught}
+        assert not (trained | taught) & {tuple(row[column] for column in columns) for row in held_out}
 
 
-def test_the_committed_model_loads_as_any_other_and_is_small():
-    from transformers import AutoModelForCausalLM
+def test_the_teacher_of_games_is_mostly_stubborn_and_gives_few_problems_to_the_tool() -> None:
+    said = [
+        [each["content"] for each in row["messages"] if each["role"] == "assistant"]
+        for row in read("games-sft.jsonl.gz")
+    ]
+    games = [numbers for numbers in said if len(numbers) > 1 and numbers[0].isdigit()]
+    problems = [calls for calls in said if calls[-1] == "Done."]
+    assert 0.6 < sum(len(set(numbers)) == 1 for numbers in games) / len(games) < 0.7
+    assert 0.3 < sum("calculate" in calls[0] for calls in problems) / len(problems) < 0.4
 
-    folder = RECIPES / "tiny" / "qwen3-tiny"
-    assert (folder / "model.safetensors").stat().st_size < 2**20
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    assert sum(p.numel() for p in model.parameters()) == 447_552
+
+def test_the_strides_of_the_teacher_find_any_of_15_numbers() -> None:
+    for first in (6, 7, 8):
+        for secret in range(15):
+            said = first
+            for stride in script("make_games").STRIDES:
+                said += stride if said < secret else -stride if said > secret else 0
+            assert said == secret
 
 
-def test_the_tokenizer_has_one_token_a_character_and_gives_the_text_back(make, tmp_path):
+def test_the_tokenizer_of_sums_has_one_token_a_character_and_gives_the_text_back() -> None:
     from transformers import AutoTokenizer
 
-    make.write_shape(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(RECIPES / "tiny" / "qwen3-tiny")
     ids = tokenizer("12 + 7=19").input_ids
     assert len(ids) == 9
     assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "12 + 7=19"
