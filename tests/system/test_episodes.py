@@ -198,3 +198,72 @@ def test_a_killed_run_of_episodes_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = Run(tmp_path, "whole", *settings[:-1], "grpo.num_steps=6")
     assert whole.end() == 0, whole.text()
     same(again, whole, 6)
+
+
+GAMES = (
+    *("model.path=tiny/qwen3-games", "model.random_init=true", "generation.max_new_tokens=6", "rewards=[]"),
+    "environment={name: guess, max_turns: 5}",
+    *("grpo.num_steps=6", "health.parity_every=1", "telemetry.groups_per_step=8", "validation.every=0"),
+)
+LAYOUTS = {
+    "two engines, two ranks, age 1": ("generation.num_engines=2", "trainer.num_ranks=2"),
+    "megatron, age 0": ("trainer.backend=megatron",),
+    "megatron on two tensor ranks, age 4": (
+        *("trainer.backend=megatron", "trainer.num_ranks=2", "trainer.megatron.tensor_model_parallel_size=2"),
+    ),
+}
+
+
+@pytest.mark.long  # combinations
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_episodes_on_every_backend_on_several_ranks_and_engines_at_every_age(tmp_path: Path, layout: str) -> None:
+    age = int(layout[-1])
+    # Age 0 is a synchronous run, which tells the mismatch of its own tokens.
+    asynchronous = f"async={{enabled: {'true' if age else 'false'}, max_trajectory_age_steps: {max(1, age)}}}"
+    run = Run(tmp_path, "layout", *GAMES, *data(tmp_path), *LAYOUTS[layout], asynchronous)
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert len(steps) == 6 and max(step.get("age/max", 0) for step in steps) in range(min(1, age), age + 1)
+    assert max(step["mismatch/parity" if age else "mismatch/token_mult_prob_error"] for step in steps) < 1.001
+    assert all(step["environment/failed"] == 0 and step["environment/rows"] == 1 for step in steps)
+    # Beside prompts that a group shares, turns find the turns before them: they are with their engine.
+    assert max(step["generator/prefix_hit_share"] for step in steps) > 0.2
+    assert max(one["episode"]["turns"] for one in look_at_episodes(run, "train")) == 5
+
+
+def thinking_model(folder: Path) -> Path:
+    """A random model with a token that is a thought, and a template that drops thoughts of earlier turns."""
+    calling_model(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        if token["content"].startswith("<tool_call>"):
+            token["content"] = f"<think>{token['id']}</think>"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    thoughtless = "m['content'] if m['role'] != 'assistant' or loop.last else m['content'].split('</think>')[-1]"
+    settings["chat_template"] = settings["chat_template"].replace("m['content']", thoughtless)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.long  # combination
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_a_history_that_is_written_anew_trains_as_several_rows_of_one_rollout(tmp_path: Path, loss: str) -> None:
+    settings = (
+        *(f"model.path={thinking_model(tmp_path / 'model')}", "model.random_init=true"),
+        *(*GUESS, "environment.history=strip", "environment.max_turns=4"),
+        *("trainer.num_ranks=2", f"grpo.loss.name={loss}", "grpo.num_steps=4", "validation.every=0"),
+        *("telemetry.groups_per_step=8", "grpo.updates_per_step=2"),
+    )
+    run = Run(tmp_path, "strip", *settings, *data(tmp_path))
+    assert run.end() == 0, run.text()
+    for step in run.steps():
+        assert step["mismatch/token_mult_prob_error"] < 1.001
+        assert step["environment/rows"] > 1.1 and step["environment/failed"] == 0
+        assert step["tokens/trained"] == step["tokens/prompt"] + step["tokens/generated"]
+    assert max(step["train/grad_norm"] for step in run.steps()) > 0
+    rollouts = [one for group in groups(run) for one in group["rollouts"]]
+    assert any("</think>" in text for one in rollouts for text, is_sampled in one["text"] if is_sampled)
+    assert all(one["advantage"] is not None for one in rollouts)
