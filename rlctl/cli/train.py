@@ -170,7 +170,7 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     elif sampling:
         part = read_recipe(sampling)[0]
         section, first = part.section, part.rows[0]
-    if sampling and sampling.environment.enabled and not elsewhere:
+    if sampling and sampling.has_turns and not elsewhere:
         origins = {key.removeprefix(f"{RECIPE}."): origin for key, origin in composed.origins.items()}
         note(try_environments(sampling, origins, section, first, run_chat(sampling)).notes)
     return reader

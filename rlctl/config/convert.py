@@ -142,6 +142,14 @@ class Converter(Generic[T]):
 
     def _scalar_value(self, hint: Any, node: ConfigNode, key: str, limits: Any) -> Any:
         value = _scalar(node, hint)
+        if (
+            value is None
+            and isinstance(node.value, dict)
+            and any(self._known.leads(name) for name, _ in leaves(node, key))
+        ):
+            # Another tool's section of this name.
+            self._unknown(node, key, [])
+            return BROKEN
         if value is None:
             hint_of_word = renamed_value(key, node.value) or did_you_mean(str(node.value), literals(hint))
             return self._wrong(node, key, f"must be {describe(hint)}, not {_shown(node)}{hint_of_word}")

@@ -342,6 +342,12 @@ class GrpoConfig:
         "The other side of rollouts of several turns: a game, or tools. Its own reward is added to rewards, which may "
         "then be []. It decides what is right, at 1, unless a reward has a correct_at."
     )
+    rollout: str | None = spec(
+        "In place of an environment: a coroutine function play(task, policy) that samples turns by their tokens, "
+        "module:function or file.py:function. Budgets, deadlines and processes are those of environment. null has "
+        "none.",
+        path="plugin",
+    )
     grpo: GrpoSection = spec("The algorithm.")
     async_: AsyncSection = spec("Generation and training at the same time.")
     trainer: TrainerSection = spec("The trainer.")
@@ -352,6 +358,11 @@ class GrpoConfig:
     checkpoint: CheckpointSection = spec("Checkpoints: when they are saved, and which are kept.")
     health: GrpoHealthSection = spec("Bounds on the run's health.")
     telemetry: TelemetrySection = spec("What the run shows and records.")
+
+    @property
+    def has_turns(self) -> bool:
+        """True if an environment or a rollout function plays the rollouts."""
+        return self.environment.enabled or self.rollout is not None
 
 
 @dataclass

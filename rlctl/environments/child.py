@@ -11,7 +11,9 @@ import os
 import pickle
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rlctl.environments import seeding
 from rlctl.environments.contract import EnvironmentContract, read_contract
 from rlctl.environments.episode import CoroutineLoop, Episode
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.environments.rollout_function import FunctionEpisode, read_function
 from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import import_error, shortened
 from rlctl.workers.supervisor import run_guarded
@@ -31,11 +34,11 @@ _OOM_SCORE = "500"
 
 
 class _Child:
-    """The process: classes by key, episodes by number."""
+    """The process: makers of episodes by key, episodes by number."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._lock, self._own = connection, threading.Lock(), os.getpid()
-        self._environments: dict[str, tuple[type, dict[str, Any]]] = {}
+        self._makers: dict[str, Callable[[], Episode]] = {}
         self._episodes: dict[int, Episode] = {}
         self._loop = CoroutineLoop()
 
@@ -49,9 +52,9 @@ class _Child:
                 action, number, kind, payload = pickle.load(requests)
             except (EOFError, OSError):
                 return
-            if kind == "reset":
+            if kind in ("reset", "begin"):
                 key, payload = payload[0], payload[1:]
-                self._episodes[number] = Episode(*self._environments[key], self._loop, self._reply)
+                self._episodes[number] = self._makers[key]()
                 self._episodes[number].start()
             episode = self._episodes.pop(number) if kind == "close" else self._episodes[number]
             episode.submit(action, kind, payload)
@@ -68,9 +71,12 @@ class _Child:
             return _unusable(name, problem or import_error(error, __file__))
         except (Exception, SystemExit) as error:  # whatever the user's module does at import
             return _unusable(name, import_error(error, __file__))
-        contract = read_contract(found, spec.args)
+        contract = read_function(found) if spec.is_function else read_contract(found, spec.args)
         if not contract.problems:
-            self._environments[key] = (found, spec.args)
+            own = (self._loop, self._reply)
+            self._makers[key] = (
+                partial(FunctionEpisode, found, *own) if spec.is_function else partial(Episode, found, spec.args, *own)
+            )
         return contract
 
     def _reply(self, action: int, outcome: Any) -> None:

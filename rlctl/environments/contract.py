@@ -119,8 +119,8 @@ def checked_step(value: object) -> str | None:
     raise ContractError(f"step must return text, or None at the end, not {_shown(value)}")
 
 
-def checked_reward(value: object) -> Reward:
-    """Return what `get_reward` returned: a finite number, or a dict of them. Raises ContractError."""
+def checked_reward(value: object, what: str = "get_reward") -> Reward:
+    """Return what `what` returned: a finite number, or a dict of them. Raises ContractError."""
     if isinstance(value, dict):
         parts = {name: finite_number(part) for name, part in value.items()}
         if parts and all(isinstance(name, str) for name in parts):
@@ -129,7 +129,7 @@ def checked_reward(value: object) -> Reward:
                 return numbers
     elif (number := finite_number(value)) is not None:
         return number
-    raise ContractError(f"get_reward must return a finite number or a dict of them, not {_shown(value)}")
+    raise ContractError(f"{what} must return a finite number or a dict of them, not {_shown(value)}")
 
 
 def tool_text(value: object) -> str:

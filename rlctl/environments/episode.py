@@ -57,7 +57,9 @@ class Episode(threading.Thread):
     reply: called with (id of the action, value or EnvironmentFailure).
     """
 
-    def __init__(self, environment: type, arguments: Mapping[str, Any], loop: CoroutineLoop, reply: Reply) -> None:
+    def __init__(
+        self, environment: Callable[..., Any], arguments: Mapping[str, Any], loop: CoroutineLoop, reply: Reply
+    ) -> None:
         super().__init__(name="episode", daemon=True)
         self._class, self._arguments, self._loop, self._reply = environment, arguments, loop, reply
         self._actions: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()

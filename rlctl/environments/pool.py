@@ -28,6 +28,7 @@ from rlctl.environments.contract import (
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.process import EnvironmentProcess
+from rlctl.environments.rollout_function import FunctionRequest, checked_request
 from rlctl.environments.tool_calls import Call, MalformedCall
 from rlctl.utils.cores import usable_cores
 from rlctl.workers.guarded import GuardedProcess
@@ -100,6 +101,18 @@ class EnvironmentPool:
         """Make an instance and begin an episode. seed: the group's, equal for all of its rollouts."""
         return self._submit(self._reset(episode, dict(row), seed))
 
+    def begin(
+        self, episode: Hashable, task: Mapping[str, Any], seed: int
+    ) -> "Future[FunctionRequest | EnvironmentFailure]":
+        """Call the rollout function, and return what it asks for. task: fields of `PlayTask`; seed: the group's."""
+        return self._submit(self._start(episode, next(iter(self._specs)), "begin", dict(task), seed, checked_request))
+
+    def resume(
+        self, episode: Hashable, sampled: tuple[list[int], list[float], list[int]]
+    ) -> "Future[FunctionRequest | EnvironmentFailure]":
+        """Give the rollout function tokens, their log-probs and versions, and return what it asks for next."""
+        return self._submit(self._act(episode, "resume", sampled, checked_request))
+
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
         """Call tools; one result a call, in order. What a tool raises is a result, and so is a malformed call."""
         return self._submit(self._call(episode, list(calls)))
@@ -155,9 +168,21 @@ class EnvironmentPool:
             known = ", ".join(self._specs)
             failure = EnvironmentFailure("contract", f"no such environment: a row must name one of {known}", repr(key))
             return self._failed(str(key), failure)
+        return await self._start(episode, key, "reset", row, seed, checked_observation)
+
+    async def _start(
+        self,
+        episode: Hashable,
+        key: str,
+        kind: str,
+        row: dict[str, Any],
+        seed: int,
+        checked: Callable[[Any], Value],
+    ) -> Value | EnvironmentFailure:
+        """Place an episode in a process, and return the checked value of its first action."""
         if episode in self._episodes:
             return self._failed(
-                key, EnvironmentFailure("contract", "reset of an episode that is going on", repr(episode))
+                key, EnvironmentFailure("contract", f"{kind} of an episode that is going on", repr(episode))
             )
         process, number = self._place(), next(self._numbers)
         process.episodes.add(number)
@@ -165,10 +190,10 @@ class EnvironmentPool:
         ready = await asyncio.shield(process.ready)
         if self._episodes.get(episode) != (process, number, key):
             # It was closed meanwhile, and another may have its name.
-            return EnvironmentFailure("contract", "reset of an episode that has ended", repr(episode))
+            return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
         refused = ready if isinstance(ready, EnvironmentFailure) else _refused(ready[key])
         if refused is None:
-            return await self._act(episode, "reset", (key, row, seed), checked_observation)
+            return await self._act(episode, kind, (key, row, seed), checked)
         self._episodes.pop(episode, None)
         process.episodes.discard(number)
         return self._failed(key, refused)

@@ -75,7 +75,7 @@ class Evaluation:
         logs.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             environments = setup = None
-            if config.environment.enabled:
+            if config.has_turns:
                 # Before Ray starts.
                 environments = stack.enter_context(environment_pool(config, logs, self._emit))
                 setup = set_up(config, environments, self._chat, sets[0].tasks[0])

@@ -77,7 +77,7 @@ def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: E
     """
     config = composed.config
     assert isinstance(config, GrpoConfig)
-    if config.environment.enabled:
+    if config.has_turns:
         raise EvaluationError("environment: episodes are not scored again: their reward is in part the environment's")
     groups, items = _groups(answers, config)
     rows = digest_of_rows([group.task for group in groups])

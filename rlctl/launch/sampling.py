@@ -5,6 +5,7 @@ A GRPO run has them, and an SFT run that is validated by a recipe.
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlctl.config.schema import GrpoConfig
@@ -18,6 +19,7 @@ from rlctl.launch.loading import load_run_chat
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
+from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.tuning import Tuned
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
@@ -62,7 +64,7 @@ class SamplingParts:
         from rlctl.rewards.scorer import Scorer
 
         scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
-        if not config.environment.enabled:
+        if not config.has_turns:
             return cls(session, config, files, scorer, None)
         from rlctl.rollout.episode_setup import environment_pool
 
@@ -180,9 +182,15 @@ def make_player(
     if environments is None or setup is None:
         return SingleTurnPlayer(dispatcher)
     from rlctl.rollout.episode_setup import episode_limits
+    from rlctl.rollout.function_player import FunctionPlayer
     from rlctl.rollout.player import EpisodePlayer
 
     limits = episode_limits(config, Resolved(config).max_length(files.max_length))
+    if config.rollout is not None:
+        player = FunctionPlayer(dispatcher, environments, setup.contracts, chat, limits, None)
+        player.must_value = not config.rewards
+        player.vocabulary = read_sizes(Path(files.folder) / "config.json").vocab
+        return player
     return EpisodePlayer(dispatcher, environments, setup.contracts, chat, limits, setup.tool_format)
 
 

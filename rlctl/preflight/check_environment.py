@@ -22,16 +22,30 @@ def check_environment(config: GrpoConfig, sizes: ModelSizes | None) -> Violation
         yield Violation("environment.choices", what, ("environment.name",))
     if section.args and section.name is None:
         yield Violation("environment.args", "are of environment.name, which is null; those of choices are in them")
+    yield from _rollout_function(config)
     for key, name in _names(config):
         with suppress(BrokenValueError):
             if what := missing_plugin(name, ENVIRONMENTS, "Class"):
                 yield Violation(key, what)
-    if not section.enabled:
+    if not config.has_turns:
         return
     yield from _lengths(config, sizes)
     if section.timeout_s >= config.run.deadline_s:
         what = f"must be below run.deadline_s={config.run.deadline_s:g}, after which the run ends, not "
         yield Violation("environment.timeout_s", f"{what}{section.timeout_s:g}", ("run.deadline_s",))
+
+
+def _rollout_function(config: GrpoConfig) -> Violations:
+    name = config.rollout
+    if name is None:
+        return
+    if config.environment.enabled:
+        what = "plays rollouts, and so does environment: leave one of the two at null"
+        yield Violation("rollout", what, ("environment.name",))
+    if ":" not in name:
+        yield Violation("rollout", f"must be module:function or file.py:function, not {name}")
+    elif what := missing_plugin(name, (), "function"):
+        yield Violation("rollout", what)
 
 
 def _names(config: GrpoConfig) -> Iterator[tuple[str, str]]:
@@ -55,7 +69,7 @@ def _lengths(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
     if longest is not None and turn >= longest:
         what = f"bounds one turn and must be below {_MAX_LENGTH}={longest}, not {turn}"
         yield Violation("generation.max_new_tokens", what, (_MAX_LENGTH,))
-    if config.data.max_prompt_length is not None:
+    if config.data.max_prompt_length is not None and config.environment.enabled:
         what = f"a prompt is known when its episode begins: leave it null; {_MAX_LENGTH} bounds the conversation"
         yield Violation("data.max_prompt_length", what, ("environment.name",))
     if config.grpo.overlong.penalty_tokens is not None:

@@ -33,7 +33,7 @@ _PROXIMAL = "grpo.loss.proximal"
 
 def check_rewards(config: GrpoConfig) -> Violations:
     """Find rewards that cannot work, alone or together."""
-    played = config.environment.enabled
+    played = config.has_turns
     if not config.rewards and not played:
         yield Violation("rewards", "is empty: at least one reward, for example `- name: exact`")
         return

@@ -118,10 +118,10 @@ def _metrics(config: RunConfig) -> list[str]:
     if sampling:
         held_out += ["accuracy", "reward", "failed_rewards", "length", "prompts"]
         held_out += ["pass_at_k"] * (sampling.validation.num_generations > 1)
-        held_out += ["turns", "failed_episodes"] * sampling.environment.enabled
+        held_out += ["turns", "failed_episodes"] * sampling.has_turns
     if isinstance(config, GrpoConfig):
         rewards = [*reward_names(config.rewards), *([OVERLONG] if config.grpo.overlong.penalty_tokens else [])]
-        rewards += [ENVIRONMENT_REWARD] if config.environment.enabled else []
+        rewards += [ENVIRONMENT_REWARD] if config.has_turns else []
         own = [f"reward/{name}/{what}" for name in rewards for what in ("mean", "failed")]
     else:
         held_out += ["loss", "samples"]

@@ -17,6 +17,9 @@ from rlctl.environments.tool_calls import PARSERS, tool_format
 from rlctl.rollout.player import EpisodeLimits
 from rlctl.workers.user_logs import Emit
 
+# Key of a rollout function, in the config and in the pool.
+_FUNCTION = "rollout"
+
 
 @dataclass(frozen=True)
 class EpisodeSetup:
@@ -36,6 +39,8 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
     """Return the environments of a run, none of whose processes has started. To be made before Ray starts."""
     section = config.environment
     specs = {key: EnvironmentSpec(one.name, section.timeout_s, one.args) for key, one in section.named.items()}
+    if config.rollout is not None:
+        specs = {_FUNCTION: EnvironmentSpec(config.rollout, section.timeout_s, is_function=True)}
     processes = None if section.processes == "auto" else stated(section.processes)
     return EnvironmentPool(specs, section.memory_mib, processes, logs, emit)
 
@@ -52,6 +57,8 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
     section = config.environment
+    if config.rollout is not None:
+        return _set_up_function(pool)
     keys = {key: f"environment.choices.{key}" if section.choices else "environment" for key in section.named}
     try:
         contracts = pool.contracts()
@@ -88,6 +95,15 @@ def _problems(
         return []
     what = "has no get_reward, and rewards is empty: nothing values its episodes"
     return [(f"{keys[key]}.name", what) for key, one in contracts.items() if not one.has_reward]
+
+
+def _set_up_function(pool: EnvironmentPool) -> EpisodeSetup:
+    """Load the rollout function. Raises UnusableEnvironmentError."""
+    try:
+        contracts = pool.contracts()
+    except UnusableEnvironmentError as error:
+        raise UnusableEnvironmentError([(_FUNCTION, reason) for _, reason in error.problems]) from None
+    return EpisodeSetup(contracts, None, [], [], [])
 
 
 def format_of_calls(wanted: str, chat: Chat) -> str | None:

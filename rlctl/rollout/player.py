@@ -50,7 +50,7 @@ class EpisodeLimits:
 
 
 @dataclass(eq=False)
-class _Play:
+class Play:
     """One episode under way."""
 
     start: RolloutStart
@@ -90,8 +90,8 @@ class EpisodePlayer:
         self._chat, self._limits, self._format = chat, limits, tool_format
         self._stops = frozenset(chat.ends.stops)
         self.aborted_tokens, self.last_step = 0, 0.0
-        self._plays: dict[RolloutId, _Play] = {}
-        self._events: deque[tuple[_Play, int, Callable[[], None]]] = deque()
+        self._plays: dict[RolloutId, Play] = {}
+        self._events: deque[tuple[Play, int, Callable[[], None]]] = deque()
         self._changed, self._closed = Condition(), False
         # Held while a transition is made: one that was begun must not submit a turn after an abort.
         self._moving = Lock()
@@ -106,7 +106,7 @@ class EpisodePlayer:
         self.check()
         for start in starts:
             with self._changed:
-                play = self._plays[start.id] = _Play(start, taker, ahead)
+                play = self._plays[start.id] = Play(start, taker, ahead)
             self._post(play, 0, partial(self._reset, play))
 
     def abort(self, ids: Collection[RolloutId]) -> list[RolloutId]:
@@ -175,20 +175,20 @@ class EpisodePlayer:
                 self._end(play, None, EnvironmentFailure("contract", str(error)))
         return True
 
-    def _post(self, play: _Play, attempt: int, handle: Callable[[], None]) -> None:
+    def _post(self, play: Play, attempt: int, handle: Callable[[], None]) -> None:
         with self._changed:
             self._events.append((play, attempt, handle))
             self._changed.notify_all()
 
     # Each of these is one transition; the environment's answers come back through `_ask`.
 
-    def _reset(self, play: _Play) -> None:
+    def _reset(self, play: Play) -> None:
         play.began = self._clock.now()
         play.conversation, play.leaf = Conversation(), -1
         future = self._pool.reset(play.start.id, play.start.task.row, play.start.group_seed)
         self._ask(play, future, self._opened)
 
-    def _opened(self, play: _Play, observation: Any) -> None:
+    def _opened(self, play: Play, observation: Any) -> None:
         messages = opening(play.start.task.messages, observation)
         if not messages:
             raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
@@ -197,7 +197,7 @@ class EpisodePlayer:
         play.leaf = play.conversation.add_context(tokens, None)
         self._sample(play)
 
-    def _sample(self, play: _Play) -> None:
+    def _sample(self, play: Play) -> None:
         """Sample the next turn, unless a budget is used up."""
         limits, start, tokens = self._limits, play.start, play.conversation.tokens(play.leaf)
         room = min(start.max_new_tokens, limits.max_length - len(tokens))
@@ -213,7 +213,7 @@ class EpisodePlayer:
             request = TurnRequest(RequestId(start.id, turn), tokens, room, start.temperature, seed)
             self._engines.submit([request], self, ahead=play.ahead)
 
-    def _answered(self, play: _Play, completion: Completion) -> None:
+    def _answered(self, play: Play, completion: Completion) -> None:
         play.leaf = play.conversation.add_turn(completion, play.leaf)
         text = self._chat.turn_text(completion.tokens.tolist())
         message: Message = {"role": "assistant", "content": text}
@@ -228,17 +228,17 @@ class EpisodePlayer:
         else:
             self._score(play, "answered")
 
-    def _tools_answered(self, play: _Play, results: list[ToolResult]) -> None:
+    def _tools_answered(self, play: Play, results: list[ToolResult]) -> None:
         play.tool_errors += sum(each.failed for each in results)
         self._go_on(play, [each.message() for each in results])
 
-    def _stepped(self, play: _Play, answer: str | None) -> None:
+    def _stepped(self, play: Play, answer: str | None) -> None:
         if answer is None:
             self._score(play, "done")
         else:
             self._go_on(play, [{"role": "user", "content": answer}])
 
-    def _go_on(self, play: _Play, added: list[Message]) -> None:
+    def _go_on(self, play: Play, added: list[Message]) -> None:
         """Add what was said after the last turn, and sample the next one."""
         one, limits = play.conversation, self._limits
         before, last = one.messages[:-1], one.completions[-1].tokens.tolist()
@@ -253,21 +253,21 @@ class EpisodePlayer:
         play.leaf = one.add_context(link, play.leaf)
         self._sample(play)
 
-    def _contract(self, play: _Play) -> EnvironmentContract:
+    def _contract(self, play: Play) -> EnvironmentContract:
         """Return the contract of an episode's environment, once its reset has shown that there is one."""
         return self._contracts[self._pool.key_of(play.start.task.row)]
 
-    def _score(self, play: _Play, ending: Ending) -> None:
+    def _score(self, play: Play, ending: Ending) -> None:
         play.ending = ending
         if self._contract(play).has_reward:
             self._ask(play, self._pool.reward(play.start.id), self._scored)
         else:
             self._end(play, None, None)
 
-    def _scored(self, play: _Play, reward: Reward) -> None:
+    def _scored(self, play: Play, reward: Reward) -> None:
         self._end(play, reward, None)
 
-    def _ask(self, play: _Play, future: Any, handle: Callable[[_Play, Any], None]) -> None:
+    def _ask(self, play: Play, future: Any, handle: Callable[[Play, Any], None]) -> None:
         """Have `handle` called with the environment's answer, on the player's thread."""
         asked, attempt = self._clock.now(), play.attempt
         play.asked = asked
@@ -278,7 +278,7 @@ class EpisodePlayer:
 
         future.add_done_callback(answered)
 
-    def _told(self, play: _Play, answer: Any, seconds: float, handle: Callable[[_Play, Any], None]) -> None:
+    def _told(self, play: Play, answer: Any, seconds: float, handle: Callable[[Play, Any], None]) -> None:
         play.environment_s += seconds
         play.asked = None
         if not isinstance(answer, EnvironmentFailure):
@@ -290,7 +290,7 @@ class EpisodePlayer:
         else:
             self._end(play, None, answer)
 
-    def _end(self, play: _Play, reward: Reward | None, failure: EnvironmentFailure | None) -> None:
+    def _end(self, play: Play, reward: Reward | None, failure: EnvironmentFailure | None) -> None:
         with self._changed:
             del self._plays[play.start.id]
         # Without effect where a failure ended it.

@@ -14,7 +14,7 @@ PAGE = (Path(contract_module.__file__).parent / "README.md").read_text()
 
 
 def test_the_example_keeps_the_contract() -> None:
-    (block,) = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
+    block, _ = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
     names: dict[str, Any] = {}
     exec(block, names)
     contract = read_contract(names["Game"], {})

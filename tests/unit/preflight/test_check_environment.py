@@ -63,6 +63,7 @@ def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path)
         ("environment.choices=maze", "environment.choices: must be a section of `key: value`, not 'maze'"),
         ("environment.args=[1]", "environment.args: must be a section of `key: value`, not a list"),
         ("environment.history=drop", "environment.history: must be one of keep, strip, not 'drop'"),
+        ("rollout=mine.py:play", "rollout: plays rollouts, and so does environment: leave one of the two at null"),
         ("environment.timeout_s=600", "environment.timeout_s: must be below run.deadline_s=600, after which the run "
          "ends, not 600"),
         ("environment.max_length=300", "environment.max_length: must be at most the longest sequence, 256, not 300"),
@@ -75,7 +76,7 @@ def test_the_longest_conversation_is_the_longest_sequence_of_the_run(home: Path)
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_one_line(home: Path, override: str, expected: str) -> None:
-    (home / "mine.py").write_text("class Game: ...\n")
+    (home / "mine.py").write_text("class Game: ...\nasync def play(task, policy): ...\n")
     (found,) = problems(override)
     assert found.replace(f"{home}/", "") == expected
 
@@ -86,3 +87,20 @@ def test_arguments_without_a_name_and_a_choice_that_does_not_exist_are_told_at_o
     assert [line.partition(": ")[0] for line in found] == [
         "environment.choices.b.nmae", "environment.choices.b.name", "environment.args", "environment.choices.a.name"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mine.py:plya", "rollout: mine.py defines no plya; did you mean play?"),
+        ("play", "rollout: must be module:function or file.py:function, not play"),
+        ("gone:play", "rollout: no module gone beside the recipe, in the current directory or on the Python path"),
+    ],
+)
+def test_a_rollout_function_must_be_there_and_may_value_its_rollouts_itself(
+    home: Path, name: str, expected: str
+) -> None:
+    (home / "mine.py").write_text("async def play(task, policy): ...\n")
+    alone = ("environment.name=null", "data.max_prompt_length=9")
+    assert played(*alone, "rollout=mine.py:play").has_turns
+    assert [each.replace(f"{home}/", "") for each in problems(*alone, f"rollout={name}")] == [expected]

@@ -1,0 +1,41 @@
+"""Whole runs whose rollouts a function of the user's plays: the example of the page, and a run that is killed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import rlctl.environments.rollout_function as function_module
+from tests.faults.runs import Run, read
+from tests.faults.test_resume import same
+
+PAGE = (Path(function_module.__file__).parent / "README.md").read_text()
+SETTINGS = ("rollout=my_rollout.py:play", "rewards=[]", "grpo.num_steps=3", "checkpoint={every: 1, keep_last: 100}")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Folder with the example of the page."""
+    _, block = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
+    (tmp_path / "my_rollout.py").write_text(block)
+    return tmp_path
+
+
+@pytest.mark.long  # the parts are in tests/unit/rollout/test_function_player.py and tests/unit/environments
+@pytest.mark.slow
+def test_the_example_trains_what_it_sampled_and_a_killed_run_goes_on_bit_for_bit(folder: Path) -> None:
+    whole = Run(folder, "whole", *SETTINGS)
+    assert whole.end() == 0, whole.text()
+    for step in whole.steps():
+        assert step["mismatch/token_mult_prob_error"] < 1.001
+        assert (step["environment/turns"], step["environment/rows"], step["environment/failed"]) == (3, 2, 0)
+        assert {"reward/agreement/mean", "reward/length/mean"} <= step.keys()
+    groups = [record for record in read(whole.path / "rollouts.jsonl") if record["kind"] == "group"]
+    for rollout in (one for group in groups for one in group["rollouts"]):
+        assert rollout["episode"]["ending"] == "done" and sum(sampled for _, sampled in rollout["text"]) >= 2
+    killed = Run(folder, "killed", *SETTINGS)
+    killed.wait_for_step(2)
+    killed.kill()
+    resumed = Run(folder, "killed", resume=True)
+    assert resumed.end() == 0, resumed.text()
+    same(resumed, whole, 3)
