@@ -107,14 +107,17 @@ class SftParts:
         from rlctl.sft.loop import SftComponents, SftLoop
 
         session, config = self.session, self.config
-        sampled = self._sampled(allocation, trainer) if self.sampling else None
-        if config.ray_compiled_graph.enabled:
-            self._compile(trainer, max(len(sample.tokens) for sample in [*data.train, *data.validation]))
-        devices, cost = allocation.placement.trainer_devices, training_cost(self.files, trainer.info())
-        components = SftComponents(trainer, source, data.validation, sampled, session.recorder, devices, *cost)
+        with ExitStack() as stack:
+            sampled = self._sampled(stack, allocation, trainer) if self.sampling else None
+            if config.ray_compiled_graph.enabled:
+                self._compile(trainer, max(len(sample.tokens) for sample in [*data.train, *data.validation]))
+            devices, cost = allocation.placement.trainer_devices, training_cost(self.files, trainer.info())
+            components = SftComponents(trainer, source, data.validation, sampled, session.recorder, devices, *cost)
+            # From here on the loop closes what samples.
+            stack.pop_all()
         return SftLoop(config, components, session.stops)
 
-    def _sampled(self, allocation: Allocation, trainer: "TrainerGroup") -> "SampledValidation":
+    def _sampled(self, stack: ExitStack, allocation: Allocation, trainer: "TrainerGroup") -> "SampledValidation":
         """Bring the engines to the trainer's version, and let them rest where they share its devices."""
         from rlctl.grpo.validation import SampledValidation, Validation
 
@@ -126,8 +129,7 @@ class SftParts:
             sampling.pool.rest()
             if warms_up(self.config):
                 warm_up(session, self.config, trainer)
-        # The loop closes them.
-        dispatcher, player = sampling.open(ExitStack())
+        dispatcher, player = sampling.open(stack)
         validation = Validation(sampling.config, dispatcher, sampling.score, self.tasks, player)
         return SampledValidation(validation, sampling.pool, session.recorder, sampling.decode)
 
