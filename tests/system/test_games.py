@@ -12,6 +12,7 @@ def accuracies(run: Run) -> list[float]:
     return [record["validation/accuracy"] for record in records if record["kind"] == "validation"]
 
 
+@pytest.mark.long  # test_episodes.py has such a run
 @pytest.mark.slow
 def test_two_steps_with_a_calculator_train_on_turns_that_called_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "calculator", "calculator-tiny", "grpo.num_steps=2", "validation.max_prompts=40")

@@ -48,14 +48,8 @@ def test_compiled_parts_train_alike(kind: Kind, options: dict[str, Any], tmp_pat
     assert_compiled_trains_alike(tmp_path / kind, tmp_path, DATA, backend="megatron", **options)
 
 
-@pytest.mark.parametrize(
-    ("wide", "options"),
-    [
-        (False, {}),
-        pytest.param(False, RECOMPUTE, marks=pytest.mark.long),
-        pytest.param(True, {}, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # over a minute each
+@pytest.mark.parametrize(("wide", "options"), [(False, {}), (False, RECOMPUTE), (True, {})])
 def test_packs_of_other_sizes_are_compiled_for_once(wide: bool, options: dict[str, Any], tmp_path: Path) -> None:
     from rlctl.training.megatron.attention import turned
     from rlctl.training.megatron.model import rms_norm
