@@ -58,7 +58,7 @@ def check(
     Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, and `rlctl data preview`
     tokenizes them.
     """
-    from rlctl.cli.try_rewards import try_rewards
+    from rlctl.cli.try_first_row import try_rewards
     from rlctl.config.provenance import show_path
     from rlctl.preflight.load import load
 

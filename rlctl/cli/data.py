@@ -1,7 +1,7 @@
 """`rlctl data`: shows the data of a run before it starts."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import reduce
@@ -12,14 +12,13 @@ import typer
 
 from rlctl.cli.arguments import Arguments, split
 from rlctl.cli.output import busy, console, examples, note
-from rlctl.cli.try_environments import try_environments
+from rlctl.cli.try_first_row import try_environments
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rlctl.config.provenance import Origin
     from rlctl.data.chat import Chat
     from rlctl.data.cursor import Drawn
     from rlctl.data.ends import EndTokens
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from rlctl.data.preview import Lengths, Piece
     from rlctl.data.tasks import SupervisedSample, Task
     from rlctl.data.tokenize import LengthReport
+    from rlctl.preflight.load import Composed
     from rlctl.training.micro_batching import PackingStats
 
 app = typer.Typer(no_args_is_help=True)
@@ -69,7 +69,7 @@ def preview(
         if isinstance(config, SftConfig):
             seen = _sft(config, parts, samples, tokens)
         elif config.environment.enabled:
-            seen = _played(config, composed.origins, parts, samples)
+            seen = _played(composed, config, parts, samples)
         else:
             seen = _grpo(config, parts, samples)
     if as_json:
@@ -153,14 +153,14 @@ def _all(
     return [row for _, (rows, _) in loaded for row in rows], {name: report for name, (_, report) in loaded}
 
 
-def _played(config: GrpoConfig, origins: "Mapping[str, Origin]", parts: "list[DataPart]", count: int) -> _Seen:
+def _played(composed: "Composed", config: GrpoConfig, parts: "list[DataPart]", count: int) -> _Seen:
     """Return the rows of environments, of which the first is begun: its prompt with the tools."""
     from rlctl.data.load import load_prompts
     from rlctl.data.preview import Lengths, Piece
 
     chat = run_chat(config)
     _, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
-    setup = try_environments(config, origins, parts[0].section, parts[0].rows[0], chat)
+    setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
     prompt = chat.prompt_text(setup.first, setup.tools)
     note(setup.notes)
     texts = [_sample("first row", [Piece(prompt, False)])] if count else []

@@ -225,10 +225,7 @@ def _show(name: str, data: str, report: "CheckReport", played: "PlayedEpisodes |
         _conversations(played)
     else:
         _script(report.episodes)
-    # A run's own notes have those of the class, each behind its key.
-    note(
-        [*report.notes, *(each for each in (played.notes if played else ()) if not each.endswith(tuple(report.notes)))]
-    )
+    note([*report.notes, *(played.notes if played else ())])
     for problem in (*report.problems, *(played.failures if played else ())):
         from rich.text import Text
 

@@ -13,10 +13,8 @@ from rlctl.cli.data import read_ahead, read_recipe, run_chat
 from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, examples, note, say
 from rlctl.cli.train_there import Where, train_there
-from rlctl.cli.try_environments import try_environments
-from rlctl.cli.try_rewards import runs_others_code, try_rewards
+from rlctl.cli.try_first_row import runs_others_code, try_environments, try_rewards
 from rlctl.config.errors import ConfigError, Problem
-from rlctl.config.fields import RECIPE
 from rlctl.config.schema import GrpoConfig
 
 if TYPE_CHECKING:
@@ -171,6 +169,5 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         part = read_recipe(sampling)[0]
         section, first = part.section, part.rows[0]
     if sampling and sampling.has_turns and not elsewhere:
-        origins = {key.removeprefix(f"{RECIPE}."): origin for key, origin in composed.origins.items()}
-        note(try_environments(sampling, origins, section, first, run_chat(sampling)).notes)
+        note(try_environments(composed, section, first, run_chat(sampling)).notes)
     return reader

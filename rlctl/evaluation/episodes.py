@@ -27,7 +27,7 @@ class PlayedEpisodes:
 
     # One group of one rollout an episode, as rollouts.jsonl has them.
     records: list[Record]
-    # One line for each thing worth knowing about the environment and the chat template.
+    # One line for each thing worth knowing about the chat template.
     notes: list[str]
     # Seconds until the engine was ready, and of all episodes.
     start_s: float
@@ -69,4 +69,4 @@ def play_episodes(
         ended = time.perf_counter()
         scored = GroupScorer(scorer, decoder(chat.tokenizer, special=False))(groups)
     records = group_records(scored, decoder(chat.tokenizer, special=True))
-    return PlayedEpisodes(records, setup.notes, ready - begin, ended - ready)
+    return PlayedEpisodes(records, setup.template_notes, ready - begin, ended - ready)

@@ -84,6 +84,18 @@ class Conversation:
         """Return the tokens of the path to `leaf`: the prompt of a turn that follows it."""
         return [token for index in self.path(leaf) for token in self.nodes[index].tokens.tolist()]
 
+    def longest_beginning(self, tokens: list[int]) -> tuple[int, int | None]:
+        """Return the length of the longest path that `tokens` begin with, and its last node; (0, None) for none."""
+        ends: dict[int | None, int] = {None: 0}
+        for index, node in enumerate(self.nodes):
+            if (start := ends.get(node.parent)) is None:
+                continue
+            own = node.tokens.tolist()
+            if tokens[start : start + len(own)] == own:
+                ends[index] = start + len(own)
+        last = max(ends, key=ends.__getitem__)
+        return ends[last], last
+
     @property
     def completions(self) -> list[Completion]:
         """Sampled turns, in order."""

@@ -31,8 +31,14 @@ class EpisodeSetup:
     # Messages that the first task's episode begins with, and the schemas of its tools.
     first: list[Message]
     tools: Sequence[dict[str, Any]]
-    # One line for each thing worth knowing.
-    notes: list[str]
+    # One line for each thing worth knowing of the environments, by the key that names each, and of the chat template.
+    environment_notes: list[str]
+    template_notes: list[str]
+
+    @property
+    def notes(self) -> list[str]:
+        """One line for each thing worth knowing."""
+        return [*self.environment_notes, *self.template_notes]
 
 
 def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | None = None) -> EnvironmentPool:
@@ -66,7 +72,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
         problems = [(f"{keys[key]}.name", reason) for key, reason in error.problems]
         raise UnusableEnvironmentError(problems) from None
     problems = _problems(config, contracts, keys) if valued else []
-    notes = [f"{keys[key]}.name: {note}" for key, one in contracts.items() for note in one.notes]
+    environment_notes = [f"{keys[key]}.name: {note}" for key, one in contracts.items() for note in one.notes]
     tools = [tool for one in contracts.values() for tool in one.tools]
     format = format_of_calls(section.tool_format, chat)
     if tools:
@@ -76,15 +82,18 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     problems += [(f"{keys[key]}.name", found)] if found else []
     if not found:
         problems += _template_problems(chat, messages, contracts[key])
+    template_notes = []
     if chat.rewrites_history():
         kept = "they stay as they were sampled" if section.history == "keep" else "what differs trains as another row"
-        notes.append(
+        template_notes.append(
             f"environment.history={section.history}: the chat template writes earlier turns otherwise than they were "
             f"sampled, as one that drops thinking; {kept}"
         )
     if problems:
         raise UnusableEnvironmentError(problems)
-    return EpisodeSetup(contracts, format if tools else None, messages, contracts[key].tools, notes)
+    return EpisodeSetup(
+        contracts, format if tools else None, messages, contracts[key].tools, environment_notes, template_notes
+    )
 
 
 def _problems(
@@ -103,7 +112,7 @@ def _set_up_function(pool: EnvironmentPool) -> EpisodeSetup:
         contracts = pool.contracts()
     except UnusableEnvironmentError as error:
         raise UnusableEnvironmentError([(_FUNCTION, reason) for _, reason in error.problems]) from None
-    return EpisodeSetup(contracts, None, [], [], [])
+    return EpisodeSetup(contracts, None, [], [], [], [])
 
 
 def format_of_calls(wanted: str, chat: Chat) -> str | None:

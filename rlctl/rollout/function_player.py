@@ -54,9 +54,7 @@ class FunctionPlayer(EpisodePlayer):
     def _attach(self, play: Play, tokens: list[int]) -> None:
         """Make `play.leaf` the node whose path is `tokens`: below the longest path that they begin with."""
         one = play.conversation
-        paths = [(one.tokens(node), node) for node in range(len(one.nodes))]
-        begun = [(len(path), node) for path, node in paths if tokens[: len(path)] == path]
-        length, parent = max(begun, key=lambda each: each[0], default=(0, None))
+        length, parent = one.longest_beginning(tokens)
         if parent is not None and length == len(tokens):
             play.leaf = parent
             return

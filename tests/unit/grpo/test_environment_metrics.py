@@ -7,7 +7,7 @@ import numpy as np
 
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
-from rlctl.grpo.environment_metrics import environment_metrics
+from rlctl.grpo.metrics import environment_metrics
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutGroup
 from tests.turns import turn

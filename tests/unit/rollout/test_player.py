@@ -107,6 +107,19 @@ class Taken:
         self.again += [(each, afresh) for each in rollouts]
 
 
+def player_of(
+    chat: Chat,
+    engines: ScriptedEngines,
+    pool: ScriptedPool,
+    has_step: bool = True,
+    limits: EpisodeLimits = LIMITS,
+    tool_format: str | None = None,
+    clock: Any = None,
+) -> EpisodePlayer:
+    scripted: Any = (engines, pool, {"game": contract(has_step)}, chat, limits, tool_format)
+    return EpisodePlayer(*scripted, clock or VirtualClock(lambda: None))
+
+
 def played(
     chat: Chat,
     engines: ScriptedEngines,
@@ -116,8 +129,7 @@ def played(
     turn: int = 40,
 ) -> tuple[Rollout, PlayedEpisode]:
     taken = Taken()
-    arguments: Any = (engines, pool, {"game": contract(has_step)}, chat, limits, "hermes", VirtualClock(lambda: None))
-    player = EpisodePlayer(*arguments)
+    player = player_of(chat, engines, pool, has_step, limits, "hermes")
     player.play([start(turn=turn)], taken)
     for _ in range(200):
         player.play_next()
@@ -254,8 +266,7 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds_and_is_neve
 def test_a_row_that_cannot_be_played_fails_its_episode_with_the_reason(tokenizer: Any) -> None:
     chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: None)
-    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
-    player = EpisodePlayer(*arguments)
+    player = player_of(chat, engines, pool)
     player.play([start(messages=[])], taken)
     for _ in range(5):
         player.play_next()
@@ -272,8 +283,7 @@ def test_an_error_of_the_players_thread_is_raised_to_whoever_plays_on(tokenizer:
     def acts(kind: str, payload: Any) -> Any:
         return 7  # Neither text, nor messages, nor None: the pool lets nothing of the kind through.
 
-    arguments: Any = (ScriptedEngines(chat, None), ScriptedPool(acts), {"game": contract(True)}, chat, LIMITS, None)
-    player = EpisodePlayer(*arguments, clock)
+    player = player_of(chat, ScriptedEngines(chat, None), ScriptedPool(acts), clock=clock)
     player.play([start()], Taken())
     while clock.steps[0]():
         pass
@@ -285,8 +295,7 @@ def test_an_error_of_the_players_thread_is_raised_to_whoever_plays_on(tokenizer:
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
     chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
-    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
-    player = EpisodePlayer(*arguments)
+    player = player_of(chat, engines, pool)
     player.play([start(0), start(1)], taken)
     for _ in range(5):
         player.play_next()
@@ -302,8 +311,7 @@ def test_an_engine_that_is_lost_restarts_a_turn_and_whoever_began_the_episode_le
 ) -> None:
     chat, taken = Chat(tokenizer, CHATML, None), Taken()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
-    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
-    player = EpisodePlayer(*arguments)
+    player = player_of(chat, engines, pool)
     player.play([start(0), start(1)], taken)
     for _ in range(6):
         player.play_next()
@@ -319,8 +327,7 @@ def test_turns_of_an_episode_that_is_ahead_are_all_ahead(tokenizer: Any) -> None
         before.append(ahead), submit(requests, submitter)
     )[1]  # fmt: skip
     before = ahead
-    arguments: Any = (engines, pool, {"game": contract(True)}, chat, LIMITS, None, VirtualClock(lambda: None))
-    player = EpisodePlayer(*arguments)
+    player = player_of(chat, engines, pool)
     player.play([start(0)], Taken(), ahead=True)
     for _ in range(200):
         player.play_next()
