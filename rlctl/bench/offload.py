@@ -4,19 +4,15 @@ It measures plain page-locked copies over the link, the trainer's mover on state
 (log-probs of all tokens, then an update) with the state in each place. Each runs in a fresh process, on one device.
 """
 
-import json
-import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, words
+from rlctl.bench.steps import in_process, random_batch, seconds_of
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import stated
@@ -24,9 +20,6 @@ from rlctl.config.schema import TrainerSection
 from rlctl.preflight.load import load
 from rlctl.preflight.resolved import Device, Resolved
 from rlctl.preflight.tuning import tune
-
-if TYPE_CHECKING:
-    from rlctl.training.worker import RankBatch
 
 _COPY, _ROUNDS = 1 << 30, 5
 LEFT, MOVED, HOST, OVERLAPPED = "left", "moved", "on the host", "on the host, overlapped"
@@ -37,7 +30,6 @@ _LEGEND = (
     "medians in seconds; peak: most device memory allocated during log-probs; B/p: bytes a parameter, on the device "
     "those allocated after an update, on the host those that the process has grown by"
 )
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -84,11 +76,11 @@ class OffloadBench(Bench):
         copies = None
         if self.device != "cpu":
             say("copies between device and host")
-            copies = _in_process(measure_copies, folder / "model", self.device)
+            copies = in_process(measure_copies, folder / "model", self.device)
         rows = []
         for place in self.places:
             say(f"{self.steps + 1} steps, optimizer state {place}")
-            rows.append(_in_process(measure_steps, self, place, folder))
+            rows.append(in_process(measure_steps, self, place, folder))
         return OffloadResults(self.model, self.section.backend, self.tokens, self.batch, copies, rows)
 
 
@@ -212,15 +204,6 @@ class OffloadResults(Results):
         return BarChart(f"{self.model}, backend {self.backend}: {work}", "seconds of log-probs and an update", bars)
 
 
-def _in_process(work: Callable[..., Result], *arguments: Any) -> Result:
-    """Return `work(*arguments)` from a process of its own, whose end frees device memory and process groups."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        try:
-            return pool.submit(work, *arguments).result()
-        except Exception as error:  # of any kind: it is that process's, and reported in one line
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-
 def measure_copies(model: Path, name: str) -> CopyRates:
     """Measure the link, then a mover of the model's two AdamW moments. name: of a CUDA device."""
     import torch
@@ -238,7 +221,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize(device)
 
-        return _COPY / median(_seconds(work) for _ in range(_ROUNDS))
+        return _COPY / median(seconds_of(work) for _ in range(_ROUNDS))
 
     link = copy(here, there), copy(there, here)
     del there, here
@@ -250,7 +233,7 @@ def measure_copies(model: Path, name: str) -> CopyRates:
         mover.settle()
 
     torch.cuda.synchronize(device)
-    times = [(_seconds(lambda: move("host")), _seconds(lambda: move("device"))) for _ in range(1 + _ROUNDS)]
+    times = [(seconds_of(lambda: move("host")), seconds_of(lambda: move("device"))) for _ in range(1 + _ROUNDS)]
     out, back = (median(each[way] for each in times[1:]) for way in (0, 1))
     return CopyRates(mover.nbytes, link, (mover.nbytes / out, mover.nbytes / back), times[0][0])
 
@@ -279,40 +262,21 @@ def measure_steps(bench: OffloadBench, place: str, folder: Path) -> StepRow:
     )
     before = process_memory(torch.device("cpu"))["host_rss"]
     trainer = TrainerWorker(TrainerSpec(section, model, model, 0, 1, meeting, bench.device, 1.0, count, 0, None))
-    share, totals = _random_batch(bench, folder), Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
+    share = random_batch(folder / "model", bench.tokens, bench.batch, stated(bench.section.micro_batch_tokens))
+    totals = Totals((bench.tokens - 1) * bench.batch, bench.batch, bench.batch)
     seconds, peaks, losses = [], [], []
     for _ in range(count):
         if bench.device != "cpu":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        scoring = _seconds(lambda: trainer.log_probs(share))
+        scoring = seconds_of(lambda: trainer.log_probs(share))
         peaks.append(trainer.memory()["device_peak"])
-        seconds.append((scoring, _seconds(lambda: losses.append(trainer.train(share, NllLoss(), totals)["loss/nll"]))))
+        seconds.append(
+            (scoring, seconds_of(lambda: losses.append(trainer.train(share, NllLoss(), totals)["loss/nll"])))
+        )
     memory = trainer.memory()
     moved = memory["moved_to_host"] / count, memory["moved_to_device"] / count
     log_probs, train = (median(each[part] for each in seconds[1:]) for part in (0, 1))
     parameters = trainer.info()["parameters"]
     device, host = memory["device_allocated"] / parameters, (memory["host_rss"] - before) / parameters
     return StepRow(place, log_probs, train, max(peaks[1:]), moved, device, host, losses)
-
-
-def _random_batch(bench: OffloadBench, folder: Path) -> "RankBatch":
-    """Return random sequences; all tokens but each sequence's first are trained on."""
-    import numpy as np
-
-    from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
-    from rlctl.training.worker import RankBatch
-
-    vocabulary = int(json.loads((folder / "model" / "config.json").read_text())["vocab_size"])
-    rng, mask = np.random.default_rng(0), np.arange(bench.tokens) > 0
-    data = [
-        TrainingSample(rng.integers(vocabulary, size=bench.tokens).astype(np.int32), mask) for _ in range(bench.batch)
-    ]
-    [plan] = plan_micro_batches([bench.tokens] * bench.batch, 1, stated(bench.section.micro_batch_tokens))
-    return RankBatch.of([[data[index] for index in batch] for batch in plan])
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin

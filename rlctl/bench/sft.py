@@ -86,7 +86,11 @@ class SftBench(Bench):
         make_samples(folder, max(_EPOCH, self.batch), self.tokens)
         counted = 1 + self.steps
         common = [
-            *(f"sft.num_steps={counted + _PROFILED}", f"sft.batch_size={self.batch}"),
+            *(
+                f"sft.num_steps={counted + _PROFILED}",
+                f"sft.batch_size={self.batch}",
+                f"model.max_length={self.tokens}",
+            ),
             *(f"trainer.num_ranks={self.ranks}", f"trainer.micro_batch_tokens={self.micro_batch}"),
             f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
         ]

@@ -52,7 +52,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 # No end token: requests run until their length is reached.
-_COMMON = {"hidden_act": "silu", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "bos_token_id": None}
+_COMMON = {"hidden_act": "silu", "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "bos_token_id": None}
 
 
 _REWARD = '''"""Rewards even words: something that a random model can learn to do more of."""

@@ -237,6 +237,42 @@ def offload(
 
 @app.command(
     epilog=examples(
+        "rlctl bench sequences",
+        "rlctl bench sequences --model qwen3-4b --lengths 4096,16384,65536 --plot lengths.png",
+        "rlctl bench sequences --set trainer.activation_checkpointing=true --json",
+    )
+)
+def sequences(
+    model: TrainedModel = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens of a sequence, a row for each. Default: 16384,65536; on a CPU 128,512.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a step, at least one sequence. Default: 65536; on a CPU 1024."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Counted steps of each row, after the first.")] = 5,
+    override: RunSettings = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Time GRPO's training step at several lengths of its sequences, on one device, and the memory that it takes."""
+    from rlctl.bench.sequences import SequencesBench
+
+    gpus, problems = count_gpus(), list[Problem]()
+    bench = SequencesBench(
+        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        lengths=numbers("--lengths", lengths or ("16384,65536" if gpus else "128,512"), "16384,65536", problems),
+        tokens=tokens or (65536 if gpus else 1024),
+        steps=steps,
+        extra=override or [],
+        device="cuda:0" if gpus else "cpu",
+    )
+    run_bench(bench, as_json, plot, problems)
+
+
+@app.command(
+    epilog=examples(
         "rlctl bench dispatch",
         "rlctl bench dispatch --workers 1,8 --payloads 1KB,64MB --json",
         "rlctl bench dispatch --plot dispatch.svg",

@@ -3,6 +3,7 @@
 Tokens in, tokens out, with the log-probs they were sampled with and the weight version that sampled them.
 """
 
+import gc
 import queue
 import threading
 import time
@@ -38,7 +39,11 @@ class MakeEngine:
         if self.spec.device != "cpu":
             # On a CPU engines compile nothing.
             keep_code(engine=True)
-        return Engine(self.spec)
+        engine = Engine(self.spec)
+        # Falling asleep and waking collect garbage three times a step: a built engine is none.
+        gc.collect()
+        gc.freeze()
+        return engine
 
 
 class RefitState(Enum):
@@ -61,6 +66,8 @@ class Engine(ReceivesWeights):
         self._version = spec.version
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._mode: Literal["staged", "direct"] = "direct"
+        # See `LoadMode`.
+        self._overwrites = False
         self._state = RefitState.SERVING
         # Reason of POISONED.
         self._poisoned = ""
@@ -102,7 +109,7 @@ class Engine(ReceivesWeights):
         room = min(self._on_thread(lambda: self._workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
         choice: LoadMode = self._on_thread(lambda: self._workers("rl_open", *arguments))[0]
-        self._mode = choice.mode
+        self._mode, self._overwrites = choice.mode, choice.overwrites
         return choice
 
     def refit_receive(self, header: Header) -> EngineReport:
@@ -118,8 +125,10 @@ class Engine(ReceivesWeights):
         return EngineReport(received, end - begin, commit, stall(list(self._steps), begin, end))
 
     def sleep(self) -> None:
-        """Give the device's memory to the trainer: weights to the host, key-value cache dropped."""
-        self._on_thread(lambda: self._llm.sleep(level=1))
+        """Give the device's memory to the trainer. Weights and key-value cache are dropped: a refit comes before the
+        next token. Where it goes through the engine's own loader, which may read old weights, they go to the host."""
+        # vLLM's level 1 copies weights to the host and back, level 2 drops them and keeps buffers.
+        self._on_thread(lambda: self._llm.sleep(level=2 if self._overwrites else 1))
 
     def wake(self, tags: list[str]) -> None:
         """Take memory back: "weights" before a refit, "kv_cache" before generation."""

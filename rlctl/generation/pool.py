@@ -7,7 +7,7 @@ the others.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 from rlctl.generation.engine import Engine, MakeEngine
@@ -93,10 +93,12 @@ class GeneratorPool:
         Call it, like every method that replaces engines, while the trainer is at `version` and does nothing else.
         Raises RuntimeError when `generation.max_restarts` are used up, and what a trainer raised.
         """
-        refit = self._opened
+        refit, rest, wake = self._opened, 0.0, 0.0
         if self.asleep:
+            begin = time.perf_counter()
             refit.rest_trainers()
-            self.call(Engine.wake, ["weights"])
+            rest = time.perf_counter() - begin
+            wake = self._wake("weights")
         try:
             report = refit.run(self.ends(), version, checks)
         except EnginesLost as error:
@@ -109,10 +111,16 @@ class GeneratorPool:
             rebuilt = self._rebuild(rebuilt, version, [live[index] for index in error.intact])
             report = RefitReport(seconds=time.perf_counter() - begin, rebuilt=tuple(rebuilt))
         if self.asleep:
-            self.call(Engine.wake, ["kv_cache"])
+            wake += self._wake("kv_cache")
         self.asleep = False
         self.version = version
-        return report
+        return replace(report, rest=rest, wake=wake)
+
+    def _wake(self, tag: str) -> float:
+        """Have engines take a part of their memory back; return the seconds that took."""
+        begin = time.perf_counter()
+        self.call(Engine.wake, [tag])
+        return time.perf_counter() - begin
 
     @property
     def _opened(self) -> Refit:

@@ -33,6 +33,8 @@ class LoadMode:
     why: str
     # Device memory that it holds for that.
     extra_bytes: int
+    # A refit writes every weight, so that nothing of the version before it has to be kept.
+    overwrites: bool
 
 
 class WeightLoader(Protocol):
@@ -107,7 +109,7 @@ class DirectLoader:
 
     def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str) -> None:
         self.sink: WeightSink = ParamSliceSink(plan, regions)
-        self.choice = LoadMode("direct", why, 0)
+        self.choice = LoadMode("direct", why, 0, overwrites=True)
 
     def commit(self) -> None:
         """Nothing is left to do."""
@@ -121,7 +123,7 @@ class ShadowLoader:
         # Made on this thread's stream; what is received comes on others.
         torch.cuda.synchronize()
         self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
-        self.choice = LoadMode("staged", why, self._shadow.nbytes)
+        self.choice = LoadMode("staged", why, self._shadow.nbytes, overwrites=True)
 
     def commit(self) -> None:
         self._shadow.commit()
@@ -133,7 +135,7 @@ class ReloadLoader:
     def __init__(self, plan: RefitPlan, runner: Any, device: torch.device, why: str) -> None:
         self._whole, self._runner, self._device = WholeTensorSink(plan, device), runner, device
         self.sink: WeightSink = self._whole
-        self.choice = LoadMode("staged", why, 0 if device.type == "cpu" else plan.nbytes)
+        self.choice = LoadMode("staged", why, 0 if device.type == "cpu" else plan.nbytes, overwrites=False)
 
     def commit(self) -> None:
         """Load; the parameters keep their storage, so that CUDA graphs stay valid."""

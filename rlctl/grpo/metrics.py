@@ -282,9 +282,10 @@ def refit_metrics(report: RefitReport) -> dict[str, float]:
     """Return a refit's metrics; none where engines were brought to the version a second time."""
     if not report.bytes:
         return {}
+    turns = {"refit/rest": report.rest, "refit/wake": report.wake} if report.wake else {}
     return {
         "refit/seconds": report.seconds,
         "refit/gb_per_s": report.bytes / report.seconds / 1e9,
         "refit/pause": report.commit,
         "refit/stall": report.stall,
-    }
+    } | turns

@@ -112,6 +112,10 @@ class RefitReport:
     engine_extra_bytes: int = 0
     # Slots of engines that were lost and rebuilt.
     rebuilt: tuple[int, ...] = ()
+    # Before and after it, where engines and trainer take turns on devices: until the trainer has given memory back, and
+    # until engines have theirs.
+    rest: float = 0.0
+    wake: float = 0.0
 
 
 class RefitError(RuntimeError):

@@ -80,6 +80,8 @@ MEANING = {
     "refit/gb_per_s": "bytes delivered to each engine over refit/seconds, GB/s",
     "refit/pause": "seconds in which an engine could sample nothing",
     "refit/stall": "longest gap between two tokens of a running request beyond its ordinary gap, seconds",
+    "refit/rest": "seconds until a trainer that shares its devices with engines has given memory back",
+    "refit/wake": "seconds until engines that slept have their memory",
     "throughput/effective": "end to end, trained tokens/s/device",
     "throughput/training": "training only, tokens/s/device",
     "throughput/generation": "generation only, tokens/s/device",

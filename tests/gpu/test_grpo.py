@@ -60,9 +60,11 @@ def check(records: list[dict[str, Any]], most: float = 1.02) -> None:
 @pytest.mark.parametrize("sleep", ["true", "false"])
 def test_engine_and_trainer_share_one_device(sleep: str, model: Path, tmp_path: Path) -> None:
     """In turns, and side by side; the trainer is compiled, by default."""
-    check(
-        run("grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", f"generation.sleep={sleep}")
+    records = run(
+        "grpo-qwen3-0.6b-1gpu.yaml", tmp_path, model, "generation.enforce_eager=true", f"generation.sleep={sleep}"
     )
+    check(records)
+    assert all(("refit/wake" in record) == (sleep == "true") for record in records)
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")

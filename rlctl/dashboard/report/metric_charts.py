@@ -104,7 +104,9 @@ TABLE = (
     MetricChart(_TOKENS, "Tokens not trained", ("tokens/filtered", "tokens/surplus")),
     MetricChart(_TOKENS, "Wasted tokens", ("tokens/wasted",), "share"),
     MetricChart(_TOKENS, "Rollouts left out", ("rollouts/*",)),
-    MetricChart(_REFIT, "Weight update", ("refit/seconds", "refit/pause", "refit/stall"), "seconds"),
+    MetricChart(
+        _REFIT, "Weight update", ("refit/seconds", "refit/rest", "refit/wake", "refit/pause", "refit/stall"), "seconds"
+    ),
     MetricChart(_REFIT, "Bandwidth, GB/s", ("refit/gb_per_s",)),
 )
 # Counters and sums that another chart shows.

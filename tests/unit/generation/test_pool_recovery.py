@@ -135,7 +135,8 @@ def test_sleeping_engines_wake_around_the_refit_and_sample_nothing_before(make: 
     with pytest.raises(RuntimeError, match="the generator sleeps: sync it"):
         pool.require_awake()
     CALLS.clear()
-    pool.sync(7)
+    report = pool.sync(7)
+    assert report.rest > 0 and report.wake > 0
     woken = [("engine-0", "wake", [tag]) for tag in ("weights", "kv_cache")]
     assert [("trainers", "rest"), woken[0], ("refit", 7), woken[1]] == CALLS
     pool.require_awake()

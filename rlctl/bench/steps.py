@@ -1,0 +1,54 @@
+"""Training steps of one trainer rank in a process of its own, on random sequences of one length."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rlctl.training.worker import RankBatch
+
+Result = TypeVar("Result")
+
+
+def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
+    """Return `work(*arguments)` from a process of its own, whose end frees device memory and process groups.
+
+    Raises RuntimeError with what the work raised, in one line.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(work, *arguments).result()
+        except Exception as error:  # of any kind: it is that process's, and reported in one line
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def random_batch(model: Path, tokens: int, count: int, micro_batch: int, fields: Sequence[str] = ()) -> "RankBatch":
+    """Return `count` random sequences of `tokens` tokens, packed into micro-batches of at most `micro_batch`.
+
+    All tokens but each sequence's first are trained on. fields: names of what each token has besides, random numbers
+    from -1 to 0.
+    """
+    import numpy as np
+
+    from rlctl.training.micro_batching import TrainingSample, plan_micro_batches
+    from rlctl.training.worker import RankBatch
+
+    vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
+    rng, mask = np.random.default_rng(0), np.arange(tokens) > 0
+    samples = []
+    for _ in range(count):
+        words = rng.integers(vocabulary, size=tokens).astype(np.int32)
+        samples.append(TrainingSample(words, mask, {name: -rng.random(tokens, np.float32) for name in fields}))
+    [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
+    return RankBatch.of([[samples[index] for index in batch] for batch in plan])
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Return the seconds that `work` takes."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
