@@ -38,8 +38,8 @@ class _Child:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._lock, self._own = connection, threading.Lock(), os.getpid()
-        self._makers: dict[str, Callable[[], Episode]] = {}
-        self._episodes: dict[int, Episode] = {}
+        self._makers: dict[str, Callable[[], Episode | FunctionEpisode]] = {}
+        self._episodes: dict[int, Episode | FunctionEpisode] = {}
         self._loop = CoroutineLoop()
 
     def work(self) -> None:

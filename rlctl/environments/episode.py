@@ -10,9 +10,10 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from functools import cached_property
+from contextvars import Context, ContextVar
+from functools import cached_property, partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVarTuple, Unpack
 
 from rlctl.environments import seeding
 from rlctl.environments.contract import (
@@ -31,6 +32,30 @@ from rlctl.utils.user_code import error_text, raised_at, shortened, trace_of
 MAX_TEXT = 1 << 18
 _CUT = "... [cut: a tool may answer with {} characters]"
 Reply = Callable[[int, Any], None]
+Given = TypeVarTuple("Given")
+
+
+class CallbackCount:
+    """Number of callbacks that an event loop was given by one episode and its tasks, so far."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+# Set in the context of a rollout function, and so of all tasks that it begins.
+counted_by: ContextVar[CallbackCount | None] = ContextVar("callbacks of the episode", default=None)
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """Event loop that counts callbacks by episode, which tells when a function waits for something from outside."""
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Given]], object], *args: *Given, context: Context | None = None
+    ) -> asyncio.Handle:
+        counter = counted_by.get() if context is None else context.get(counted_by)
+        if counter is not None:
+            counter.count += 1
+        return super().call_soon(callback, *args, context=context)
 
 
 class CoroutineLoop:
@@ -38,7 +63,7 @@ class CoroutineLoop:
 
     @cached_property
     def running(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
+        loop = CountingLoop()
         threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
         return loop
 
@@ -79,16 +104,8 @@ class Episode(threading.Thread):
 
     def _attempt(self, kind: str, payload: Any) -> Any:
         """Return the value of an action, or its failure. Nothing that the user's code raises gets out."""
-        try:
-            return getattr(self, f"_{kind}")(payload)
-        except ContractError as error:
-            return EnvironmentFailure("contract", f"{kind} broke the contract", shortened(str(error)))
-        except MemoryError as error:
-            return EnvironmentFailure("memory", f"{kind} raised MemoryError", error_text(error), trace_of(error))
-        except BaseException as error:  # SystemExit and CancelledError too
-            where = raised_at(error, getattr(self._class, "reset", self._class), __file__)
-            cause = f"{kind} raised {type(error).__name__}" + f" at {where}" * bool(where)
-            return EnvironmentFailure("raised", cause, error_text(error), trace_of(error))
+        action = partial(getattr(self, f"_{kind}"), payload)
+        return attempted(kind, action, getattr(self._class, "reset", self._class), __file__)
 
     def _reset(self, payload: tuple[Mapping[str, Any], int]) -> Any:
         row, seed = payload
@@ -154,6 +171,20 @@ class Episode(threading.Thread):
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
+
+
+def attempted(kind: str, action: Callable[[], Any], code: Callable[..., Any], caller: str) -> Any:
+    """Return the value of an action, or its failure. code: the user's function; caller: our own file that calls it."""
+    try:
+        return action()
+    except ContractError as error:
+        return EnvironmentFailure("contract", f"{kind} broke the contract", shortened(str(error)))
+    except MemoryError as error:
+        return EnvironmentFailure("memory", f"{kind} raised MemoryError", error_text(error), trace_of(error))
+    except BaseException as error:  # SystemExit and CancelledError too
+        where = raised_at(error, code, caller)
+        cause = f"{kind} raised {type(error).__name__}" + f" at {where}" * bool(where)
+        return EnvironmentFailure("raised", cause, error_text(error), trace_of(error))
 
 
 def _raised_text(error: Exception) -> str:

@@ -28,7 +28,7 @@ from rlctl.environments.contract import (
 )
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.process import EnvironmentProcess
-from rlctl.environments.rollout_function import FunctionRequest, checked_request
+from rlctl.environments.rollout_function import Answer, FunctionRequest, checked_request
 from rlctl.environments.tool_calls import Call, MalformedCall
 from rlctl.utils.cores import usable_cores
 from rlctl.workers.guarded import GuardedProcess
@@ -108,10 +108,15 @@ class EnvironmentPool:
         return self._submit(self._start(episode, next(iter(self._specs)), "begin", dict(task), seed, checked_request))
 
     def resume(
-        self, episode: Hashable, sampled: tuple[list[int], list[float], list[int]]
+        self, episode: Hashable, answers: Sequence[Answer | None], *, waits: bool
     ) -> "Future[FunctionRequest | EnvironmentFailure]":
-        """Give the rollout function tokens, their log-probs and versions, and return what it asks for next."""
-        return self._submit(self._act(episode, "resume", sampled, checked_request))
+        """Give the rollout function answers to its samples, in the order in which it asked, None where a budget is
+        used up; return what it asks for then.
+
+        It is told when there is something to tell, or when the next action of the episode is submitted. waits: engines
+        sample for it still, so that it may take its time.
+        """
+        return self._submit(self._act(episode, "resume", list(answers), checked_request, timed=not waits))
 
     def call(self, episode: Hashable, calls: Sequence[Call]) -> "Future[list[ToolResult] | EnvironmentFailure]":
         """Call tools; one result a call, in order. What a tool raises is a result, and so is a malformed call."""
@@ -218,19 +223,22 @@ class EnvironmentPool:
         ]
 
     async def _act(
-        self, episode: Hashable, kind: str, payload: Any, checked: Callable[[Any], Value]
+        self, episode: Hashable, kind: str, payload: Any, checked: Callable[[Any], Value], timed: bool = True
     ) -> Value | EnvironmentFailure:
-        """Return the checked value of an action. A failure is counted, and ends the episode."""
+        """Return the checked value of an action, which has a deadline if it is timed. A failure is counted, and ends
+        the episode."""
         if episode not in self._episodes:
             return EnvironmentFailure("contract", f"{kind} of an episode that has ended", repr(episode))
         process, number, key = self._episodes[episode]
-        outcome = await process.act(number, kind, payload, self._specs[key].timeout_s)
+        outcome = await process.act(number, kind, payload, self._specs[key].timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
             with suppress(ContractError, TypeError, ValueError):
                 return checked(outcome)
             outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
-        if self._episodes.get(episode) == (process, number, key):
-            del self._episodes[episode]
+        if self._episodes.get(episode) != (process, number, key):
+            # Another action of it failed before, or it was closed meanwhile.
+            return outcome
+        del self._episodes[episode]
         self._spawn(self._leave(process, number, None if outcome.kind == "timeout" else key))
         return self._failed(key, outcome)
 

@@ -80,8 +80,8 @@ class EnvironmentProcess:
         await self.stop(failure)
         return failure
 
-    async def act(self, episode: int, kind: str, payload: Any, timeout_s: float) -> Any:
-        """Return the value of an action, or the EnvironmentFailure that ended its episode."""
+    async def act(self, episode: int, kind: str, payload: Any, timeout_s: float | None) -> Any:
+        """Return the value of an action, or the EnvironmentFailure that ended its episode. timeout_s: None for none."""
         if self.ended or self._writer is None:
             return self._reason or EnvironmentFailure("died", "its process has ended")
         action = next(self._actions)

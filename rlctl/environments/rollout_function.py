@@ -1,28 +1,46 @@
 """A rollout function, `async def play(task, policy)`, in the process that runs it: the child's side of its samples.
 
-    begin  -> the function runs until it samples or returns    -> {"sample": token ids} or {"reward": value}
-    resume -> it gets the tokens, and runs on                  -> likewise
+    begin  -> the function runs until all of its tasks wait   -> {"sample": prompts, ...} or {"reward": value, ...}
+    resume -> it gets answers, one at a time, and runs on     -> likewise
 
-Each of the two is an action of an episode, with the deadline of one. Samples that a function begins side by side are
-taken one after the other.
+Samples that are begun side by side are sampled side by side. The function gets their answers in the order in which it
+asked, each when all of its tasks wait again, so that whatever it does next does not depend on which engine was faster.
 """
 
 import asyncio
 import inspect
+import random
+from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from contextvars import Context, copy_context
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from rlctl.environments import seeding
-from rlctl.environments.contract import ContractError, EnvironmentContract, checked_reward
-from rlctl.environments.episode import CoroutineLoop, Episode, Reply
+from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, checked_reward
+from rlctl.environments.episode import CallbackCount, CoroutineLoop, Reply, attempted, counted_by
 from rlctl.utils.user_code import shortened
 
+# Context of no episode.
+_OURS = Context()
 PlayFunction = Callable[..., Coroutine[Any, Any, Any]]
-# {"sample": token ids}, or {"reward": value or None} at the end.
-FunctionRequest = dict[str, Any]
+# Tokens, log-probs and versions of one sampled turn.
+Answer = tuple[list[int], list[float], list[int]]
+
+
+@dataclass(frozen=True)
+class FunctionRequest:
+    """State of a rollout function that waits for samples, or has ended."""
+
+    # Prompts that it asked to be sampled after since the last time, in order.
+    samples: list[list[int]]
+    # Answers that it got since the last time.
+    taken: int
+    # True if it asked again after it had learned that a budget is used up.
+    again: bool = False
+    # True if it has returned, and what; None leaves the value to rewards.
+    ended: bool = False
+    reward: Reward | None = None
 
 
 class Sampled(NamedTuple):
@@ -58,7 +76,8 @@ class Policy:
     async def sample(self, token_ids: list[int]) -> Sampled:
         """Sample a turn after these tokens, of at most `generation.max_new_tokens`.
 
-        What was sampled before and is at the beginning of `token_ids` stays in its row. Returns three empty lists once
+        What was sampled before and is at the beginning of `token_ids` stays in its row. Samples that are begun side by
+        side are sampled side by side, and return in the order in which they were begun. Returns three empty lists once
         `environment.max_turns`, the longest sequence or `environment.episode_timeout_s` is used up; to sample again
         after that is an error.
         """
@@ -82,58 +101,123 @@ def read_function(function: Any) -> EnvironmentContract:
 def checked_request(value: object) -> FunctionRequest:
     """Return what a rollout function asks for, as its process told it. Raises ContractError."""
     match value:
-        case {"sample": list(tokens), **rest} if not rest and all(type(each) is int for each in tokens):
-            return {"sample": tokens}
-        case {"reward": reward, **rest} if not rest:
-            return {"reward": None if reward is None else checked_reward(reward)}
+        case {"samples": list(samples), "taken": int(taken), "again": bool(again), **rest} if not rest:
+            if all(isinstance(prompt, list) and all(type(each) is int for each in prompt) for prompt in samples):
+                return FunctionRequest(samples, taken, again)
+        case {"reward": reward, "taken": int(taken), **rest} if not rest:
+            return FunctionRequest([], taken, ended=True, reward=None if reward is None else checked_reward(reward))
     raise ContractError("neither tokens to sample after nor a reward")
 
 
-class FunctionEpisode(Episode):
-    """One call of a rollout function, and what waits for it."""
+class FunctionEpisode:
+    """One call of a rollout function, on the event loop of its process. It has the methods of `Episode`.
+
+    One action at a time is open. It is replied to when there is something to tell, or when the next one comes.
+    """
 
     def __init__(self, function: PlayFunction, loop: CoroutineLoop, reply: Reply) -> None:
-        super().__init__(function, {}, loop, reply)
-        self._function = function
-        # (token ids, future of what was sampled), or what the function returned or raised.
-        self._events: SimpleQueue[tuple[list[int], asyncio.Future[Sampled]] | Future[Any]] = SimpleQueue()
-        self._waiting: asyncio.Future[Sampled] | None = None
-        self._running: Future[Any] | None = None
+        self._function, self._loop, self._reply = function, loop, reply
+        self._generator = random.Random()
+        # Callbacks of the function's own, and how many there were at the last look.
+        self._callbacks, self._seen, self._looks = CallbackCount(), 0, False
+        # Number and kind of the action that is open.
+        self._open: tuple[int, str] | None = None
+        self._task: asyncio.Task[Any] | None = None
+        # Prompts that were not told yet; samples that wait, in order; answers that wait their turn.
+        self._asked: list[list[int]] = []
+        self._waiting: deque[asyncio.Future[Sampled]] = deque()
+        self._answers: deque[Answer | None] = deque()
+        # Answers that were given since the last reply.
+        self._taken = 0
+        # Most samples that waited at a time, and three empty lists that were given.
+        self._most = self._refused = 0
+        # True once it asked although each that waited beside others may have learned that a budget is used up.
+        self._again = False
 
-    def _begin(self, payload: tuple[dict[str, Any], int]) -> FunctionRequest:
-        task, seed = payload
-        self._generator.seed(seed)
-        playing = seeding.using(self._generator, self._function(PlayTask(**task), Policy(self._asked)))
-        self._running = asyncio.run_coroutine_threadsafe(playing, self._loop.running)
-        self._running.add_done_callback(self._events.put)
-        return self._next()
+    def start(self) -> None:
+        """Start nothing: the loop runs already."""
 
-    def _resume(self, sampled: tuple[list[int], list[float], list[int]]) -> FunctionRequest:
-        waiting, self._waiting = self._waiting, None
-        if waiting is None:
-            raise ContractError("the function waits for no sample")
-        self._loop.running.call_soon_threadsafe(_give, waiting, Sampled(*sampled))
-        return self._next()
+    def submit(self, action: int, kind: str, payload: Any) -> None:
+        """Do an action: begin, resume or close."""
+        self._loop.running.call_soon_threadsafe(self._act, action, kind, payload)
 
-    def _close(self, payload: None) -> None:
-        if self._running is not None:
-            self._running.cancel()
+    def _act(self, action: int, kind: str, payload: Any) -> None:
+        if self._open:
+            self._tell()
+        if kind == "close":
+            if self._task is not None:
+                self._task.cancel()
+            for waiting in self._waiting:
+                waiting.cancel()
+            self._reply(action, None)
+            return
+        self._open = action, kind
+        if kind == "begin":
+            task, seed = payload
+            self._generator.seed(seed)
+            context = copy_context()
+            context.run(seeding.use, self._generator)
+            context.run(counted_by.set, self._callbacks)
+            self._task = self._loop.running.create_task(self._played(PlayTask(**task)), context=context)
+            self._task.add_done_callback(lambda _: self._look_soon())
+        else:
+            self._answers += payload
+        self._look_soon()
 
-    def _asked(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
+    async def _played(self, task: PlayTask) -> Any:
+        return await self._function(task, Policy(self._ask))
+
+    def _ask(self, tokens: list[int]) -> "asyncio.Future[Sampled]":
         future: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-        self._events.put((tokens, future))
+        self._again |= 0 < self._most <= self._refused
+        self._asked.append(tokens)
+        self._waiting.append(future)
+        self._most = max(self._most, len(self._waiting))
+        self._look_soon()
         return future
 
-    def _next(self) -> FunctionRequest:
-        """Return what the function asks for next, or what it returned. Raises what it raised."""
-        event = self._events.get()
-        if isinstance(event, Future):
-            value = event.result()
-            return {"reward": None if value is None else checked_reward(value, "the rollout function")}
-        tokens, self._waiting = event
-        return {"sample": tokens}
+    def _look_soon(self) -> None:
+        if not self._looks:
+            self._looks = True
+            self._loop.running.call_soon(self._look, context=_OURS)
 
+    def _look(self) -> None:
+        """Once no callback of the function is left: give it its next answer, or tell what there is to tell.
 
-def _give(waiting: "asyncio.Future[Sampled]", sampled: Sampled) -> None:
-    if not waiting.done():
-        waiting.set_result(sampled)
+        The loop runs callbacks in order. Those that were there at the last look have run by now; if none came since,
+        none is left.
+        """
+        assert self._task is not None
+        if not self._task.done() and self._seen != self._callbacks.count:
+            self._seen = self._callbacks.count
+        elif not self._task.done() and self._answers and self._waiting:
+            self._give(self._waiting.popleft(), self._answers.popleft())
+        else:
+            self._looks = False
+            if self._open and (self._task.done() or self._asked):
+                self._tell()
+            return
+        self._loop.running.call_soon(self._look)
+
+    def _give(self, waiting: "asyncio.Future[Sampled]", answer: Answer | None) -> None:
+        self._taken += 1
+        self._refused += answer is None
+        if not waiting.done():
+            waiting.set_result(Sampled([], [], []) if answer is None else Sampled(*answer))
+
+    def _tell(self) -> None:
+        """Reply to the action that is open."""
+        assert self._open is not None and self._task is not None
+        (action, kind), self._open = self._open, None
+        if self._task.done():
+            self._reply(action, attempted(kind, self._returned, self._function, __file__))
+        else:
+            self._reply(action, {"samples": self._asked, "taken": self._taken, "again": self._again})
+            self._asked, self._taken = [], 0
+
+    def _returned(self) -> dict[str, Any]:
+        """Return what the function returned, as a reply. Raises what it raised."""
+        assert self._task is not None
+        value = self._task.result()
+        reward = None if value is None else checked_reward(value, "the rollout function")
+        return {"reward": reward, "taken": self._taken}

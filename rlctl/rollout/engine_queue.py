@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import groupby
 from typing import Any, Protocol
 
 from rlctl.generation.active_requests import EngineStats
@@ -45,9 +44,16 @@ class SubmittedTurn:
 
 
 def handed_out_together(submitted: Sequence[SubmittedTurn]) -> list[list[SubmittedTurn]]:
-    """Return what is handed out together: first turns of a group in a row, and each later turn by itself."""
-    ids = groupby(submitted, lambda each: each.request.id if each.request.id.turn else each.request.id.rollout.siblings)
-    return [list(group) for _, group in ids]
+    """Return what is handed out together: first turns of a group in a row, and turns of one rollout in a row."""
+    groups: list[list[SubmittedTurn]] = []
+    for each in submitted:
+        own, before = each.request.id, groups[-1][-1].request.id if groups else None
+        first = before is not None and own.turn == before.turn == 0 and own.rollout.siblings == before.rollout.siblings
+        if before is not None and (first or own.rollout == before.rollout):
+            groups[-1].append(each)
+        else:
+            groups.append([each])
+    return groups
 
 
 @dataclass(eq=False)

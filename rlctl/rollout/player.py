@@ -71,6 +71,12 @@ class Play:
     asked: float | None = None
     tool_calls: int = 0
     tool_errors: int = 0
+    # Turns that engines sample, by number; more than one only of a rollout function.
+    requests: dict[int, TurnRequest] = field(default_factory=dict)
+    # Tokens that were sampled in this try.
+    sampled: int = 0
+    # Done in place of whatever comes next, once no engine samples for it any more.
+    then: Callable[[], None] | None = None
 
 
 class EpisodePlayer:
@@ -117,9 +123,9 @@ class EpisodePlayer:
         self.check()
         with self._moving, self._changed:
             plays = [play for each in ids if (play := self._plays.pop(each, None))]
-        self._engines.abort([RequestId(play.start.id, play.conversation.turns) for play in plays])
+        self._engines.abort([each.id for play in plays for each in play.requests.values()])
         for play in plays:
-            self.aborted_tokens += sum(len(each.tokens) for each in play.conversation.completions)
+            self.aborted_tokens += play.sampled
             self._pool.close(play.start.id)
         return [play.start.id for play in plays]
 
@@ -147,12 +153,13 @@ class EpisodePlayer:
         """Take sampled turns, see `engine_queue.Submitter`."""
         for request, completion in answers:
             if play := self._plays.get(request.id.rollout):
-                self._post(play, play.attempt, partial(self._answered, play, completion))
+                self._post(play, play.attempt, partial(self._received, play, request.id.turn, completion))
 
     def restarted(self, requests: list[TurnRequest]) -> None:
         """Learn that turns are sampled again; the turns before them stay."""
         with self._changed:
-            plays = [play for each in requests if (play := self._plays.get(each.id.rollout))]
+            lost = dict.fromkeys(each.id.rollout for each in requests)
+            plays = [play for each in lost if (play := self._plays.get(each))]
         for taker in {play.taker for play in plays}:
             taker.restarted([play.start.id for play in plays if play.taker is taker], afresh=False)
 
@@ -172,7 +179,8 @@ class EpisodePlayer:
                 handle()
             except DataError as error:
                 # A row or a template that cannot be played: another try would end alike.
-                self._end(play, None, EnvironmentFailure("contract", str(error)))
+                failure = EnvironmentFailure("contract", str(error))
+                self._when_sampled(play, partial(self._end, play, None, failure))
         return True
 
     def _post(self, play: Play, attempt: int, handle: Callable[[], None]) -> None:
@@ -184,7 +192,7 @@ class EpisodePlayer:
 
     def _reset(self, play: Play) -> None:
         play.began = self._clock.now()
-        play.conversation, play.leaf = Conversation(), -1
+        play.conversation, play.leaf, play.sampled = Conversation(), -1, 0
         future = self._pool.reset(play.start.id, play.start.task.row, play.start.group_seed)
         self._ask(play, future, self._opened)
 
@@ -199,21 +207,50 @@ class EpisodePlayer:
 
     def _sample(self, play: Play) -> None:
         """Sample the next turn, unless a budget is used up."""
-        limits, start, tokens = self._limits, play.start, play.conversation.tokens(play.leaf)
-        room = min(start.max_new_tokens, limits.max_length - len(tokens))
-        if play.conversation.turns >= limits.max_turns:
-            self._score(play, "max_turns")
-        elif room < 1:
-            self._score(play, "max_length")
-        elif self._clock.now() - play.began > limits.timeout_s:
-            self._score(play, "time")
+        tokens, turn = play.conversation.tokens(play.leaf), play.conversation.turns
+        if ending := self._used_up(play, turn, len(tokens)):
+            self._score(play, ending)
         else:
-            turn = play.conversation.turns
-            seed = turn_seed(start.seed, turn)
-            request = TurnRequest(RequestId(start.id, turn), tokens, room, start.temperature, seed)
-            self._engines.submit([request], self, ahead=play.ahead)
+            self._submit(play, [self._request(play, turn, tokens)])
 
-    def _answered(self, play: Play, completion: Completion) -> None:
+    def _used_up(self, play: Play, turn: int, length: int) -> Ending | None:
+        """Return the budget that allows no turn of this number after so many tokens, as an ending."""
+        limits = self._limits
+        if turn >= limits.max_turns:
+            return "max_turns"
+        if length >= limits.max_length or play.start.max_new_tokens < 1:
+            return "max_length"
+        return "time" if self._clock.now() - play.began > limits.timeout_s else None
+
+    def _request(self, play: Play, turn: int, tokens: list[int]) -> TurnRequest:
+        start = play.start
+        room = min(start.max_new_tokens, self._limits.max_length - len(tokens))
+        return TurnRequest(RequestId(start.id, turn), tokens, room, start.temperature, turn_seed(start.seed, turn))
+
+    def _submit(self, play: Play, requests: list[TurnRequest]) -> None:
+        play.requests |= {each.id.turn: each for each in requests}
+        self._engines.submit(requests, self, ahead=play.ahead)
+
+    def _received(self, play: Play, turn: int, completion: Completion) -> None:
+        """Take a turn from an engine."""
+        del play.requests[turn]
+        play.sampled += len(completion.tokens)
+        if play.then is None:
+            self._answered(play, turn, completion)
+        elif not play.requests:
+            play.then()
+
+    def _when_sampled(self, play: Play, then: Callable[[], None]) -> None:
+        """Have nothing but `then` happen to an episode, once the turns have ended that engines sample for it.
+
+        An abort would have to wait for the engines too: the same requests may be submitted again, and engines that
+        sleep must be idle.
+        """
+        play.then = play.then or then
+        if not play.requests:
+            play.then()
+
+    def _answered(self, play: Play, turn: int, completion: Completion) -> None:
         play.leaf = play.conversation.add_turn(completion, play.leaf)
         text = self._chat.turn_text(completion.tokens.tolist())
         message: Message = {"role": "assistant", "content": text}
@@ -267,28 +304,40 @@ class EpisodePlayer:
     def _scored(self, play: Play, reward: Reward) -> None:
         self._end(play, reward, None)
 
-    def _ask(self, play: Play, future: Any, handle: Callable[[Play, Any], None]) -> None:
-        """Have `handle` called with the environment's answer, on the player's thread."""
+    def _ask(self, play: Play, future: Any, handle: Callable[[Play, Any], None], *, waits_for_it: bool = True) -> None:
+        """Have `handle` called with the environment's answer, on the player's thread.
+
+        waits_for_it: the episode waits for nothing else, so that the time is the environment's.
+        """
         asked, attempt = self._clock.now(), play.attempt
-        play.asked = asked
+        if waits_for_it:
+            play.asked = asked
 
         def answered(done: Any) -> None:
-            seconds = self._clock.now() - asked
+            seconds = self._clock.now() - asked if waits_for_it else None
             self._post(play, attempt, partial(self._told, play, done.result(), seconds, handle))
 
         future.add_done_callback(answered)
 
-    def _told(self, play: Play, answer: Any, seconds: float, handle: Callable[[Play, Any], None]) -> None:
-        play.environment_s += seconds
-        play.asked = None
-        if not isinstance(answer, EnvironmentFailure):
-            handle(play, answer)
+    def _told(self, play: Play, answer: Any, seconds: float | None, handle: Callable[[Play, Any], None]) -> None:
+        if seconds is not None:
+            play.environment_s += seconds
+            play.asked = None
+        if play.then is not None:
             return
+        if isinstance(answer, EnvironmentFailure):
+            self._when_sampled(play, partial(self._try_again, play, answer))
+        else:
+            handle(play, answer)
+
+    def _try_again(self, play: Play, failure: EnvironmentFailure) -> None:
+        """Play an episode again from its task, unless that was its last try."""
+        play.then = None
         play.attempt += 1
         if play.attempt <= self._limits.max_retries:
             self._reset(play)
         else:
-            self._end(play, None, answer)
+            self._end(play, None, failure)
 
     def _end(self, play: Play, reward: Reward | None, failure: EnvironmentFailure | None) -> None:
         with self._changed:

@@ -1,14 +1,20 @@
 """Rollout functions in the process that runs them: what they ask for, what they return, and what is wrong with them."""
 
+import asyncio
+import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlctl.environments.episode import CoroutineLoop
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.environments.rollout_function import FunctionEpisode, FunctionRequest, Policy, checked_request
 
 OWN = """
 import asyncio, random
@@ -64,30 +70,127 @@ def pool_of(own: Path) -> Iterator[Any]:
         pool.shutdown()
 
 
+def asks(pool: EnvironmentPool, name: str, *answers: Any, waits: bool = False) -> Any:
+    """Return what a call of the function asks for after these answers; answers that are none begin the call."""
+    told = pool.resume(name, answers, waits=waits) if answers else pool.begin(name, TASK, 0)
+    return told.result()
+
+
+def turn(*tokens: int) -> Any:
+    return list(tokens), [0.0] * len(tokens), [0] * len(tokens)
+
+
 def test_it_asks_for_samples_and_returns_a_value(pool_of: Any) -> None:
     pool = pool_of("play")
     assert pool.contracts()["rollout"].problems == []
-    assert pool.begin("a", TASK, 0).result() == {"sample": [1, 2]}
-    assert pool.begin("b", TASK, 0).result() == {"sample": [1, 2]}
-    assert pool.resume("a", ([7, 8], [-0.5, -0.25], [3, 3])).result() == {"sample": [1, 2, 7, 8, 9]}
-    assert pool.resume("a", ([4, 5], [0.0, 0.0], [4, 4])).result() == {"reward": {"sum": 9.0, "first": 2.5}}
+    assert asks(pool, "a") == asks(pool, "b") == FunctionRequest([[1, 2]], 0)
+    assert asks(pool, "a", ([7, 8], [-0.5, -0.25], [3, 3])) == FunctionRequest([[1, 2, 7, 8, 9]], 1)
+    end = asks(pool, "a", ([4, 5], [0.0, 0.0], [4, 4]))
+    assert end == FunctionRequest([], 1, ended=True, reward={"sum": 9.0, "first": 2.5})
     assert pool.close("a").result() is None and pool.close("b").result() is None
 
 
-def test_samples_side_by_side_are_taken_one_after_the_other(pool_of: Any) -> None:
-    pool = pool_of("beside")
-    assert pool.begin("a", TASK, 0).result() == {"sample": [3]}
-    assert pool.resume("a", ([10], [0.0], [0])).result() == {"sample": [4]}
-    assert pool.resume("a", ([20], [0.0], [0])).result() == {"sample": [5]}
-    assert pool.resume("a", ([30], [0.0], [0])).result() == {"reward": 60.0}
+def test_samples_side_by_side_are_asked_for_together_and_have_no_deadline_while_they_are_sampled(pool_of: Any) -> None:
+    pool = pool_of("beside", 0.2)
+    pool.contracts()
+    assert asks(pool, "a") == FunctionRequest([[3], [4], [5]], 0)
+    waiting = pool.resume("a", [turn(10)], waits=True)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.4)
+    end = asks(pool, "a", turn(20), turn(30))
+    assert waiting.result() == FunctionRequest([], 1)
+    assert end == FunctionRequest([], 2, ended=True, reward=60.0)
+
+
+class Here:
+    """Call of a function in this process, which the test answers."""
+
+    loop = CoroutineLoop()
+
+    def __init__(self, function: Any) -> None:
+        self.told: dict[int, Future[Any]] = defaultdict(Future)
+        self.actions = itertools.count()
+        self.episode = FunctionEpisode(function, self.loop, lambda action, value: self.told[action].set_result(value))
+
+    def act(self, kind: str, payload: Any) -> "Future[Any]":
+        future = self.told[action := next(self.actions)]
+        self.episode.submit(action, kind, payload)
+        return future
+
+    def asks(self, *answers: Any) -> Any:
+        told = self.act("resume", answers) if answers else self.act("begin", (TASK, 0))
+        return checked_request(told.result(10))
+
+
+def test_branches_ask_in_one_order_however_their_answers_come() -> None:
+    async def branch(policy: Policy, start: int) -> int:
+        first = await policy.sample([start])
+        for _ in range(start):  # branches do not take the same way through the event loop
+            await asyncio.sleep(0)
+        return (await policy.sample([start, *first.tokens])).tokens[0]
+
+    async def function(task: Any, policy: Policy) -> float:
+        return float(sum(await asyncio.gather(*(branch(policy, each) for each in (30, 2, 9)))))
+
+    def asked(*cuts: int) -> list[list[int]]:
+        here, answers, begin = Here(function), [turn(10), turn(20), turn(30)], 0
+        assert here.asks().samples == [[30], [2], [9]]
+        found = []
+        for cut in cuts:
+            found += here.asks(*answers[begin:cut]).samples
+            begin = cut
+        assert here.asks(turn(1), turn(2), turn(3)).reward == 6.0
+        return found
+
+    assert asked(3) == asked(1, 2, 3) == asked(2, 3) == [[30, 10], [2, 20], [9, 30]]
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_taken() -> None:
+    async def function(task: Any, policy: Policy) -> float:
+        begun = [asyncio.create_task(policy.sample([each])) for each in (3, 4, 5)]
+        first, _ = await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+        return float(first.pop().result().tokens[0])
+
+    here = Here(function)
+    here.asks()
+    assert here.asks(turn(10), turn(20), turn(30)) == FunctionRequest([], 1, ended=True, reward=10.0)
+
+
+def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
+    async def function(task: Any, policy: Policy) -> None:
+        async def after_a_while() -> None:
+            await asyncio.sleep(0.01)
+            await policy.sample([9])
+
+        await asyncio.gather(policy.sample([1]), policy.sample([2]), after_a_while())
+
+    here = Here(function)
+    assert here.asks().samples == [[1], [2]]
+    listening = here.act("resume", [])
+    assert checked_request(listening.result(10)) == FunctionRequest([[9]], 0)
+    listening = here.act("resume", [])
+    assert here.asks(turn(1), turn(2), turn(3)).ended
+    assert checked_request(listening.result(10)) == FunctionRequest([], 0)
+
+
+def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out() -> None:
+    async def function(task: Any, policy: Policy) -> None:
+        while True:
+            await asyncio.gather(policy.sample([1]), policy.sample([2]))
+
+    here = Here(function)
+    assert not here.asks().again
+    assert not here.asks(turn(1), None).again
+    assert here.asks(None, None) == FunctionRequest([[1], [2]], 2, again=True)
+    assert here.act("close", None).result(10) is None
 
 
 def test_random_is_that_of_the_group(pool_of: Any) -> None:
     pool = pool_of("drawing")
     found = [pool.begin(name, TASK, seed).result() for name, seed in (("a", 5), ("b", 5), ("c", 6))]
     assert found[0] == found[1] != found[2]
-    assert found[0] == {"sample": [random.Random(5).randint(0, 10**6)]}
-    assert pool.resume("a", ([1], [0.0], [0])).result() == {"reward": None}
+    assert found[0] == FunctionRequest([[random.Random(5).randint(0, 10**6)]], 0)
+    assert asks(pool, "a", turn(1)) == FunctionRequest([], 1, ended=True, reward=None)
 
 
 @pytest.mark.parametrize(

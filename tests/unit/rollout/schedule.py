@@ -1,7 +1,8 @@
 """A schedule: a whole run of buffer, dispatcher and pool on one thread, in which all is drawn from one seed.
 
 Engines die, hang, break and miss deadlines; requests are aborted and resampled; groups teach nothing and are replaced;
-rollouts have several turns, with environments that answer late or fail; weights change drained or in flight; the run is
+rollouts have several turns, with environments that answer late or fail, or are those of rollout functions, which have
+several samples under way at a time; weights change drained or in flight; the run is
 killed and resumed from its newest checkpoint; validation comes in between. After each event contracts 1, 2, 3 and 8 are
 looked at.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlctl.config.grpo_schema import DynamicSamplingSection
@@ -26,6 +28,7 @@ from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.rollout_function import FunctionRequest
 from rlctl.generation import active_requests, engine, pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import rollout_seed
@@ -34,6 +37,7 @@ from rlctl.rewards.scorer import Score
 from rlctl.rollout import buffer
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
+from rlctl.rollout.function_player import FunctionPlayer
 from rlctl.rollout.groups import GroupRecord, GroupState
 from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
 from rlctl.rollout.single_turn import SingleTurnPlayer
@@ -172,7 +176,7 @@ class Schedule:
         limits = EpisodeLimits(3, 40, 1e9, 1, "keep")
         contract = EnvironmentContract("Game", [], True, True, False, [], [])
         arguments: Any = (self.dispatcher, self.games, {"game": contract}, StubChat(), limits, None, self.clock)
-        return EpisodePlayer(*arguments)
+        return FunctionPlayer(*arguments) if self.seed % 2 else EpisodePlayer(*arguments)
 
     def steps(self) -> None:
         while self.version < self.last:
@@ -367,8 +371,11 @@ class Schedule:
                     continue
                 age = self.version - min(tokens)
                 self.demand(0 <= age <= self.max_age, 1, f"trained at age {age}")
-                (row,) = one.rows
-                mixed = any(len(set(row.tokens[row.turns == turn].tolist())) > 1 for turn in range(3))
+                turns = {*np.concatenate([row.turns[row.sampled] for row in one.rows]).tolist()}
+                self.demand(turns == set(range(one.episode.turns if one.episode else 1)), 2, "a turn is missing")
+                mixed = any(
+                    len(set(row.tokens[row.turns == turn].tolist())) > 1 for row in one.rows for turn in range(3)
+                )
                 self.demand(self.in_flight or not mixed, 3, "drained, yet a turn is of two versions")
 
     def look_at_chosen(self, taken: dict[int, bool]) -> None:
@@ -422,6 +429,8 @@ class LateGames:
     def __init__(self, draw: random.Random, trouble: float) -> None:
         self.random, self.trouble = draw, trouble
         self.asked: list[tuple[Future[Any], Any]] = []
+        # By episode: answers that a function has taken, those of which that was told, and an action that is open.
+        self.calls: dict[Any, list[Any]] = {}
 
     def key_of(self, row: Any) -> str:
         return "game"
@@ -437,6 +446,27 @@ class LateGames:
 
     def close(self, episode: Any) -> None:
         pass
+
+    # A rollout function: two samples side by side, and one more when it has both.
+
+    def begin(self, episode: Any, task: Any, seed: int) -> "Future[Any]":
+        self.calls[episode] = [0, 0, None]
+        return self._later(FunctionRequest([[5, 9], [5, 9]], 0))
+
+    def resume(self, episode: Any, answers: list[Any], *, waits: bool) -> "Future[Any]":
+        call = self.calls[episode]
+        if call[2]:
+            call[2].set_result(FunctionRequest([], call[0] - call[1]))
+            call[1:] = call[0], None
+        call[0] += len(answers)
+        news = call[0] - call[1]
+        if answers and call[0] >= 2:
+            call[1] = call[0]
+            ended = call[0] == 3
+            return self._later(FunctionRequest([[5, 9, 8]] * (not ended), news, False, ended, 1.0 if ended else None))
+        call[2] = Future()
+        opened: Future[Any] = call[2]
+        return opened
 
     def answer(self) -> None:
         """Answer some of what was asked."""

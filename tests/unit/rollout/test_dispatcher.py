@@ -126,6 +126,20 @@ def test_an_engine_gets_what_it_decodes_at_a_time_and_room_as_each_rollout_ends(
     assert len(mine.answers) == 4 and stage.at(0) == [(2, 0), (2, 1)]
 
 
+def test_turns_of_a_rollout_that_are_submitted_together_go_to_the_engine_that_has_its_prefix() -> None:
+    stage, mine = Stage(2, at_a_time=4), Mine()
+    first, other = turn(0, 0), turn(1, 0)
+    waves = [[replace(each, id=RequestId(each.id.rollout, number)) for number in range(6)] for each in (first, other)]
+    for wave in waves:
+        stage.dispatcher.submit(wave[:3], mine)
+    stage.threads()
+    assert [set(stage.at(index)) for index in range(2)] == [{(0, 0)}, {(1, 0)}]
+    for wave in waves[::-1]:
+        stage.dispatcher.submit(wave[3:], mine)
+    stage.threads()
+    assert [stage.at(index) for index in range(2)] == [[(0, 0)] * 6, [(1, 0)] * 6]
+
+
 def test_validation_goes_ahead_of_what_waits_and_each_gets_its_own_answers() -> None:
     stage, mine = Stage(1, at_a_time=2), Mine()
     stage.dispatcher.submit([one for group in range(6) for one in turns(group, 2, [1], 4)], mine)

@@ -1,9 +1,11 @@
 """Rollout functions: whatever they sample after, each sampled token trains exactly once, after just that."""
 
+import asyncio
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,13 @@ import pytest
 
 from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.generation.requests import RolloutId, turn_seed
+from rlctl.environments.rollout_function import FunctionRequest, Policy, checked_request
+from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.function_player import FunctionPlayer
+from rlctl.rollout.player import EpisodeLimits
 from rlctl.rollout.types import PlayedEpisode, Rollout
 from tests.unit.data.conftest import tokenizer
+from tests.unit.environments.test_rollout_function import Here
 from tests.unit.rollout.fake_engine import VirtualClock
 from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, Taken, start
 
@@ -29,28 +34,40 @@ class Function:
     """Rollout function in this process: `asks(what was sampled, None at first)` gives what it asks for next."""
 
     asks: Callable[[tuple[list[int], list[float], list[int]] | None], Told]
+    # Three empty lists were given.
+    refused: int = 0
 
-    def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Told]":
-        return self._told(None)
+    def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
+        return self._told(self.asks(None), 0)
 
-    def resume(self, episode: RolloutId, sampled: tuple[list[int], list[float], list[int]]) -> "Future[Told]":
-        return self._told(sampled)
+    def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
+        assert len(answers) == 1 and not waits, "one sample at a time"
+        self.refused += answers[0] is None
+        return self._told(self.asks(answers[0] or ([], [], [])), 1)
 
     def close(self, episode: RolloutId) -> None:
         """Nothing to free."""
 
-    def _told(self, sampled: tuple[list[int], list[float], list[int]] | None) -> "Future[Told]":
-        future: Future[Told] = Future()
-        future.set_result(self.asks(sampled))
+    def _told(self, told: Told, taken: int) -> "Future[Any]":
+        future: Future[Any] = Future()
+        if isinstance(told, dict) and "sample" in told:
+            future.set_result(FunctionRequest([told["sample"]], taken, bool(self.refused)))
+        elif isinstance(told, dict):
+            future.set_result(FunctionRequest([], taken, ended=True, reward=told["reward"]))
+        else:
+            future.set_result(told)
         return future
+
+
+def player_of(engines: Any, pool: Any, limits: EpisodeLimits = LIMITS) -> FunctionPlayer:
+    return FunctionPlayer(engines, pool, {}, engines.chat, limits, None, VirtualClock(lambda: None))
 
 
 def played(
     engines: ScriptedEngines, asks: Any, must_value: bool = False, **limits: Any
 ) -> tuple[Rollout, PlayedEpisode]:
     taken, own = Taken(), replace(LIMITS, **limits)
-    arguments: Any = (engines, Function(asks), {}, engines.chat, own, None, VirtualClock(lambda: None))
-    player = FunctionPlayer(*arguments)
+    player = player_of(engines, Function(asks), own)
     player.must_value, player.vocabulary = must_value, 1000
     player.play([start()], taken)
     for _ in range(200):
@@ -154,3 +171,150 @@ def test_a_failure_is_played_again_from_the_task_with_the_same_seeds(engines: Sc
     assert (episode.failures, episode.reward, episode.turns) == (1, 1.0, 1)
     first, second = (request for request, _ in engines.asked)
     assert first == second and len(rollout.rows) == 1
+
+
+@dataclass
+class HeldEngines(ScriptedEngines):
+    """Engines that answer a request when they are told to."""
+
+    # By turn: (request, submitter).
+    held: dict[int, Any] = field(default_factory=dict)
+    # Most that were held at a time.
+    most: int = 0
+
+    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
+        assert not any(each.id.turn in self.held for each in requests), "it is being sampled already"
+        self.held |= {each.id.turn: (each, submitter) for each in requests}
+        self.most = max(self.most, len(self.held))
+
+    def answer(self, turn: int) -> None:
+        request, submitter = self.held.pop(turn)
+        super().submit([request], submitter)
+
+
+class Coroutine:
+    """Rollout function in this process that is a coroutine, as it is in a process of its own."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
+        self.here = Here(self.function)
+        return self._checked(self.here.act("begin", (task, seed)))
+
+    def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
+        return self._checked(self.here.act("resume", answers))
+
+    def close(self, episode: RolloutId) -> None:
+        self.here.act("close", None)
+
+    def _checked(self, told: "Future[Any]") -> "Future[Any]":
+        future: Future[Any] = Future()
+
+        def hand_on(done: "Future[Any]") -> None:
+            failed = isinstance(done.result(), EnvironmentFailure)
+            future.set_result(done.result() if failed else checked_request(done.result()))
+
+        told.add_done_callback(hand_on)
+        return future
+
+
+async def search(task: Any, policy: Policy) -> float:
+    """Go on after three beginnings side by side, and once more after the best of them."""
+
+    async def branch(start: int) -> list[int]:
+        first = await policy.sample([1, start])
+        return [1, start, *first.tokens, *(await policy.sample([1, start, *first.tokens, 5])).tokens]
+
+    found = await asyncio.gather(*map(branch, (3, 4, 3)))
+    last = await policy.sample(max(found))
+    return float(len(last.tokens))
+
+
+def searched(chat: Chat, function: Any, order: Callable[[Any], int], **limits: Any) -> tuple[Rollout, HeldEngines]:
+    """Play a function. `order` chooses which of the turns that are being sampled ends next."""
+    engines, taken = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>"), Taken()
+    player = player_of(engines, Coroutine(function), replace(LIMITS, **limits))
+    player.play([start()], taken)
+    end = time.monotonic() + 10
+    while not taken.rollouts and time.monotonic() < end:
+        player.play_next()
+        if not player._events:
+            time.sleep(0.002)  # the function runs on a thread of its own
+        if not player._events and engines.held:
+            engines.answer(order(engines.held))
+    (rollout,) = taken.rollouts
+    return rollout, engines
+
+
+def drawn(seed: int) -> Callable[[Any], int]:
+    draw = random.Random(seed)
+    return lambda held: draw.choice(list(held))
+
+
+def facts(rollout: Rollout, engines: HeldEngines) -> Any:
+    assert rollout.episode
+    rows = [(row.tokens.tolist(), row.sampled.tolist(), row.turns.tolist()) for row in rollout.rows]
+    requests = sorted((request.id.turn, request.seed, request.prompt_tokens) for request, _ in engines.asked)
+    return rows, requests, rollout.episode.messages, rollout.episode.reward, rollout.episode.ending
+
+
+def test_samples_side_by_side_are_sampled_side_by_side_and_whichever_ends_first_all_is_the_same(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    rollout, engines = searched(chat, search, min)
+    assert engines.most == 3 and rollout.episode and rollout.episode.turns == 7
+    assert [request.seed for request, _ in sorted(engines.asked, key=lambda each: each[0].id.turn)] == [
+        turn_seed(100, turn) for turn in range(7)
+    ]
+    for order in (max, *map(drawn, range(5))):
+        assert facts(*searched(chat, search, order)) == facts(rollout, engines)
+
+
+def test_a_budget_ends_the_same_branch_whichever_sample_ends_first(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, CHATML, None)
+    first, last = (searched(chat, search, order, max_turns=5) for order in (min, max))
+    assert facts(*first) == facts(*last)
+    assert first[0].episode and (first[0].episode.turns, first[0].episode.ending) == (5, "max_turns")
+
+
+def test_a_call_that_fails_is_made_again_when_nothing_is_sampled_for_it_any_more(tokenizer: Any) -> None:
+    calls = []
+
+    async def function(task: Any, policy: Policy) -> float:
+        calls.append(task)
+        others = [asyncio.create_task(policy.sample([1, each])) for each in (2, 3, 4)]
+        await others[0]
+        if len(calls) == 1:
+            raise ValueError("once")
+        return float(len(await asyncio.gather(*others)))
+
+    rollout, engines = searched(Chat(tokenizer, CHATML, None), function, min, max_retries=1)
+    assert rollout.episode and (rollout.episode.failures, rollout.episode.reward) == (1, 3.0)
+    requests = [request for request, _ in engines.asked]
+    assert requests[:3] == requests[3:] and [each.id.turn for each in requests[:3]] == [0, 1, 2]
+
+
+def test_what_a_function_did_not_wait_for_trains_nothing(tokenizer: Any) -> None:
+    async def function(task: Any, policy: Policy) -> float:
+        begun = [asyncio.create_task(policy.sample([1, each])) for each in (2, 3, 4)]
+        await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+        return 1.0
+
+    for order in (min, max):
+        rollout, engines = searched(Chat(tokenizer, CHATML, None), function, order)
+        assert rollout.episode and rollout.episode.turns == len(rollout.rows) == 1 and not engines.held
+        assert rollout.rows[0].tokens[:2].tolist() == [1, 2]
+
+
+def test_an_abort_stops_all_samples_of_a_call(tokenizer: Any) -> None:
+    engines, taken = HeldEngines(Chat(tokenizer, CHATML, None), lambda request: "7<|im_end|>"), Taken()
+    player = player_of(engines, Coroutine(search))
+    player.play([start()], taken)
+    while len(engines.held) < 3:
+        player.play_next()
+    player.restarted([request for request, _ in engines.held.values()])
+    assert taken.again == [(start().id, False)]
+    assert player.abort([start().id]) == [start().id]
+    assert [each.turn for each in engines.aborted] == [0, 1, 2]
+    engines.answer(0)
+    assert player.play_next() and not taken.rollouts
