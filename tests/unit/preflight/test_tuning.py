@@ -88,6 +88,20 @@ def test_short_answers_of_a_small_model_leave_the_engine_awake_with_a_cache_for_
     assert (small["generation.sleep"], small["trainer.micro_batch_tokens"]) == (False, 16384)
 
 
+def test_a_cache_holds_episodes_between_their_turns_too(sizes: dict[str, ModelSizes]) -> None:
+    """512 rollouts a step, 128 of them decoded at a time."""
+    turns = ("environment.name=guess", "environment.max_turns=8", "environment.max_length=1280")
+    few = "generation.max_num_seqs=128"
+    one, many = (
+        tune(config_of(*SHORT, few, *more), "cuda", sizes["qwen3-0.6b"], H200)
+        for more in (("model.max_length=1280",), ("data.max_prompt_length=null", "rewards=[]", *turns))
+    )
+    assert one.kv_cache_mib and many.kv_cache_mib
+    for tuned, kept, longest in ((one, 128, 384), (many, 256, 1280)):
+        share = next(choice for choice in tuned.choices if choice.key == "generation.gpu_memory_utilization")
+        assert share.why == f"a cache for {kept} sequences of {longest:,} tokens"
+
+
 def test_what_does_not_fit_side_by_side_takes_turns(sizes: dict[str, ModelSizes]) -> None:
     long = chosen(tune(config_of(), "cuda", sizes["qwen3-0.6b"], H200))
     assert (long["generation.sleep"], long["trainer.micro_batch_tokens"]) == (True, 32768)
