@@ -52,19 +52,23 @@ def check(
     rewards: Annotated[
         bool, typer.Option("--try-rewards", help="Call each reward on the first row, in a process of its own.")
     ] = False,
+    environments: Annotated[
+        bool,
+        typer.Option("--try-environments", help="Begin an episode on the first row, in a process of its own."),
+    ] = False,
 ) -> None:
     """Report everything that is wrong with a config, at once, and start nothing.
 
-    Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, and `rlctl data preview`
-    tokenizes them.
+    Only the first row of the data is read. `rlctl train KIND --dry-run` reads all rows, calls rewards of one's own, and
+    begins an episode; `rlctl data preview` tokenizes all rows.
     """
-    from rlctl.cli.try_first_row import try_rewards
+    from rlctl.cli.try_first_row import try_all
     from rlctl.config.provenance import show_path
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
     composed = load(None, recipe or DEFAULT, overrides)
-    note([*composed.notes, *([try_rewards(composed, fetch=True)] if rewards else [])])
+    note([*composed.notes, *try_all(composed, rewards=rewards, environments=environments, fetch=True)])
     command = shlex.join(["rlctl", "train", composed.config.kind, *([recipe] if recipe else []), *overrides])
     say(f"{show_path(composed.recipe)}: no problems; run it: {command}")
 

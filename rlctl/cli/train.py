@@ -13,7 +13,7 @@ from rlctl.cli.data import read_ahead, read_recipe, run_chat
 from rlctl.cli.dry_run import refuse, show_plan
 from rlctl.cli.output import FAILED, examples, note, say
 from rlctl.cli.train_there import Where, train_there
-from rlctl.cli.try_first_row import runs_others_code, try_environments, try_rewards
+from rlctl.cli.try_first_row import runs_others_code, try_all, try_environments
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.schema import GrpoConfig
 
@@ -151,7 +151,8 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
     memory = min((gpu.memory for gpu in machine.gpus), default=machine.memory)
     plan = make_plan(config, sizes_of(config.model.path), len(machine.gpus), memory)
     if dry_run:
-        tried = [try_rewards(composed, fetch=False)] if runs_others_code(sampling) else []
+        played = sampling is not None and sampling.has_turns
+        tried = try_all(composed, rewards=runs_others_code(sampling), environments=played, fetch=False)
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)

@@ -57,29 +57,43 @@ def episode_limits(config: GrpoConfig, max_length: int) -> EpisodeLimits:
     return EpisodeLimits(section.max_turns, max_length, section.episode_timeout_s, section.max_retries, section.history)
 
 
+def read_environments(config: GrpoConfig, pool: EnvironmentPool) -> dict[str, EnvironmentContract]:
+    """Return the contract of each environment, or of the rollout function, by its key in the pool.
+
+    Raises UnusableEnvironmentError with every problem: (key of the config, reason).
+    """
+    keys = _keys(config)
+    try:
+        return pool.contracts()
+    except UnusableEnvironmentError as error:
+        raise UnusableEnvironmentError([(keys[key], reason) for key, reason in error.problems]) from None
+
+
+def _keys(config: GrpoConfig) -> dict[str, str]:
+    """Return the key of the config that names each environment, by its key in the pool."""
+    section = config.environment
+    if config.rollout is not None:
+        return {_FUNCTION: _FUNCTION}
+    return {key: f"environment.choices.{key}.name" if section.choices else "environment.name" for key in section.named}
+
+
 def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *, valued: bool = True) -> EpisodeSetup:
     """Read the environments and begin one episode, of the task `first`. valued: episodes must have a reward.
 
     Raises UnusableEnvironmentError with every problem: (key of the config, reason).
     """
-    section = config.environment
+    section, contracts, keys = config.environment, read_environments(config, pool), _keys(config)
     if config.rollout is not None:
-        return _set_up_function(pool)
-    keys = {key: f"environment.choices.{key}" if section.choices else "environment" for key in section.named}
-    try:
-        contracts = pool.contracts()
-    except UnusableEnvironmentError as error:
-        problems = [(f"{keys[key]}.name", reason) for key, reason in error.problems]
-        raise UnusableEnvironmentError(problems) from None
+        return EpisodeSetup(contracts, None, [], [], [], [])
     problems = _problems(config, contracts, keys) if valued else []
-    environment_notes = [f"{keys[key]}.name: {note}" for key, one in contracts.items() for note in one.notes]
+    environment_notes = [f"{keys[key]}: {note}" for key, one in contracts.items() for note in one.notes]
     tools = [tool for one in contracts.values() for tool in one.tools]
     format = format_of_calls(section.tool_format, chat)
     if tools:
         problems += tool_problems(chat, format)
     key = pool.key_of(first.row)
     messages, found = _opening(pool, first)
-    problems += [(f"{keys[key]}.name", found)] if found else []
+    problems += [(keys[key], found)] if found else []
     if not found:
         problems += _template_problems(chat, messages, contracts[key])
     template_notes = []
@@ -103,16 +117,7 @@ def _problems(
     if config.rewards:
         return []
     what = "has no get_reward, and rewards is empty: nothing values its episodes"
-    return [(f"{keys[key]}.name", what) for key, one in contracts.items() if not one.has_reward]
-
-
-def _set_up_function(pool: EnvironmentPool) -> EpisodeSetup:
-    """Load the rollout function. Raises UnusableEnvironmentError."""
-    try:
-        contracts = pool.contracts()
-    except UnusableEnvironmentError as error:
-        raise UnusableEnvironmentError([(_FUNCTION, reason) for _, reason in error.problems]) from None
-    return EpisodeSetup(contracts, None, [], [], [], [])
+    return [(keys[key], what) for key, one in contracts.items() if not one.has_reward]
 
 
 def format_of_calls(wanted: str, chat: Chat) -> str | None:

@@ -1,4 +1,4 @@
-"""Rewards called on the first row, in their own process, before anything else starts."""
+"""Rewards and environments tried on the first row, in processes of their own, before anything else starts."""
 
 from pathlib import Path
 
@@ -62,6 +62,71 @@ def test_rewards_that_work_say_what_they_gave(rlctl: Rlctl, recipe: Path) -> Non
     assert checked.code == 0 and said in " ".join(checked.err.split())
     dry = rlctl("train", "grpo", "recipes/my.yaml", "--dry-run")
     assert dry.code == 0 and said in " ".join(dry.err.split())
+
+
+GAME = """\
+defaults: grpo-tiny.yaml
+environment: {name: "my_env.py:Game"}
+rewards: []
+"""
+ENV = """\
+class Game:
+    def reset(self, **row):
+        return "begin"
+
+    def step(self, message):
+        return None
+
+    def get_reward(self):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (ENV.replace("def reset", "def rest"), ["tool rest: has no docstring", "has no method reset"]),
+        ("import nothing_such\n" + ENV, ["cannot import: ModuleNotFoundError: No module named 'nothing_such' at "]),
+        (ENV.replace('return "begin"', "return 1 / 0"), ["row r0: reset raised ZeroDivisionError at "]),
+    ],
+)
+def test_a_dry_run_tells_what_is_wrong_with_environments_and_rewards_at_once(
+    rlctl: Rlctl, recipe: Path, source: str, told: list[str]
+) -> None:
+    (recipe.parent / "my_env.py").write_text(source)
+    (recipe.parent / "my_rewards.py").write_text(HEAD + "    return 'good'\n")
+    recipe.write_text(GAME.replace("[]", '["my_rewards.py:score"]'))
+    done = rlctl("train", "grpo", "recipes/my.yaml", "--dry-run")
+    first, *lines = done.err.splitlines()
+    assert (done.code, done.out) == (2, "") and not list(Path().glob("runs/*.dry-run.yaml"))
+    assert first.startswith("error: recipes/my.yaml:3: rewards.0.name: no finite number")
+    assert all(
+        line.startswith(f"error: recipes/my.yaml:2: environment.name: {each}") for line, each in zip(lines, told)
+    )
+    assert lines[len(told) :] == [f"{1 + len(told)} problems; nothing was started"]
+
+
+def test_an_environment_that_works_is_begun_and_without_the_data_it_is_read(rlctl: Rlctl, recipe: Path) -> None:
+    (recipe.parent / "my_env.py").write_text(ENV)
+    recipe.write_text(GAME)
+    begun = rlctl("train", "grpo", "recipes/my.yaml", "--dry-run")
+    assert begun.code == 0 and "environment: read, and begun on the first row of " in " ".join(begun.err.split())
+    away = ("recipes/my.yaml", "data.train.path=some/dataset")
+    read = rlctl("train", "grpo", *away, "--dry-run")
+    assert read.code == 0 and "read, but not begun on a row: some/dataset is not on this machine" in read.err
+    (recipe.parent / "my_env.py").write_text("import nothing_such\n" + ENV)
+    assert "cannot import" in rlctl("train", "grpo", *away, "--dry-run").err
+
+
+def test_a_rollout_function_is_read_where_it_is_asked_for(rlctl: Rlctl, recipe: Path) -> None:
+    recipe.write_text("defaults: grpo-tiny.yaml\nrollout: my_rollout.py:play\nrewards: []\n")
+    (recipe.parent / "my_rollout.py").write_text("async def play(task):\n    return 1.0\n")
+    told = "error: recipes/my.yaml:2: rollout: is called as play(task, policy): too many positional arguments"
+    assert rlctl("config", "check", "recipes/my.yaml").code == 0
+    for command in (("config", "check", "recipes/my.yaml", "--try-environments"),
+                    ("train", "grpo", "recipes/my.yaml", "--dry-run")):  # fmt: skip
+        done = rlctl(*command)
+        assert done.code == 2 and done.err.splitlines()[0] == told
 
 
 def test_a_dry_run_fetches_nothing_for_it(rlctl: Rlctl, recipe: Path) -> None:
