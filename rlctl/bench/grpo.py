@@ -61,7 +61,7 @@ class GrpoBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "GrpoResults":
         make_prompts(folder, 64 * self.prompts)
-        settings = {MODES[mode]: self._settings(mode, folder) for mode in self.modes}
+        settings = {MODES[mode]: self.settings(mode, folder) for mode in self.modes}
         counted = {MODES[mode]: self.counted(mode)[0] for mode in self.modes}
         runs = run_all("grpo", self.model, settings, folder, say)
         records = {name: steps[counted[name]] for name, steps in runs}
@@ -79,7 +79,8 @@ class GrpoBench(Bench):
         first = 1 if age is None else 2 + age
         return slice(first, first + self.steps), first + self.steps + (age or 0)
 
-    def _settings(self, mode: str, folder: Path) -> list[str]:
+    def settings(self, mode: str, folder: Path) -> list[str]:
+        """Return the overrides of the run in a mode. folder: that of `make_prompts`."""
         mean, sigma, cap = self.lengths
         shared = max(1, self.gpus)
         both = [f"trainer.num_ranks={shared}", f"generation.num_engines={shared}"]

@@ -62,7 +62,7 @@ def score(prompt, completion, answer, row):
     words = completion.split()
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 '''
-_PROMPT_WORDS = 64
+PROMPT_WORDS = 64
 
 
 def model_problems(model: str) -> list[Problem]:
@@ -120,7 +120,7 @@ def make_random_model(shape: Path, folder: Path) -> None:
 def make_prompts(folder: Path, count: int) -> None:
     """Write train.jsonl and reward.py."""
     rng = random.Random(0)
-    _write(folder, [{"prompt": _words(rng, _PROMPT_WORDS), "answer": ""} for _ in range(count)])
+    _write(folder, [{"prompt": _words(rng, PROMPT_WORDS), "answer": ""} for _ in range(count)])
     (folder / "reward.py").write_text(_REWARD)
 
 

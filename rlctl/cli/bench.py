@@ -1,22 +1,37 @@
 """`rlctl bench`: a command makes its `Bench` from its options; `run_bench` checks, measures and shows."""
 
+from math import inf
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from rlctl.bench.frame import numbers, words
+from rlctl.bench.frame import Bench, numbers, words
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.bench_frame import run_bench
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus
 
+if TYPE_CHECKING:
+    from rlctl.bench.grpo import GrpoBench
+
 Plot = Annotated[Path | None, typer.Option(help="Write a chart to this PNG or SVG file. Needs matplotlib.")]
 TrainedModel = Annotated[
     str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny; on GPUs qwen3-1.7b.")
 ]
 RunSettings = Annotated[list[str] | None, typer.Option("--set", help="A key=value for every run. Repeatable.")]
+Advise = Annotated[
+    bool,
+    typer.Option("--advise", help="Measure one device, simulate every split, bound and lookahead; advise one."),
+]
+Rates = Annotated[
+    str | None,
+    typer.Option(
+        help="With --advise, instead of measuring: tokens/s/device of training, ms of an engine's step, and ms more "
+        "for each sequence in it."
+    ),
+]
 
 app = typer.Typer(
     help="Measure this machine, from refits to whole runs, and compare algorithms.",
@@ -104,18 +119,28 @@ def refit(
         "rlctl bench grpo",
         "rlctl bench grpo --model qwen3-1.7b --gpus 4 --trainers 2 --plot grpo.png",
         "rlctl bench grpo --modes apart,in-flight --lengths 2000,1.0,16384 --json",
+        "rlctl bench grpo --advise --gpus 8 --prompts 32",
+        "rlctl bench grpo --advise --gpus 4 --model qwen3-1.7b --rates 21900,2.6,0.018",
     )
 )
 def grpo(
     model: TrainedModel = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="Devices of every run. Default: all.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=0, help="Devices of every run. Default: all. With --advise also more than there are."),
+    ] = None,
     trainers: Annotated[
         int | None, typer.Option(min=1, help="Trainer ranks among them, if not colocated. Default: half.")
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts in each step.")] = 16,
     generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Counted steps of every run, after some that are not.")] = 6,
-    age: Annotated[int, typer.Option(min=1, help="max_trajectory_age_steps of the in-flight run.")] = 2,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="Counted steps of every run, after some that are not. Default: 6; with --advise 3."),
+    ] = None,
+    age: Annotated[
+        int | None, typer.Option(min=1, help="max_trajectory_age_steps of the in-flight run. Default: 2.")
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(help="Mean, sigma and cap of log-normal lengths. Default: 600,1.0,4096; on a CPU 32,1.0,192."),
@@ -123,32 +148,45 @@ def grpo(
     modes: Annotated[
         str | None, typer.Option(help="Any of colocated, apart, drained, in-flight. Default: all that differ here.")
     ] = None,
+    advise: Advise = False,
+    rates: Rates = None,
     override: RunSettings = None,
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """Time the same GRPO work synchronous and asynchronous, on as many devices, and what each side waited for."""
+    """Time the same GRPO work synchronous and asynchronous, on as many devices, and what each side waited for.
+
+    With --advise, say which division of the devices, bound on age and lookahead suit the model and the lengths.
+    """
     from rlctl.bench.grpo import MODES, GrpoBench
 
     problems: list[Problem] = []
     installed = count_gpus()
-    gpus = installed if gpus is None else gpus
+    devices = installed if gpus is None else gpus
+    # Rates are of GPUs: those of this machine's CPU are measured.
+    on_gpus = installed or rates if advise else devices
     # On a CPU apart is colocated: the cores are shared.
-    usual = "colocated,drained,in-flight" if gpus == 0 else "colocated" if gpus == 1 else ",".join(MODES)
+    usual = "colocated,drained,in-flight" if devices == 0 else "colocated" if devices == 1 else ",".join(MODES)
     bench = GrpoBench(
-        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        model=model or ("qwen3-1.7b" if on_gpus else "tiny"),
         installed=installed,
-        gpus=gpus,
-        trainers=trainers or max(1, gpus // 2),
+        gpus=min(1, installed) if advise else devices,
+        trainers=trainers or max(1, devices // 2),
         prompts=prompts,
         generations=generations,
-        steps=steps,
-        age=age,
-        lengths=_lengths(lengths or ("600,1.0,4096" if gpus else "32,1.0,192"), problems),
+        steps=steps or (3 if advise else 6),
+        age=age or 2,
+        lengths=_lengths(lengths or ("600,1.0,4096" if on_gpus else "32,1.0,192"), problems),
         modes=words("--modes", modes or usual, MODES, problems),
         extra=override or [],
     )
-    run_bench(bench, as_json, plot, problems)
+    given = {"--trainers": trainers, "--age": age, "--modes": modes}
+    if advise:
+        problems += [Problem(name, "", "--advise tries all of them") for name, value in given.items() if value]
+    elif rates:
+        problems.append(Problem("--rates", "", "are for --advise"))
+    chosen = _advice(bench, gpus or max(2, installed), rates, problems) if advise else bench
+    run_bench(chosen, as_json, plot, problems)
 
 
 @app.command(
@@ -343,3 +381,22 @@ def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
         pass
     problems.append(Problem("--lengths", "", f"{given!r}: mean, sigma and cap above 0, like 600,1.0,4096"))
     return 1.0, 1.0, 1
+
+
+def _advice(work: "GrpoBench", gpus: int, rates: str | None, problems: list[Problem]) -> Bench:
+    """Return the bench of `--advise`. rates: as they were given."""
+    from rlctl.bench.advice import AdviceBench
+    from rlctl.bench.simulated_engine import DecodeCost
+    from rlctl.bench.simulation import Costs
+
+    if rates is None:
+        return AdviceBench(work, gpus, None)
+    try:
+        training, base, each = (float(part) for part in rates.split(","))
+        if min(training, base) > 0 and each >= 0 and max(training, base, each) < inf:
+            return AdviceBench(work, gpus, Costs(training, DecodeCost(base / 1e3, each / 1e3)))
+    except ValueError:
+        pass
+    what = "tokens/s of training, ms of an engine's step, and ms more for each sequence, like 21900,2.6,0.018"
+    problems.append(Problem("--rates", "", f"{rates!r}: {what}"))
+    return AdviceBench(work, gpus, None)

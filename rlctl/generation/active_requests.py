@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 
 # Answers of so many seconds leave together while others run: a call of the driver's costs it about 1 ms.
-_GATHER_S = 0.02
+GATHER_S = 0.02
 # Steps before a change of weights that tell the ordinary gap.
 _BEFORE = 64
 
@@ -174,7 +174,7 @@ class ActiveRequests:
         if it ended a request."""
         with self._changed:
             if self._changed.wait_for(self._ended, patience_s):
-                self._changed.wait_for(lambda: not self, _GATHER_S)
+                self._changed.wait_for(lambda: not self, GATHER_S)
             ended = self._ended()
             if self._failure and any(turn.state is TurnState.FAILED for turn in ended.values()):
                 self._turns.clear()

@@ -84,6 +84,15 @@ class Update:
                 self._trainer.group.call(TrainerWorker.discard)
 
 
+def worthwhile_tokens(section: TrainerSection) -> int:
+    """Return the tokens of a part of an update that are worth a call of their own.
+
+    Whole groups fill the last of their micro-batches half, and a pipeline needs several to keep its stages busy.
+    """
+    shape = layout_of(section)
+    return 2 * shape.pipeline * stated(section.micro_batch_tokens) * shape.data
+
+
 class TrainerGroup:
     """Splits batches over a group's shards of data, in micro-batches of at most `micro_batch_tokens`.
 
@@ -93,11 +102,8 @@ class TrainerGroup:
     def __init__(self, group: WorkerGroup, section: TrainerSection) -> None:
         self.group = group
         self._tokens = stated(section.micro_batch_tokens)
-        shape = layout_of(section)
-        self._shards = shape.shards
-        # Tokens that are worth a call of their own: whole groups fill the last of their micro-batches half, and a
-        # pipeline needs several to keep its stages busy.
-        self.worthwhile = 2 * shape.pipeline * self._tokens * (max(self._shards) + 1)
+        self._shards = layout_of(section).shards
+        self.worthwhile = worthwhile_tokens(section)
 
     def prepare(self, sequences: Rows[TrainingSample], needs: LossNeeds = NOTHING_NEEDED) -> PreparedBatch:
         """Do the part of an update that needs no rank. May run on any thread, also while the ranks work."""

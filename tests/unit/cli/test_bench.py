@@ -150,6 +150,35 @@ def test_mistakes_in_settings_are_told_before_weights_are_made(
     assert not list(tmp_path.glob("rlctl-*"))
 
 
+def test_mistakes_of_advice_are_told_at_once(rlctl: Rlctl) -> None:
+    wrong = ("--trainers", "1", "--age", "2", "--modes", "apart", "--rates", "3,x", "--gpus", "1", "--model", "tiy")
+    done = rlctl("bench", "grpo", "--advise", *wrong)
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "error: --trainers: --advise tries all of them",
+        "error: --age: --advise tries all of them",
+        "error: --modes: --advise tries all of them",
+        "error: --rates: '3,x': tokens/s of training, ms of an engine's step, and ms more for each sequence, like "
+        "21900,2.6,0.018",
+        "error: --model: tiy is no model; did you mean tiny?; allowed: tiny, qwen3-0.6b, qwen3-1.7b, qwen3-4b, "
+        "qwen3-8b, qwen3-30b-a3b, llama-8b, or a folder with a config.json",
+        "error: --gpus: 1: with --advise from 2 to 64, which this machine need not have",
+        "6 problems; nothing was started",
+    ]
+    alone = rlctl("bench", "grpo", "--rates", "21900,2.6,0.018")
+    assert (alone.code, alone.err.splitlines()[0]) == (2, "error: --rates: are for --advise")
+
+
+def test_a_machine_without_gpus_advises_with_given_rates(rlctl: Rlctl) -> None:
+    small = ("--prompts", "2", "--generations", "2", "--lengths", "8,0.5,16", "--model", "tiny")
+    done = rlctl("bench", "grpo", "--advise", "--gpus", "2", "--rates", "1000,10,1", *small, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert len(found["rows"]) == 9 and found["measured"] == ""
+    assert found["rows"][0]["effective"] == max(each["effective"] for each in found["rows"])
+    assert found["advice"][0].startswith("trainer.num_ranks=")
+
+
 def test_mistakes_of_bench_offload_are_told_at_once(rlctl: Rlctl) -> None:
     done = rlctl("bench", "offload", "--model", "tiy", "--backend", "fsp")
     assert done.code == 2

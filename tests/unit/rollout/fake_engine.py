@@ -4,10 +4,8 @@ The engine is the product's own `Engine` over a model that "samples" the version
 says who sampled it, and a mixture of versions says that too.
 """
 
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,43 +14,9 @@ from rlctl.generation.active_requests import ActiveRequests, EngineStats, Finish
 from rlctl.generation.engine import Engine, RefitState
 from rlctl.refit.protocol import Header, RefitReport, Untouched
 from rlctl.refit.refit import EngineEnd, EnginesLost
-from rlctl.rollout.patience import Clock
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 
 MIXTURE = 10**6
-
-
-class VirtualClock(Clock):
-    """Time that passes when it is told to; the steps of threads are run by whoever waits."""
-
-    def __init__(self, happen: Callable[[], None]) -> None:
-        self.time, self._happen, self._depth = 0.0, happen, 0
-        self.steps: list[Callable[[], bool]] = []
-
-    def now(self) -> float:
-        return self.time
-
-    def wait(self, changed: threading.Condition, seconds: float) -> None:
-        # A thread that waits lets the others on: only the loop's wait makes anything happen.
-        if not self._depth:
-            self.anything_happens()
-
-    def anything_happens(self) -> None:
-        with self.on_a_thread():
-            self._happen()
-
-    @contextmanager
-    def on_a_thread(self) -> Iterator[None]:
-        """Have the block run as the steps of threads do: nothing happens while it waits."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def spawn(self, name: str, step: Callable[[], bool]) -> Any:
-        self.steps.append(step)
-        return SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False)
 
 
 @dataclass

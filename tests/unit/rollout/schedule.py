@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.config.grpo_schema import DynamicSamplingSection
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.chat import TurnLink
@@ -42,7 +43,7 @@ from rlctl.rollout.groups import GroupRecord, GroupState
 from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
 from rlctl.rollout.single_turn import SingleTurnPlayer
 from rlctl.rollout.types import RolloutGroup, Sampling
-from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, VirtualClock
+from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker
 
 DEADLINE, EXPLAIN = 12.0, 3.0
 ROWS = [Task(f"r{i}", [5, 9], "", None) for i in range(7)]
@@ -500,7 +501,7 @@ def fakes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Worker", FakeWorker)
         patch.setattr(engine, "sampling_params", lambda spec, request: length(request.seed))
-        patch.setattr(active_requests, "_GATHER_S", 0.0)
+        patch.setattr(active_requests, "GATHER_S", 0.0)
         patch.setattr(buffer, "save_groups", save)
         patch.setattr(buffer, "load_groups", lambda folder: dict(files.get(str(folder), {})))
         yield

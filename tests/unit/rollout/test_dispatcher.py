@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.data.tasks import Task
 from rlctl.generation import active_requests, engine, pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
@@ -19,7 +20,7 @@ from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.types import Sampling
 from tests.turns import turn, turns
-from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, VirtualClock
+from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker
 
 DEADLINE = 10.0
 RUN: Any = SimpleNamespace(deadline_s=DEADLINE, explain_after_s=2.0)
@@ -83,7 +84,7 @@ class Stage:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "Worker", FakeWorker)
     monkeypatch.setattr(engine, "sampling_params", lambda spec, request: request.max_new_tokens)
-    monkeypatch.setattr(active_requests, "_GATHER_S", 0.0)
+    monkeypatch.setattr(active_requests, "GATHER_S", 0.0)
 
 
 groups = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 64)), min_size=1, max_size=30)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.data.chat import Chat
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.rollout_function import FunctionRequest, Policy, checked_request
@@ -20,7 +21,6 @@ from rlctl.rollout.player import EpisodeLimits
 from rlctl.rollout.types import PlayedEpisode, Rollout
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.test_rollout_function import Here
-from tests.unit.rollout.fake_engine import VirtualClock
 from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, Taken, start
 
 __all__ = ["tokenizer"]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.data.chat import Chat
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
@@ -19,7 +20,6 @@ from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
-from tests.unit.rollout.fake_engine import VirtualClock
 
 __all__ = ["tokenizer"]
 

@@ -1,0 +1,249 @@
+"""Virtual clock, and engines on it that take the time of real ones: the product's own dispatcher samples with them.
+
+An engine decodes in steps, one token a sequence, as vLLM does. A step takes `base` seconds and `per_sequence` more for
+each sequence in it. The cost of a prompt is in that of its sequence's tokens. A key-value cache that is too small is
+not simulated.
+"""
+
+import heapq
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlctl.generation.active_requests import GATHER_S, ActiveTurn, EngineStats, FinishedTurns
+from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.spec import ForcedLengths
+from rlctl.rollout.patience import Clock
+
+# Two times closer than this are the same.
+_SAME_S = 1e-9
+_NOTHING = PackedCompletions.pack([])
+
+
+class VirtualClock(Clock):
+    """Time that passes when it is told to; the steps of threads are run by whoever waits.
+
+    happen: called by a wait of the loop's thread, to let something happen.
+    """
+
+    def __init__(self, happen: Callable[[], None]) -> None:
+        self.time, self._happen, self._depth = 0.0, happen, 0
+        self.steps: list[Callable[[], bool]] = []
+
+    def now(self) -> float:
+        return self.time
+
+    def wait(self, changed: threading.Condition, seconds: float) -> None:
+        # A thread that waits lets the others on: only the loop's wait makes anything happen.
+        if not self._depth:
+            self.anything_happens()
+
+    def anything_happens(self) -> None:
+        """Let something happen, as the loop's wait does."""
+        with self.on_a_thread():
+            self._happen()
+
+    @contextmanager
+    def on_a_thread(self) -> Iterator[None]:
+        """Have the block run as the steps of threads do: nothing happens while it waits."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def spawn(self, name: str, step: Callable[[], bool]) -> Any:
+        self.steps.append(step)
+        return SimpleNamespace(join=lambda seconds: None, is_alive=lambda: False)
+
+
+@dataclass(frozen=True)
+class DecodeCost:
+    """Seconds of an engine's step."""
+
+    base: float
+    # More for each sequence in it.
+    per_sequence: float
+
+    def step(self, sequences: int) -> float:
+        """Return the seconds of a step of so many sequences."""
+        return self.base + self.per_sequence * sequences
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One answer that an engine samples."""
+
+    turn: ActiveTurn
+    # Tokens of the answer.
+    length: int
+    # Step of the engine that samples its first token.
+    first: int = 0
+
+
+class SimulatedEngine:
+    """One engine: `Engine`, as far as the dispatcher calls it, on the clock `now`."""
+
+    def __init__(self, cost: DecodeCost, at_a_time: int, lengths: ForcedLengths, now: Callable[[], float]) -> None:
+        self._cost, self._at_a_time, self._lengths, self._now = cost, at_a_time, lengths, now
+        self._version = 0
+        # Steps so far, and when the one under way began.
+        self._steps, self._began = 0, 0.0
+        # See `EngineStats`.
+        self._busy, self._paused, self._tokens = 0.0, 0.0, 0
+        self._arrived: deque[_Sequence] = deque()
+        # (step after which it ends, number, sequence), a heap.
+        self._running: list[tuple[int, int, _Sequence]] = []
+        self._numbers = count()
+        self._ended: list[_Sequence] = []
+        # When those that ended leave, see `GATHER_S`.
+        self._leaves = 0.0
+        # Calls that changed anything.
+        self.calls = 0
+
+    def submit(self, requests: Sequence[TurnRequest]) -> None:
+        """Begin requests with the next step."""
+        self._advance()
+        self.calls += 1
+        for request in requests:
+            turn = ActiveTurn(request, [(0, self._version)])
+            self._arrived.append(_Sequence(turn, self._lengths.draw(request.seed, request.max_new_tokens)))
+        if not self._running:
+            self._began = max(self._began, self._now())
+            self._join()
+
+    def collect(self, patience_s: float) -> FinishedTurns:
+        """Return the answers that may leave."""
+        self._advance()
+        leaving, busy = self._ended, self._running or self._arrived
+        if not leaving or (busy and self._leaves > self._now() + _SAME_S):
+            return FinishedTurns([], _NOTHING, self._stats())
+        self._ended, self.calls = [], self.calls + 1
+        columns = PackedCompletions.pack([_completion(each) for each in leaving])
+        ids = [each.turn.request.id for each in leaving]
+        return FinishedTurns(ids, columns, self._stats())
+
+    def abort(self, ids: Sequence[RequestId]) -> int:
+        """Forget requests; return how many tokens they had."""
+        self._advance()
+        self.calls += 1
+        gone = set(ids)
+        tokens = sum(self._sampled(each) for _, _, each in self._running if each.turn.request.id in gone)
+        tokens += sum(each.length for each in self._ended if each.turn.request.id in gone)
+        self._running = [entry for entry in self._running if entry[2].turn.request.id not in gone]
+        heapq.heapify(self._running)
+        self._arrived = deque(each for each in self._arrived if each.turn.request.id not in gone)
+        self._ended = [each for each in self._ended if each.turn.request.id not in gone]
+        return tokens
+
+    def change(self, version: int, pause: float) -> None:
+        """Serve another version after a pause, in which nothing is sampled."""
+        self._advance()
+        self._version, self._paused = version, self._paused + pause
+        self._began = (self._began if self._running else self._now()) + pause
+        for _, _, each in self._running:
+            each.turn.stretches.append((self._sampled(each), version))
+        for each in self._arrived:
+            each.turn.stretches = [(0, version)]
+
+    def next_event(self) -> float | None:
+        """Return when an answer ends or leaves, or new ones join; None while there is nothing to do."""
+        if not self._running:
+            return self._now() if self._ended else None
+        if self._ended:
+            last = max(end for end, _, _ in self._running) - self._steps
+            if self._began + last * self._cost.step(1) >= self._leaves:
+                # More are running until then: it does not matter when one of them ends.
+                return self._leaves
+        steps = 1 if self._arrived and len(self._running) < self._at_a_time else self._running[0][0] - self._steps
+        end = self._began + steps * self._cost.step(len(self._running))
+        return min(end, self._leaves) if self._ended else end
+
+    def _advance(self) -> None:
+        """Make the steps that end until now."""
+        while self._running:
+            sequences = len(self._running)
+            seconds = self._cost.step(sequences)
+            possible = int((self._now() + _SAME_S - self._began) / seconds)
+            if possible < 1:
+                return
+            joins = self._arrived and sequences < self._at_a_time
+            steps = 1 if joins else min(possible, self._running[0][0] - self._steps)
+            self._began, self._steps = self._began + steps * seconds, self._steps + steps
+            self._busy, self._tokens = self._busy + steps * seconds, self._tokens + steps * sequences
+            while self._running and self._running[0][0] == self._steps:
+                self._leaves = self._leaves if self._ended else self._began + GATHER_S
+                self._ended.append(heapq.heappop(self._running)[2])
+            self._join()
+
+    def _join(self) -> None:
+        while self._arrived and len(self._running) < self._at_a_time:
+            each = self._arrived.popleft()
+            each.first = self._steps
+            heapq.heappush(self._running, (each.first + each.length, next(self._numbers), each))
+
+    def _stats(self) -> EngineStats:
+        return EngineStats(self._busy, self._paused, self._tokens, self._steps, at=self._now())
+
+    def _sampled(self, sequence: _Sequence) -> int:
+        return self._steps - sequence.first
+
+
+def _completion(sequence: _Sequence) -> Completion:
+    length = sequence.length
+    zeros = np.zeros(length, np.int32)
+    return Completion(zeros, np.zeros(length, np.float32), sequence.turn.versions(length), "stop")
+
+
+@dataclass
+class SimulatedWorker:
+    """`Worker` whose engine is in this process, and which answers a call at once."""
+
+    name: str
+    engine: SimulatedEngine
+
+    def start(self, method: Callable[..., Any], *arguments: Any) -> "SimulatedCall":
+        return SimulatedCall(getattr(self.engine, method.__name__)(*arguments))
+
+
+@dataclass(frozen=True)
+class SimulatedCall:
+    """`Pending` of a call that was answered."""
+
+    answer: Any
+
+    def wait(self, deadline_s: float) -> list[Any]:
+        return [self.answer]
+
+
+@dataclass
+class SimulatedPool:
+    """`GeneratorPool`, as far as the dispatcher uses it, of engines that are never lost."""
+
+    slots: list[SimulatedWorker]
+    # Rollouts that an engine decodes at a time.
+    at_a_time: int
+    version: int = field(default=0, init=False)
+
+    @property
+    def engines(self) -> list[SimulatedWorker]:
+        return self.slots
+
+    def forget_gone(self) -> None:
+        """Do nothing: none is gone."""
+
+    def require_awake(self) -> None:
+        """Do nothing: the loop lets engines sample while they are awake alone."""
+
+    def sync(self, version: int, pause: float) -> None:
+        """Bring every engine to a version."""
+        for worker in self.slots:
+            worker.engine.change(version, pause)
+        self.version = version
