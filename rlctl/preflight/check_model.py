@@ -8,7 +8,7 @@ from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig
 from rlctl.models.model_sizes import ModelSizes, config_file, read_sizes
 from rlctl.models.weight_headers import check_weights
 from rlctl.preflight.backend import Violation, Violations
-from rlctl.preflight.resolved import longest_sequence
+from rlctl.preflight.resolved import longest_rollout, longest_sequence
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
@@ -69,13 +69,24 @@ def check_lengths(config: RunConfig, sizes: ModelSizes | None) -> Violations:
 
 
 def check_micro_batch(config: RunConfig, sizes: ModelSizes | None) -> Violations:
-    """Find micro-batches that do not hold the longest sequence."""
+    """Find micro-batches that do not hold the longest sequence, or all rows of a rollout where the loss needs them."""
     tokens, longest = config.trainer.micro_batch_tokens, longest_sequence(config, sizes)
-    if longest is not None and tokens != "auto" and tokens < longest:
+    if longest is None or tokens == "auto":
+        return
+    if tokens < longest:
         lower = ["model.max_length", *["data.max_prompt_length"] * isinstance(config, GrpoConfig)]
         advice = f"raise it, or lower {' or '.join(lower)}"
         what = f"must hold the longest sequence, {longest} tokens, not {tokens}; {advice}"
         yield Violation("trainer.micro_batch_tokens", what, (*lower, "generation.max_new_tokens"))
+        return
+    whole = longest_rollout(config, sizes)
+    if isinstance(config, GrpoConfig) and whole is not None and tokens < whole:
+        turns, fitting = config.environment.max_turns, tokens // longest
+        what = f"must hold whole rollouts, which grpo.loss needs: with environment.history=strip {turns} turns may be "
+        what += f"{turns} rows of up to {longest} tokens, {whole} together, not {tokens}; raise it, or set "
+        what += f"environment.max_turns={fitting} or environment.history=keep"
+        others = ("environment.history", "environment.max_turns", "grpo.loss.name")
+        yield Violation("trainer.micro_batch_tokens", what, others)
 
 
 def check_graph(config: SftConfig, sizes: ModelSizes | None) -> Violations:

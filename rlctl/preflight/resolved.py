@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
-from rlctl.config.algorithm_schema import UserAdvantageSection, UserLossSection
+from rlctl.config.algorithm_schema import (
+    GrpoLossSection,
+    GspoLossSection,
+    UserAdvantageSection,
+    UserLossSection,
+)
 from rlctl.config.plugins import BATCH_SCOPED
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
@@ -142,6 +147,15 @@ class Resolved:
         return loss.kl_coef > 0 or (isinstance(loss, UserLossSection) and bool(_declared(loss.name, "reference")))
 
     @property
+    def whole_rollouts(self) -> bool:
+        """True if the loss reads all rows of a rollout together, so that one micro-batch must hold them."""
+        loss = self.grpo.grpo.loss
+        if isinstance(loss, UserLossSection):
+            return _user_loss_needs_whole_rollouts(self.grpo)
+        averaged = isinstance(loss, GrpoLossSection) and loss.reduction == "sequence"
+        return averaged or isinstance(loss, GspoLossSection) or loss.sequence_mask is not None
+
+    @property
     def needs_log_probs(self) -> bool:
         """True if a step computes log-probs, of the policy or of the reference, before its updates."""
         recomputed = self.proximal == "recompute" and not self.on_policy_ratio
@@ -206,6 +220,29 @@ def _declared(name: str, what: str) -> Any:
         return getattr(load_object(name), what, None)
     except Exception:
         return None
+
+
+def _user_loss_needs_whole_rollouts(config: GrpoConfig) -> bool:
+    """Return True if a user's loss says so; False if it cannot be made, which a check says."""
+    try:
+        return bool(load_object(config.grpo.loss.name).from_config(config).needs.whole_rollouts)
+    except Exception:
+        return False
+
+
+def longest_rollout(config: RunConfig, sizes: ModelSizes | None) -> int | None:
+    """Return the tokens that one micro-batch must hold, if they are known before the data is read.
+
+    They are those of the longest sequence. Where the loss needs whole rollouts and a template may write their history
+    anew at each turn, they are those of as many sequences as a rollout has turns. A rollout function has rows as it
+    likes: of one row here.
+    """
+    longest = longest_sequence(config, sizes)
+    if longest is None or not isinstance(config, GrpoConfig):
+        return longest
+    section = config.environment
+    strips = section.enabled and section.history == "strip"
+    return longest * section.max_turns if strips and Resolved(config).whole_rollouts else longest
 
 
 def longest_sequence(config: RunConfig, sizes: ModelSizes | None) -> int | None:

@@ -12,7 +12,7 @@ from rlctl.config.fields import RECIPE, stated
 from rlctl.config.schema import GrpoConfig, RunConfig, SftConfig, TrainerSection
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.memory import engine_bytes, placed_states, token_bytes, trainer_bytes
-from rlctl.preflight.resolved import Device, Resolved, longest_sequence
+from rlctl.preflight.resolved import Device, Resolved, longest_rollout, longest_sequence
 
 GIB = 1 << 30
 # Share of a device's memory that a forecast may fill.
@@ -21,6 +21,8 @@ _USABLE = 0.85
 _PACKS = (32768, 16384, 8192)
 # An engine that stays awake is worth a pack of this size, no smaller one: it saves 0.2 to 0.5 s a step.
 _LEAST_PACK_AWAKE = 16384
+# On a CPU no larger pack is made to hold the rows of a whole rollout: all packs get as large.
+_MOST_FOR_ROLLOUT = 32768
 # Tokens whose logits exist at a time, and the share of a device's memory that they may take. Each chunk adds to the
 # float32 gradient of the output, 0.4 ms for 152,000 x 1,024 numbers on an H200: few large chunks.
 _CHUNKS, _CHUNK_SHARE = (8192, 4096, 2048, 1024), 0.04
@@ -118,7 +120,9 @@ def _tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: i
     if device == "cpu" or sizes is None or memory is None:
         why = "on a CPU" if device == "cpu" else "until the model's sizes and the device's memory are known"
         values = {section: {name: (value, why) for name, value in own.items()} for section, own in _CPU.items()}
-        values["trainer"]["micro_batch_tokens"] = (max(8192, longest or 0), why)
+        whole = longest_rollout(config, sizes) or 0
+        tokens = max(8192, longest or 0, min(whole, _MOST_FOR_ROLLOUT))
+        values["trainer"]["micro_batch_tokens"] = (tokens, why + _left_out(tokens, whole))
         values["trainer"]["compile"] = (device == "cuda", _why_compiled(device))
         values["generation"] |= {"sleep": (device == "cuda", why), "prefix_caching": _caches(device, sizes, longest)}
         config = fill(config, "trainer", values["trainer"])
@@ -137,10 +141,11 @@ def _tune(config: RunConfig, device: Device, sizes: ModelSizes | None, memory: i
         )
     fit = _fit(config, sizes, longest, memory)
     checkpointed = "no pack that fits keeps its activations" if fit.checkpointing else "activations fit"
+    why = fit.why + _left_out(fit.tokens, longest_rollout(config, sizes) or 0)
     config = fill(
         config,
         "trainer",
-        {"micro_batch_tokens": (fit.tokens, fit.why), "activation_checkpointing": (fit.checkpointing, checkpointed)},
+        {"micro_batch_tokens": (fit.tokens, why), "activation_checkpointing": (fit.checkpointing, checkpointed)},
     )
     if not isinstance(config, GrpoConfig):
         return Tuned(config, tuple(choices), None)
@@ -187,15 +192,24 @@ def _sequences(config: GrpoConfig) -> tuple[int, str]:
 
 
 def _fit(config: RunConfig, sizes: ModelSizes, longest: int, memory: int) -> _Fit:
-    """Return the first that fits: an engine that stays awake beside large packs, large packs, recomputed ones."""
-    section = config.trainer
-    packs = tuple(tokens for tokens in _PACKS if tokens >= longest) or (-(-longest // 1024) * 1024,)
+    """Return the first that fits: an engine that stays awake beside large packs, large packs, recomputed ones.
+
+    Where packs must hold whole rollouts, those that do come first; if none fits, longer rollouts are left out.
+    """
+    section, whole = config.trainer, longest_rollout(config, sizes) or longest
+    packs = tuple(tokens for tokens in _PACKS if tokens >= longest) or (_rounded(longest),)
+    packs = packs if whole <= packs[0] else (_rounded(whole), *packs)
     packs = packs if section.micro_batch_tokens == "auto" else (section.micro_batch_tokens,)
     recompute = (False, True) if section.activation_checkpointing == "auto" else (section.activation_checkpointing,)
     trials = [(tokens, checkpointing) for checkpointing in recompute for tokens in packs]
     needed = {trial: _trained(config, sizes, *trial) for trial in trials}
     usable = int(_USABLE * memory)
     shared = Resolved(config, "cuda").shares_devices
+    room = usable - _ASLEEP_BYTES * shared
+    if whole > longest:
+        held = [trial for trial in trials if trial[0] >= whole and needed[trial] <= room]
+        trials = held or [trial for trial in trials if trial[0] < whole] or trials
+        needed = {trial: needed[trial] for trial in trials}
     if isinstance(config, GrpoConfig) and shared and config.generation.sleep != True:  # noqa: E712  (it may be "auto")
         engine = _engine_needs(config, sizes, longest, memory)
         forced = config.generation.sleep is False
@@ -204,10 +218,18 @@ def _fit(config: RunConfig, sizes: ModelSizes, longest: int, memory: int) -> _Fi
             if (large or forced) and trainer + engine <= usable and not section.offload_optimizer_for_generation:
                 sums = f"{trainer / GIB:.0f} GiB beside an engine of {engine / GIB:.0f}"
                 return _Fit(tokens, checkpointing, False, f"{sums}, of {memory / GIB:.0f}")
-    room = usable - _ASLEEP_BYTES * shared
     trial = next((trial for trial in trials if needed[trial] <= room), trials[-1])
     sleep = shared and not (isinstance(config, GrpoConfig) and config.generation.sleep is False)
     return _Fit(*trial, sleep, f"{needed[trial] / GIB:.0f} GiB of {memory / GIB:.0f} when it trains")
+
+
+def _left_out(tokens: int, whole: int) -> str:
+    """Return what becomes of rollouts that no micro-batch holds, where the loss needs them whole."""
+    return "" if tokens >= whole else f"; rollouts whose rows have more, up to {whole:,}, are left out"
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // 1024) * 1024
 
 
 def _trained(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: bool) -> int:

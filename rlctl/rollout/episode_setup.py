@@ -14,6 +14,7 @@ from rlctl.environments.contract import ContractError, EnvironmentContract, Mess
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import PARSERS, tool_format
+from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.player import EpisodeLimits
 from rlctl.workers.user_logs import Emit
 
@@ -53,8 +54,11 @@ def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | 
 
 def episode_limits(config: GrpoConfig, max_length: int) -> EpisodeLimits:
     """Return the budgets of an episode. max_length: the run's longest sequence."""
-    section = config.environment
-    return EpisodeLimits(section.max_turns, max_length, section.episode_timeout_s, section.max_retries, section.history)
+    section, tokens = config.environment, config.trainer.micro_batch_tokens
+    # Nothing is trained where nobody has chosen the size of a micro-batch.
+    trained = tokens if tokens != "auto" and Resolved(config).whole_rollouts else None
+    own = (section.max_turns, max_length, section.episode_timeout_s, section.max_retries, section.history)
+    return EpisodeLimits(*own, trained)
 
 
 def read_environments(config: GrpoConfig, pool: EnvironmentPool) -> dict[str, EnvironmentContract]:

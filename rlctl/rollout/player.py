@@ -25,7 +25,7 @@ from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import parse_tool_calls
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
-from rlctl.rollout.conversation import Conversation
+from rlctl.rollout.conversation import Conversation, TrajectoryRow
 from rlctl.rollout.patience import Clock, ThreadErrors
 from rlctl.rollout.single_turn import Engines
 from rlctl.rollout.types import Ending, PlayedEpisode, Rollout, RolloutStart, RolloutTaker
@@ -47,6 +47,8 @@ class EpisodeLimits:
     # keep: earlier turns stay as they were sampled. strip: they are written as the template writes them, which begins a
     # new row where the two differ.
     history: Literal["keep", "strip"]
+    # Most tokens of all rows of an episode that trains, since a micro-batch must hold them; None: no bound.
+    max_trained: int | None = None
 
 
 @dataclass(eq=False)
@@ -345,6 +347,9 @@ class EpisodePlayer:
         # Without effect where a failure ended it.
         self._pool.close(play.start.id)
         one = play.conversation
+        rows = [] if failure else one.rows()
+        if failure := failure or self._too_long(play, rows):
+            rows, reward = [], None
         episode = PlayedEpisode(
             one.messages,
             play.opening,
@@ -358,5 +363,15 @@ class EpisodePlayer:
             play.tool_errors,
         )
         finish = one.completions[-1].finish if one.turns else "stop"
-        rows = [] if failure else one.rows()
         play.taker.ended([Rollout(play.start.id, rows, finish, episode=episode)])
+
+    def _too_long(self, play: Play, rows: list[TrajectoryRow]) -> EnvironmentFailure | None:
+        """Return why an episode cannot train, if no micro-batch holds it; the first one is told."""
+        most, tokens = self._limits.max_trained, sum(len(row.tokens) for row in rows)
+        if most is None or len(rows) < 2 or tokens <= most or play.start.id.purpose != "train":
+            return None
+        cause = f"rows of an episode have more tokens than a micro-batch, {most}, and grpo.loss needs whole rollouts"
+        remedy = f"{len(rows)} rows of {tokens}; raise trainer.micro_batch_tokens or lower environment.max_turns"
+        failure = EnvironmentFailure("too_long", cause, remedy)
+        self._pool.failures.add("history", failure, then="the episode is left out and counted")
+        return failure

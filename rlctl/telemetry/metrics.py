@@ -26,7 +26,7 @@ MEANING = {
     "environment/tool_errors": "share of tool calls that were malformed or whose tool raised",
     "environment/seconds": "seconds in which an episode waited for its environment, mean",
     "environment/rows": "rows that an episode trains on, mean; above 1 where its history was rewritten",
-    "environment/failed": "episodes that were left out, because their environment failed in every try",
+    "environment/failed": "episodes left out: their environment failed in every try, or no micro-batch holds them",
     "environment/retries": "tries of the others that failed",
     "environment/endings/NAME": "share of episodes that ended so: done, answered, max_turns, max_length, time",
     "rollouts/masked": "rollouts that no update sees, since they were cut at the limit (grpo.overlong.mask)",

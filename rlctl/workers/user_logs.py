@@ -47,8 +47,11 @@ class FailureLog:
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
-    def add(self, name: str, failure: UserFailure) -> None:
-        """Count a failure of what is called `name`. Keep the traceback and emit a warning for a new cause."""
+    def add(self, name: str, failure: UserFailure, then: str | None = None) -> None:
+        """Count a failure of what is called `name`. Keep the traceback and emit a warning for a new cause.
+
+        then: what becomes of this rollout, if it is another thing than of most.
+        """
         cause = f"{name}: {failure.cause}"
         with self._lock:
             if cause not in self.counts and len(self.counts) >= MAX_CAUSES:
@@ -64,7 +67,7 @@ class FailureLog:
             told = f"; traceback: {shown}" if shown else ""
             many = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
             what = f"{self._kind} {name}: {failure}" if cause != _OTHER else many
-            self._emit("warning", what=f"{what}; {self._then}, {self._kind}/failed{told}")
+            self._emit("warning", what=f"{what}; {then or self._then}, {self._kind}/failed{told}")
 
     def most_common(self) -> str:
         """Return the cause of most failures with their number; empty where there are none."""

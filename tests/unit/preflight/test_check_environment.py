@@ -81,6 +81,19 @@ def test_a_wrong_value_is_one_line(home: Path, override: str, expected: str) -> 
     assert found.replace(f"{home}/", "") == expected
 
 
+def test_a_micro_batch_must_hold_all_rows_of_a_rollout_where_the_loss_needs_them(home: Path) -> None:
+    strips = ("environment.history=strip", "environment.max_length=100", "environment.max_turns=4")
+    whole = ("grpo.loss.reduction=sequence",)
+    assert problems(*strips, *whole, "trainer.micro_batch_tokens=399") == [
+        "trainer.micro_batch_tokens: must hold whole rollouts, which grpo.loss needs: with environment.history=strip 4 "
+        "turns may be 4 rows of up to 100 tokens, 400 together, not 399; raise it, or set environment.max_turns=3 or "
+        "environment.history=keep"
+    ]
+    for fitting in ((*strips, *whole), (*strips,), (*strips[1:], *whole), (*strips, *whole, "environment.max_turns=3")):
+        tokens = "auto" if fitting == (*strips, *whole) else "399"
+        assert played(*fitting, f"trainer.micro_batch_tokens={tokens}").environment.max_length == 100
+
+
 def test_arguments_without_a_name_and_a_choice_that_does_not_exist_are_told_at_once(home: Path) -> None:
     choices = "environment.choices={a: {name: maz}, b: {nmae: maze}}"
     found = problems("environment.name=null", "environment.args={n: 1}", choices)

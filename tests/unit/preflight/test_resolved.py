@@ -1,10 +1,14 @@
 """Values that follow others."""
 
+from pathlib import Path
+
 import pytest
 
+from rlctl.config.plugins import LOSSES
 from rlctl.config.schema import GrpoConfig
 from rlctl.preflight.load import load
 from rlctl.preflight.resolved import Resolved
+from rlctl.utils.plugins import load_object
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,25 @@ def test_a_rank_gets_its_share_of_the_cores_that_engines_beside_it_leave(
     config = load("grpo", None, list(settings)).config
     assert isinstance(config, GrpoConfig)
     assert Resolved(config).trainer_threads(cores, config.trainer.num_ranks, config.generation.num_engines) == threads
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "mine.py:Mine"])
+def test_a_config_knows_if_its_loss_needs_whole_rollouts(name: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rlctl.grpo.losses.gspo import GspoLoss\n\n\nclass Mine(GspoLoss):\n    pass\n"
+    )
+    name = name.replace("mine.py", f"{tmp_path}/mine.py")
+    masked = ["async.enabled=true", "grpo.loss.sequence_mask=[0.5, 2]"] if name not in ("cispo", "dppo") else []
+    found = set()
+    for more in ([], masked, ["grpo.loss.reduction=sequence"] * (name == "grpo")):
+        own = ("level=token", "clip_low=0.1", "clip_high=0.1", "dual_clip=null")
+        settings = [f"grpo.loss.{each}" for each in own if name.endswith("Mine")]
+        config = load("grpo", None, [f"grpo.loss.name={name}", *settings, *more]).config
+        assert isinstance(config, GrpoConfig)
+        needs = load_object(LOSSES.get(name, name)).from_config(config).needs.whole_rollouts
+        assert Resolved(config).whole_rollouts is needs
+        found.add(needs)
+    assert True in found or not masked
 
 
 def test_sft_has_no_engines_beside_it() -> None:

@@ -73,6 +73,23 @@ def test_a_pack_holds_the_longest_sequence(sizes: dict[str, ModelSizes]) -> None
         assert stated(long.config.trainer.micro_batch_tokens) >= 34512
 
 
+def test_a_pack_holds_all_rows_of_a_rollout_where_the_loss_needs_them_and_memory_allows(
+    sizes: dict[str, ModelSizes],
+) -> None:
+    strips = ("environment.name=guess", "environment.max_turns=8", "environment.history=strip", "rewards=[]")
+    strips += ("data.max_prompt_length=null",)
+    whole = (*strips, "grpo.loss.name=gspo")
+    for device, longest, tokens in (("cpu", 2048, 16384), ("cpu", 8192, 32768), ("cuda", 8192, 65536)):
+        found = tune(config_of(*whole, f"environment.max_length={longest}"), device, sizes["qwen3-0.6b"], H200)  # type: ignore[arg-type]
+        assert chosen(found)["trainer.micro_batch_tokens"] == tokens
+    # What holds none is chosen as for any loss.
+    long = ("environment.max_length=40960", "environment.max_turns=64")
+    found, other = (tune(config_of(*each, *long), "cuda", sizes["qwen3-8b"], H200) for each in (whole, strips))
+    (why,) = (each.why for each in found.choices if each.key == "trainer.micro_batch_tokens")
+    assert why.endswith("; rollouts whose rows have more, up to 2,621,440, are left out")
+    assert chosen(found) == chosen(other)
+
+
 def test_short_answers_of_a_small_model_leave_the_engine_awake_with_a_cache_for_all(
     sizes: dict[str, ModelSizes],
 ) -> None:

@@ -18,6 +18,7 @@ from rlctl.environments.tool_calls import MalformedCall
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
 from rlctl.rollout.types import PlayedEpisode, Rollout, RolloutStart
+from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, tokenizer
 from tests.unit.data.test_turn_link import STRIPS, TOOLS
 
@@ -56,6 +57,8 @@ class ScriptedEngines:
 
 class ScriptedPool:
     """Environment in this process: `acts(kind, payload)` gives each outcome."""
+
+    failures: FailureLog
 
     def __init__(self, acts: Any) -> None:
         self.acts, self.closed = acts, list[RolloutId]()
@@ -189,6 +192,23 @@ def test_a_hundred_episodes_train_what_was_sampled_each_token_once(tokenizer: An
         rollout, episode = played(chat, engines, ScriptedPool(acts), has_step, limits, draw.choice([3, 40]))
         assert episode.ending in ("done", "answered", "max_turns") and episode.reward is not None
         check_exact(rollout, engines, rewritten=history == "strip")
+
+
+def test_a_rollout_that_no_micro_batch_holds_is_left_out_counted_and_told_once(tokenizer: Any) -> None:
+    chat, told = Chat(tokenizer, STRIPS, None), list[str]()
+    engines = ScriptedEngines(chat, lambda request: "<think>long</think>7<|im_end|>")
+    pool = ScriptedPool(lambda kind, payload: "more" if kind != "reward" else 1.0)
+    pool.failures = FailureLog("environment", emit=lambda kind, what: told.append(what))
+    strips = replace(LIMITS, max_turns=3, history="strip")
+    rollout, _ = played(chat, engines, pool, True, strips)
+    assert len(rollout.rows) > 1
+    for most in (rollout.num_tokens, rollout.num_tokens - 1, rollout.num_tokens - 1):
+        found, episode = played(chat, engines, pool, True, replace(strips, max_trained=most))
+        left_out = most < rollout.num_tokens
+        assert (not found.rows, episode.ending == "failed", episode.reward is None) == (left_out,) * 3
+    assert f"rows of {rollout.num_tokens}; raise trainer.micro_batch_tokens" in str(episode.failure)
+    assert sum(pool.failures.counts.values()) == 2 and len(told) == 1
+    assert told[0].endswith("; the episode is left out and counted, environment/failed")
 
 
 def test_turns_have_seeds_of_their_own_and_the_first_that_of_the_rollout(tokenizer: Any) -> None:
