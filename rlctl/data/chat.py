@@ -17,6 +17,7 @@ from rlctl.config.schema import DataSection
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
+from rlctl.utils.process import fewer_collections
 
 Tokens = tuple[list[int], NDArray[np.bool_]]
 # JSON schemas of functions, as chat templates take them.
@@ -30,10 +31,11 @@ _EMPTY = "the prompt is empty, and the tokenizer puts no token before it: an ans
 @lru_cache(maxsize=4)
 def load_tokenizer(path: str) -> Any:
     """Load the Hugging Face tokenizer of a folder or hub name, once a process. Raises DataError."""
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(path)
+        with fewer_collections():
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"{path}: no tokenizer: {str(error).strip().splitlines()[0]}") from error
 

@@ -32,6 +32,8 @@ _ATTEMPTS = 2
 # Bytes of a Unix socket's path at most, and of Ray's own part of it, with the name of the folder.
 _SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
+# Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
+_UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 _TOO_SLOW = "timed out during startup"
 
 
@@ -92,7 +94,7 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Ite
                     _temp_dir=str(folder / "r"),
                     _node_ip_address=LOOPBACK,
                 )
-                with changed_environment(_inherited(folder)):
+                with changed_environment(_inherited(folder)), _without_unused():
                     started.enter_context(session)
                 break
             except Exception as error:
@@ -164,6 +166,23 @@ def _object_store(folder: Path) -> dict[str, Any]:
             "free some, set TMPDIR to a larger folder, or in a container: docker run --shm-size=2g"
         )
     return {"object_store_memory": min(_OBJECT_STORE_BYTES, room), "_plasma_directory": str(folder)}
+
+
+@contextmanager
+def _without_unused() -> Iterator[None]:
+    """Have a Ray that starts in the block leave out the processes that a private one has no use for.
+
+    Ray has no switch for them, and they take 2 s of CPU at every start: an autoscaler, a log monitor that would send
+    output to the driver, and the server of a dashboard that is off, for statistics of usage that are off too.
+    """
+    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
+    from ray._private.node import Node
+
+    with ExitStack() as stack:
+        for name in _UNUSED:
+            stack.callback(setattr, Node, name, getattr(Node, name))
+            setattr(Node, name, lambda self, **options: None)
+        yield
 
 
 def _inherited(folder: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlctl.utils.ports import free_port
+from rlctl.utils.process import fewer_collections
 from rlctl.workers.errors import Failure
 from rlctl.workers.graph import Answer, idle, packed, read_patiently, take
 
@@ -42,7 +43,8 @@ class WorkerActor:
 
     def build(self) -> Answer:
         """Build the worker; a separate call, so that many workers start at the same time."""
-        return self._guarded(lambda: setattr(self, "_worker", self._make()))
+        with fewer_collections():
+            return self._guarded(lambda: setattr(self, "_worker", self._make()))
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Answer:
         """Run one method of the worker; do nothing for `graph.idle`."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rlctl.cli.main import main
+from rlctl.cli.main import answer
 from tests.unit import folders
 
 
@@ -36,7 +36,7 @@ def rlctl(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     def run(*arguments: str) -> Done:
         monkeypatch.setattr(sys, "argv", ["rlctl", *arguments])
         with pytest.raises(SystemExit) as ended:
-            main()
+            answer()
         code = ended.value.code
         out, err = capsys.readouterr()
         return Done(code if isinstance(code, int) else 0, out, err)

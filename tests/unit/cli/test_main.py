@@ -110,3 +110,28 @@ def test_without_the_engines_packages_a_command_says_what_to_install(home: Path,
     error, count = done.stderr.splitlines()
     assert error.startswith("error: transformers is not installed: pip install 'rlctl[cpu]'")
     assert count == "1 problem; nothing was started"
+
+
+ENDING = """
+import atexit, sys
+from rlctl.cli import main as command_line
+
+def app():
+    atexit.register(print, "handlers are called")
+    sys.stdout.write("and what was written is there; ")
+    sys.exit(130)
+
+class Large:
+    def __del__(self):
+        print("it is not taken apart")
+
+kept = Large()
+command_line.app = app
+command_line.main()
+"""
+
+
+def test_a_process_ends_with_its_code_after_its_handlers_and_frees_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert done.stdout == "and what was written is there; handlers are called\n"

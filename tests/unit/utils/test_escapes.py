@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rlctl.cli.main import app, main
+from rlctl.cli.main import answer, app
 from rlctl.dashboard.console import SafeConsole
 from rlctl.dashboard.view import LineView
 from rlctl.run.run_dir import RunDir
@@ -74,7 +74,7 @@ def test_neither_do_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     for command in (["runs", "show", HOSTILE], ["config", "check", HOSTILE], ["config", "check", f"a{HOSTILE}=1"]):
         monkeypatch.setattr(sys, "argv", ["rlctl", *command])
         with pytest.raises(SystemExit, match="2"):
-            main()
+            answer()
         shown = "".join(capsys.readouterr())
         assert "error: " in shown
         assert [sign for sign in COMMANDS if sign in shown] == []
