@@ -142,6 +142,12 @@ def test_a_run_listens_on_loopback_alone(run: Run) -> None:
     assert [each for each in found if not each[0].startswith("127.") and each[0] != "::1"] == []
 
 
+def test_ray_has_no_processes_that_a_run_has_no_use_for(run: Run) -> None:
+    commands = [" ".join(process.cmdline()) for process in family(run)]
+    assert any("/gcs_server " in command for command in commands)
+    assert [one for one in commands if any(name in one for name in ("monitor.py", "dashboard.py"))] == []
+
+
 @pytest.fixture
 def neighbour() -> Iterator[tuple[str, str]]:
     """(name, address of this machine in it) of a network namespace, as a second machine on a cable."""
