@@ -175,7 +175,6 @@ def _without_unused() -> Iterator[None]:
     Ray has no switch for them, and they take 2 s of CPU at every start: an autoscaler, a log monitor that would send
     output to the driver, and the server of a dashboard that is off, for statistics of usage that are off too.
     """
-    import rlctl.workers  # noqa: F401  (sets what Ray reads at its import)
     from ray._private.node import Node
 
     with ExitStack() as stack:
