@@ -214,18 +214,23 @@ class Resolved:
 
 
 @cache
-def _declared(name: str, what: str) -> Any:
-    """Return what a user's class of a loss or advantage declares; None if it cannot be imported, which a check says."""
+def _loaded(name: str) -> Any:
+    """Return a user's class of a loss or advantage; None if it cannot be imported, which a check says."""
     try:
-        return getattr(load_object(name), what, None)
+        return load_object(name)
     except Exception:
         return None
+
+
+def _declared(name: str, what: str) -> Any:
+    """Return what a user's class declares; None if it declares nothing of the kind."""
+    return getattr(_loaded(name), what, None)
 
 
 def _user_loss_needs_whole_rollouts(config: GrpoConfig) -> bool:
     """Return True if a user's loss says so; False if it cannot be made, which a check says."""
     try:
-        return bool(load_object(config.grpo.loss.name).from_config(config).needs.whole_rollouts)
+        return bool(_loaded(config.grpo.loss.name).from_config(config).needs.whole_rollouts)
     except Exception:
         return False
 
