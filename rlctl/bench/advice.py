@@ -166,9 +166,8 @@ class AdviceResults(Results):
     def chart(self) -> BarChart:
         bars = []
         for row in self.rows[:_SHOWN]:
-            setup, text = row.setup, f"{row.effective:,.0f}, {self.share(row):.0%}"
-            lookahead = f", bound {setup.bound}, {setup.prefetch}" if setup.bound else ""
-            bars.append(Bar(f"{_name(setup)}{lookahead}", row.effective, text, row is self.advised))
+            text = f"{row.effective:,.0f}, {self.share(row):.0%}"
+            bars.append(Bar(_label(row.setup), row.effective, text, row is self.advised))
         label = "tokens/s/device end to end, simulated; dashed: both sides always at work"
         return BarChart(f"GRPO, {self.model}, {self.gpus} devices", label, bars, self.ceiling)
 
@@ -209,8 +208,7 @@ class AdviceResults(Results):
     def _advice(self) -> str:
         advised, best = self.advised, self.fastest
         gain = best.effective / advised.effective - 1
-        lookahead = f", bound {best.setup.bound}, {best.setup.prefetch}" if best.setup.bound else ""
-        older = f"; {_name(best.setup)}{lookahead} is {gain:.1%} faster, on older samples"
+        older = f"; {_label(best.setup)} is {gain:.1%} faster, on older samples"
         why = f"{self.share(advised):.0%} of the ceiling, {self.speedup(advised):.2f} x colocated"
         return f"advice: {' '.join(advised.setup.overrides)} ({why}{older if gain >= 0.001 else ''})"
 
@@ -238,3 +236,7 @@ def _lookahead(row: SimulatedRow) -> tuple[int, bool]:
 
 def _name(setup: Setup) -> str:
     return "colocated" if setup.colocated else f"{setup.trainers} + {setup.engines}"
+
+
+def _label(setup: Setup) -> str:
+    return f"{_name(setup)}, bound {setup.bound}, {setup.prefetch}" if setup.bound else f"{_name(setup)}, synchronous"

@@ -32,6 +32,8 @@ from rlctl.telemetry import throughput
 from rlctl.telemetry.clock import StepClock
 from rlctl.training.trainer_group import worthwhile_tokens
 
+_MOST_LOOKS = 3
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -186,6 +188,8 @@ class SimulatedRun:
         self._drains = tuned.async_.enabled and not tuned.async_.in_flight_weight_updates
         self.version = 0
         self._clock = VirtualClock(self._next)
+        # How often in a row the threads looked while nothing was under way.
+        self._looks = 0
         lengths, most = ForcedLengths(*tuned.generation.forced_lengths), stated(tuned.generation.max_num_seqs)
         self._engines = [
             SimulatedEngine(costs.decode, most, lengths, self._clock.now) for _ in range(tuned.generation.num_engines)
@@ -253,9 +257,11 @@ class SimulatedRun:
     def _next(self) -> None:
         """Let the next thing happen, while the loop waits. Raises RuntimeError if there is none: a defect."""
         moment = self._next_event()
-        if moment is None:
+        # What the loop itself has just begun is not under way before the threads have looked.
+        self._looks = 0 if moment is not None else self._looks + 1
+        if self._looks > _MOST_LOOKS:
             raise RuntimeError(f"nothing is under way: {self._buffer.explanation()}")
-        self._go_to(moment)
+        self._go_to(self._clock.now() if moment is None else moment)
 
     def _next_event(self) -> float | None:
         moments = [*(engine.next_event() for engine in self._engines), self._player.next_event()]

@@ -52,7 +52,12 @@ def test_every_group_trains_once_and_none_is_older_than_the_bound(seed: int) -> 
     setup = Setup(draw.randint(1, 2), draw.randint(1, 3), not bound and draw.random() < 0.5, bound, "full")
     config = work(draw.randint(1, 5), draw.randint(2, 4), seed=seed, at_a_time=draw.choice([3, 256]))
     policy, drains = draw.choice(["windowed_fifo", "in_order", "ready_first"]), draw.random() < 0.3
-    rules = replace(config.async_, policy=policy, in_flight_weight_updates=not drains)
+    rules = replace(
+        config.async_,
+        policy=policy,
+        in_flight_weight_updates=not drains,
+        on_bound=draw.choice(["wait", "requeue"]),
+    )
     costs = replace(COSTS, reward=draw.choice([0.0, 0.3]))
     run = SimulatedRun(replace(config, async_=rules), setup, costs, CPU, PROMPT, 6)
     trained = []
