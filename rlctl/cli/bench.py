@@ -21,15 +21,11 @@ TrainedModel = Annotated[
     str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny; on GPUs qwen3-1.7b.")
 ]
 RunSettings = Annotated[list[str] | None, typer.Option("--set", help="A key=value for every run. Repeatable.")]
-Advise = Annotated[
-    bool,
-    typer.Option("--advise", help="Measure one device, simulate every split, bound and lookahead; advise one."),
-]
+Advise = Annotated[bool, typer.Option("--advise", help="Simulate every split, bound and lookahead, and advise one.")]
 Rates = Annotated[
     str | None,
     typer.Option(
-        help="With --advise, instead of measuring: tokens/s/device of training, ms of an engine's step, and ms more "
-        "for each sequence in it."
+        help="Of --advise, not measured then: tokens/s/device of training, ms of an engine's step, ms more a sequence."
     ),
 ]
 
