@@ -43,18 +43,7 @@ def validation(run: Run, step: int) -> dict[str, float]:
     return {name: value for name, value in found.items() if name.startswith("validation/")}
 
 
-@pytest.mark.slow
-def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(tmp_path: Path) -> None:
-    """Sampled answers, two to each task: seeds, engine, rewards and metrics must all be the run's."""
-    settings = ("grpo.num_steps=1", "validation.at_start=false", "validation.every=1", "run.probe=false")
-    one = Run(tmp_path, "one", *settings, *SAMPLED)
-    assert one.end() == 0, one.text()
-    (found,) = evaluate(str(one.path), "--save-every", "15", cwd=tmp_path)
-    assert found["figures"]["metrics"] == validation(one, 1)
-    assert found["figures"]["pass_at"]["2"]["value"] == validation(one, 1)["validation/pass_at_k"]
-
-
-@pytest.mark.long  # the test above says it once
+@pytest.mark.long  # test_grpo.py says it once, of its run
 @pytest.mark.slow
 def test_it_equals_validation_on_every_checkpoint_and_a_second_time_samples_nothing(run: Run) -> None:
     for step in (1, 2, 3):

@@ -9,6 +9,7 @@ import pytest
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.state import read_state
 from tests.faults.runs import Run, outcomes, read
+from tests.system.test_eval import SAMPLED, evaluate, validation
 
 REWARD = """
 def score(prompt, completion, answer, row):
@@ -81,25 +82,41 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_engines(tmp_path: Path) 
     assert [step["step"] for step in one.steps()] == [1, 2, 3]
 
 
-@pytest.mark.slow
-def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(tmp_path: Path) -> None:
-    """The examples of rlctl/README.md, in files of the user's own: ranks import them, and their fields are keys."""
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of two steps with the examples of rlctl/README.md, in files of the user's own, that is validated once."""
+    folder = tmp_path_factory.mktemp("own")
     for name in ("my_loss.py", "rank_advantage.py"):
         text = (Path(__file__).parents[1] / "plugins" / name).read_text()
         assert len(text.splitlines()) < 30
-        (tmp_path / name).write_text(text)
+        (folder / name).write_text(text)
     loss = ("grpo.loss.name=my_loss.py:Sapo", "grpo.loss.tau_down=2", "grpo.updates_per_step=2")
     advantage = "grpo.advantage={name: 'rank_advantage.py:RankAdvantage', most: 2.0}"
-    run = Run(tmp_path, "mine", "grpo.num_steps=2", "validation.every=0", "checkpoint.every=0", *loss, advantage)
+    validated = ("validation.at_start=false", "validation.every=2", *SAMPLED)
+    run = Run(folder, "mine", "grpo.num_steps=2", *validated, *loss, advantage)
     assert run.end() == 0, run.text()
-    steps = run.steps()
+    return run
+
+
+@pytest.mark.slow
+def test_a_loss_and_an_advantage_of_ones_own_are_trained_with_their_keys(own: Run) -> None:
+    """Ranks import them, and their fields are keys."""
+    steps = own.steps()
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert abs(step["advantage/mean"]) < 1e-6 and 0 < step["advantage/std"] <= 2
         assert step["groups/uniform"] <= step["advantage/zero"] < 1 and step["train/grad_norm"] > 0
         # The second update of a step is of a policy that has moved.
         assert step["ratio/max"] > 1 and "ratio/clipped_low" not in step
-    assert "tau_down: 2" in (run.path / "config.yaml").read_text()
+    assert "tau_down: 2" in (own.path / "config.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_an_evaluation_is_the_runs_own_validation_to_the_last_digit(own: Run) -> None:
+    """Sampled answers, two to each task: seeds, engine, rewards and metrics must all be the run's."""
+    (found,) = evaluate(str(own.path), "--save-every", "15", cwd=own.path.parents[1])
+    assert found["figures"]["metrics"] == validation(own, 2)
+    assert found["figures"]["pass_at"]["2"]["value"] == validation(own, 2)["validation/pass_at_k"]
 
 
 @pytest.mark.long  # one run; its parts: tests/unit/rewards/test_scorer.py

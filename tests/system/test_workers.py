@@ -127,12 +127,12 @@ def test_an_error_names_the_worker_and_leaves_it_usable(group: WorkerGroup) -> N
     assert group.call(Probe.fail_on, 2) == ["fine", "fine"]
 
 
+# A graph's answers come together: there the deadline ends it.
+@pytest.mark.parametrize("doomed", [False], ids=["ordinary"], indirect=True)
 def test_an_error_is_told_though_the_other_rank_waits_for_the_one_that_failed(
     doomed: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a collective, which the rank that failed never joins."""
-    if doomed.graph:
-        pytest.skip("a graph's answers come together: the deadline ends it")
     monkeypatch.setattr(rlctl.workers.group, "_OTHERS_S", 1.0)
     begin = time.monotonic()
     with pytest.raises(WorkerError, match="probe-1: ValueError: rank 1 was told to fail") as raised:

@@ -9,7 +9,7 @@ looked at.
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -507,7 +507,7 @@ def fakes() -> Iterator[None]:
         yield
 
 
-def run_all(seeds: range) -> None:
+def run_all(seeds: Iterable[int]) -> None:
     with fakes():
         for seed in seeds:
             Schedule(seed).run()

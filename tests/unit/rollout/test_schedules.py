@@ -21,6 +21,8 @@ from tests.unit.rollout.schedule import ContractBroken, run_all
 
 # 10,000 schedules, the first 1,400 of which are in every run of the suite.
 PER_CHUNK, CHUNKS, SHORT = 200, 50, 7
+# Schedules that miss rules which few others miss. They come first, to save time alone.
+OFTEN_NOTICE = (48, 75)
 
 
 @pytest.mark.parametrize("chunk", [pytest.param(i, marks=[pytest.mark.long] * (i >= SHORT)) for i in range(CHUNKS)])
@@ -118,4 +120,4 @@ MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 def test_a_rule_that_is_taken_away_is_missed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*MUTATIONS[name])
     with pytest.raises((ContractBroken, RuntimeError, AssertionError)):
-        run_all(range(1_750))
+        run_all([*OFTEN_NOTICE, *range(1_750)])
