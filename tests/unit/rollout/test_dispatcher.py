@@ -348,26 +348,30 @@ def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
         talk.go_on()
         most = max(most, *(len(stage.at(index)) for index in range(engines)))
     assert sorted(map(str, talk.answered)) == sorted(f"{r.id}"[:-1] + str(t) for r in requests for t in range(4))
-    # A group begins while there is room for one of it.
-    assert most <= at_a_time + size - 1
+    # A group begins while there is room for one of it; later turns, up to as many again, wait in their engine.
+    assert most <= max(2 * at_a_time, at_a_time + size - 1)
     for request in requests:
         homes = {talk.seen[RequestId(request.id.rollout, t)] for t in range(4)}
         assert len(homes) == 1 or str(request.id.rollout) in moved
 
 
-def test_a_later_turn_waits_for_its_engine_and_goes_before_new_groups() -> None:
+def test_later_turns_go_to_their_engine_at_once_up_to_as_many_as_it_decodes_and_then_before_new_groups() -> None:
     stage, mine = Stage(2, at_a_time=1), Mine()
-    stage.dispatcher.submit([turn(0, longest=1), turn(1, longest=2), turn(2, longest=5), turn(3, longest=1)], mine)
+    stage.dispatcher.submit([*turns(0, 2, [1], 1), turn(1, longest=2), turn(2, longest=9), turn(3, longest=1)], mine)
     for _ in range(3):
         stage.all_go_on()
-    assert [request.id.rollout.group for request, _ in mine.answers] == [0, 1]
+    assert [request.id.rollout.group for request, _ in mine.answers] == [0, 0, 1]
     # Engine 0 went on with another group, engine 1 is about to be free.
     assert (stage.at(0), stage.at(1)) == ([(2, 0)], [(3, 0)])
-    stage.dispatcher.submit([turn(4, longest=1), next_turn(mine.answers[0][0])], mine)
-    for _ in range(6):
+    later = [next_turn(request) for request, _ in mine.answers[:2]]
+    stage.dispatcher.submit([turn(4, longest=1), *later], mine)
+    stage.all_go_on()
+    # One more than it decodes waits in engine 0, the other here; engine 1 takes the new group.
+    assert stage.at(0) == [(2, 0), (0, 0)]
+    for _ in range(14):
         stage.all_go_on()
-    order = [request.id for request, _ in mine.answers[2:]]
-    assert order == [turn(3).id, turn(4).id, turn(2).id, next_turn(turn(0)).id]
+    order = [request.id for request, _ in mine.answers[3:]]
+    assert order.index(later[0].id) < order.index(later[1].id) and len(order) == 5
 
 
 def test_nobody_remembers_the_engine_of_a_rollout_that_is_over() -> None:
