@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rlctl.bench.charts import Chart
 from rlctl.config.errors import Problem, did_you_mean
 
+Measured = TypeVar("Measured")
 # Receives one line about what begins, for the display of progress.
 Say = Callable[[str], None]
 # Cells of one table row, each as (column, text).
@@ -79,6 +80,22 @@ class Results(ABC):
     def errors(self) -> list[str]:
         """Return one line for each reason to end with exit code 1 though everything was measured."""
         return []
+
+
+def until_interrupted(measured: Iterable[Measured]) -> tuple[list[Measured], bool]:
+    """Return what was measured until the end or Ctrl-C, and whether it was Ctrl-C.
+
+    Raises KeyboardInterrupt if nothing was measured until then.
+    """
+    found: list[Measured] = []
+    try:
+        for each in measured:
+            found.append(each)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, True
+    return found, False
 
 
 def words(option: str, given: str, allowed: Iterable[str], problems: list[Problem]) -> list[Any]:

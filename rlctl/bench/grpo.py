@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from rlctl.bench.charts import Bar, BarChart
-from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.runs import run_all
 from rlctl.bench.workload import make_prompts, model_problems
 from rlctl.config.errors import Problem
@@ -64,10 +64,11 @@ class GrpoBench(Bench):
         settings = {MODES[mode]: self.settings(mode, folder) for mode in self.modes}
         counted = {MODES[mode]: self.counted(mode)[0] for mode in self.modes}
         runs = run_all("grpo", self.model, settings, folder, say)
-        records = {name: steps[counted[name]] for name, steps in runs}
+        found, interrupted = until_interrupted(runs)
+        records = {name: steps[counted[name]] for name, steps in found}
         rows = [_row(name, steps) for name, steps in records.items()]
         ceiling = _ceiling(rows, list(records.values())) if self.gpus else None
-        return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling)
+        return GrpoResults(self.model, self.gpus, self.trainers, rows, ceiling, interrupted)
 
     def counted(self, mode: str) -> tuple[slice, int]:
         """Return (steps of the run that are counted, number of its steps).
@@ -117,6 +118,8 @@ class ModeRow:
     paused: float  # share of the step in which a refit kept engines from sampling
     stall: float
     refit: float
+    rest: float  # where both sides take turns: until the trainer has given its memory back
+    wake: float  # and until the engines have theirs
     age: float
     sequences: float  # asynchronous only: sequences that an engine decoded at a time
     decode_step: float  # asynchronous only: seconds of one token of each of them
@@ -134,6 +137,7 @@ class GrpoResults(Results):
     # device-seconds of training and of generation, each at the best rate of any row. None on CPU, where both sides
     # share one device.
     ceiling: float | None
+    interrupted: bool = False
 
     def share(self, row: ModeRow) -> float | None:
         return None if self.ceiling is None else row.effective / self.ceiling
@@ -210,6 +214,8 @@ def _row(mode: str, steps: Sequence[Mapping[str, Any]]) -> ModeRow:
         paused=weighted("idle/generator_refit"),
         stall=mean("refit/stall"),
         refit=mean("refit/seconds"),
+        rest=mean("refit/rest"),
+        wake=mean("refit/wake"),
         age=mean("age/mean"),
         sequences=mean("generator/sequences"),
         decode_step=mean("generator/decode_step"),

@@ -4,13 +4,14 @@ Each length is a fresh process with one trainer rank, as in a run on one device:
 are what `--dry-run` would choose. Weights, tokens and advantages are random, and every row trains as many tokens.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rlctl.bench.charts import Bar, BarChart
-from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.steps import in_process, random_batch, seconds_of
 from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
@@ -62,11 +63,14 @@ class SequencesBench(Bench):
         plans = {length: self._plan(shape, length) for length in self.lengths}
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
-        rows = []
-        for length, plan in plans.items():
-            say(f"{self.steps + 1} steps of sequences of {count(length, 'token')}")
-            rows.append(in_process(measure_steps, self, plan, length, folder))
-        return SequencesResults(self.model, self.tokens, rows)
+
+        def measured() -> Iterator[SequenceRow]:
+            for length, plan in plans.items():
+                say(f"{self.steps + 1} steps of sequences of {count(length, 'token')}")
+                yield in_process(measure_steps, self, plan, length, folder)
+
+        rows, interrupted = until_interrupted(measured())
+        return SequencesResults(self.model, self.tokens, rows, interrupted)
 
     def _plan(self, shape: Path, length: int) -> GrpoConfig:
         """Return the config of a run with sequences of that length, everything at `auto` chosen. Raises ConfigError."""
@@ -152,6 +156,7 @@ class SequencesResults(Results):
     model: str
     tokens: int
     rows: list[SequenceRow]
+    interrupted: bool = False
 
     def report(self, wide: bool) -> list[Line | ResultTable]:
         head = f"{self.model}, GRPO updates of {self.tokens:,} tokens on one device"

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from rlctl.bench.charts import Bar, BarChart
-from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.runs import run_all, run_folder
 from rlctl.bench.workload import longest, make_samples, model_problems
 from rlctl.config.errors import Problem, did_you_mean
@@ -95,11 +95,12 @@ class SftBench(Bench):
             f"telemetry.profile_updates=[{counted + 1}, {counted + _PROFILED}]",
         ]
         settings = {mode: [*common, *(mode_settings(mode) or ()), *self.extra] for mode in self.modes}
+        found, interrupted = until_interrupted(run_all("sft", self.model, settings, folder, say))
         rows = []
-        for mode, steps in run_all("sft", self.model, settings, folder, say):
+        for mode, steps in found:
             profile = json.loads((run_folder(folder, mode) / "profile" / "trainer-0.json").read_text())
             rows.append(_row(mode, steps[:counted], profile))
-        return SftResults(self.model, self.ranks, self.tokens, self.batch, rows)
+        return SftResults(self.model, self.ranks, self.tokens, self.batch, rows, interrupted)
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ class SftResults(Results):
     tokens: int
     batch: int
     rows: list[SftRow]
+    interrupted: bool = False
 
     def speedup(self, row: SftRow) -> float:
         """Return the row's rate over the first row's."""

@@ -3,6 +3,7 @@
 import io
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import typer
 from rich.console import Console
 
 from rlctl.bench.dispatch import UNITS, DispatchResults, DispatchRow, Spread
-from rlctl.bench.frame import Bench, Results, Say, numbers
+from rlctl.bench.frame import Bench, Results, Say, numbers, until_interrupted
 from rlctl.bench.offload import CopyRates, OffloadResults, StepRow
 from rlctl.bench.refit_results import RefitResults, SchemeRow
 from rlctl.bench.sft import SftResults, SftRow
@@ -130,6 +131,32 @@ def test_the_table_of_bench_sft_says_where_the_time_goes() -> None:
     assert lines[3].split() == ["compiled", "9.000", "1.000", "200", "47.5%", "2.00", "100%"]
     assert lines[5:7] == ["  50.0%  aten::mm", "  25.0%  flash"]
     assert max(map(len, lines)) <= 80
+
+
+def test_mistakes_of_bench_sequences_are_told_at_once(rlctl: Rlctl) -> None:
+    tiny = str(RECIPES / "tiny/qwen3-tiny")
+    done = rlctl("bench", "sequences", "--model", tiny, "--lengths", "8,64,65")
+    assert (done.code, done.err.splitlines()) == (
+        2,
+        [
+            "error: --lengths: 8: from 9 to 64, the model's longest sequence",
+            "error: --lengths: 65: from 9 to 64, the model's longest sequence",
+            "2 problems; nothing was started",
+        ],
+    )
+    done = rlctl("bench", "sequences", "--model", tiny, "--lengths", "64", "--set", "trainer.micro_batch_tokens=32")
+    assert done.code == 2 and "trainer.micro_batch_tokens" in done.err.splitlines()[0]
+
+
+def test_ctrl_c_leaves_what_was_measured() -> None:
+    def rows(count: int) -> Iterator[int]:
+        yield from range(count)
+        raise KeyboardInterrupt
+
+    assert until_interrupted(rows(2)) == ([0, 1], True)
+    assert until_interrupted(range(3)) == ([0, 1, 2], False)
+    with pytest.raises(KeyboardInterrupt):
+        until_interrupted(rows(0))
 
 
 def test_mistakes_in_settings_are_told_before_weights_are_made(
