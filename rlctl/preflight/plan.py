@@ -76,6 +76,14 @@ class RunPlan:
     notes: list[str]
 
 
+# Share of a device's memory above which a forecast, which is an estimate, is too close to it.
+_TIGHT = 0.93
+_LESS = (
+    "trainer.offload_optimizer_for_generation, more ranks, or trainer.backend=megatron with optimizer_cpu_offload take "
+    "less"
+)
+
+
 def make_plan(
     config: RunConfig,
     sizes: ModelSizes | None,
@@ -181,8 +189,12 @@ def _notes(resolved: Resolved, updates: int, memory: Memory | None, gpus: int) -
     moves = (config.trainer.offload_optimizer_for_logprob, config.trainer.offload_optimizer_for_generation)
     if gpus == 0 and any(moves):
         notes.append("nothing is offloaded on a CPU: optimizer state is in host memory at all times")
-    if memory and memory.capacity and memory.peak > memory.capacity:
-        notes.append("the forecast is above the device's memory: expect to run out of it")
+    if memory and memory.capacity and memory.peak > _TIGHT * memory.capacity:
+        full = memory.peak / memory.capacity
+        said = "above the device's memory: expect to run out of it"
+        if full <= 1:
+            said = f"{full:.0%} of the device's memory, and an estimate: it may run out"
+        notes.append(f"the forecast is {said}; {_LESS}")
     if memory and memory.kv_sequences == 0:
         notes.append("the key-value cache does not hold one sequence of the longest kind: raise its share")
     return notes
