@@ -179,23 +179,24 @@ class Chat:
                     f"the chat template ends message {turn - 1} as an earlier turn otherwise than as the last one; "
                     "set sft.mask=last or another data.chat_template"
                 )
-            spans.append((len(before), self._turn_end(messages[: turn + 1], text, len(before))))
+            # The text ends with the last turn: it need not be rendered again.
+            alone = text if turn == turns[-1] else self._render(messages[: turn + 1], generation=False)
+            spans.append((len(before), self._turn_end(turn, alone, text, len(before))))
         return text[: spans[-1][1]], spans
 
-    def _turn_end(self, messages: Messages, text: str, start: int) -> int:
+    def _turn_end(self, turn: int, alone: str, text: str, start: int) -> int:
         """Return where the turn that begins at `start` ends: after its end token, before the template's white space.
 
-        The first end token decides, not the length: Qwen3's template drops the empty thinking block of all turns but
-        the last.
+        alone: the chat rendered up to this turn. The first end token decides, not the length: Qwen3's template drops
+        the empty thinking block of all turns but the last.
         """
-        alone = self._render(messages, generation=False)
         marker = self._end_marker(alone)
         if marker is not None and marker in text[start:]:
             return text.index(marker, start) + len(marker)
         if marker is None and text.startswith(alone):
             return len(alone.rstrip()) if self.template else len(alone)
         raise DataError(
-            f"the chat template is not prefix-stable at message {len(messages)}: the assistant's turn reads "
+            f"the chat template is not prefix-stable at message {turn + 1}: the assistant's turn reads "
             "differently once the chat goes on; set sft.mask=last or another data.chat_template"
         )
 
