@@ -1,7 +1,8 @@
 """`rlctl bench sequences`: GRPO's training step at several lengths of its sequences, with what is chosen for each.
 
 Each length is a fresh process with one trainer rank, as in a run on one device: packs, recomputation and the compiler
-are what `--dry-run` would choose. Weights, tokens and advantages are random, and every row trains as many tokens.
+are what `--dry-run` would choose. Weights, tokens and advantages are random. A row trains as many whole sequences as
+the tokens of a step hold, at least one.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ _LEGEND = (
 
 @dataclass(frozen=True)
 class SequencesBench(Bench):
-    """Training steps of as many tokens each, a row for each length."""
+    """Training steps, a row for each length."""
 
     model: str
     lengths: tuple[int, ...]  # tokens of a sequence
@@ -55,6 +56,11 @@ class SequencesBench(Bench):
             if not _PROMPT < length <= most:
                 what = f"{length}: from {_PROMPT + 1} to {most}, the model's longest sequence"
                 problems.append(Problem("--lengths", "", what))
+        for key in (each.partition("=")[0] for each in self.extra):
+            if not key.startswith(("trainer.", "grpo.")) or key == "trainer.num_ranks":
+                problems.append(
+                    Problem("--set", "", f"{key}: keys of trainer and grpo, on one rank, are what can change")
+                )
         return problems
 
     def measure(self, folder: Path, say: Say) -> "SequencesResults":
@@ -64,13 +70,21 @@ class SequencesBench(Bench):
         say(f"random weights in the shape of {self.model}")
         make_random_model(shape, folder)
 
+        failed: list[str] = []
+
         def measured() -> Iterator[SequenceRow]:
             for length, plan in plans.items():
                 say(f"{self.steps + 1} steps of sequences of {count(length, 'token')}")
-                yield in_process(measure_steps, self, plan, length, folder)
+                try:
+                    yield in_process(measure_steps, self, plan, length, folder)
+                except RuntimeError as error:
+                    # One that runs out of memory leaves the others.
+                    failed.append(f"sequences of {length:,} tokens: {error}")
 
         rows, interrupted = until_interrupted(measured())
-        return SequencesResults(self.model, self.tokens, rows, interrupted)
+        if not rows:
+            raise RuntimeError("; ".join(failed))
+        return SequencesResults(self.model, self.tokens, rows, failed, interrupted)
 
     def _plan(self, shape: Path, length: int) -> GrpoConfig:
         """Return the config of a run with sequences of that length, everything at `auto` chosen. Raises ConfigError."""
@@ -156,10 +170,14 @@ class SequencesResults(Results):
     model: str
     tokens: int
     rows: list[SequenceRow]
+    failed: list[str]  # what kept lengths from being measured
     interrupted: bool = False
 
+    def errors(self) -> list[str]:
+        return self.failed
+
     def report(self, wide: bool) -> list[Line | ResultTable]:
-        head = f"{self.model}, GRPO updates of {self.tokens:,} tokens on one device"
+        head = f"{self.model}, GRPO updates of about {self.tokens:,} tokens on one device"
         return [Line(head), ResultTable([_cells(row) for row in self.rows]), Line(_LEGEND, "dim")]
 
     def chart(self) -> BarChart:

@@ -1,29 +1,50 @@
 """Training steps of one trainer rank in a process of its own, on random sequences of one length."""
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rlctl.training.worker import RankBatch
 
 Result = TypeVar("Result")
+_LOOK_S = 1.0
 
 
 def in_process(work: Callable[..., Result], *arguments: Any) -> Result:
     """Return `work(*arguments)` from a process of its own, whose end frees device memory and process groups.
 
-    Raises RuntimeError with what the work raised, in one line.
+    The process ends with this one, and at Ctrl-C. Raises RuntimeError with the first line of what the work raised.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=_end_with, initargs=(os.getpid(),)
+    ) as pool:
         try:
             return pool.submit(work, *arguments).result()
-        except Exception as error:  # of any kind: it is that process's, and reported in one line
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # of any kind: it is that process's
+            said = str(error).strip().splitlines()
+            raise RuntimeError(f"{type(error).__name__}: {said[0] if said else 'no reason given'}") from error
+        except BaseException:
+            for child in active_children():
+                child.kill()
+            raise
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone, killed perhaps: it may hold a device."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    Thread(target=watch, name="parent", daemon=True).start()
 
 
 def random_batch(model: Path, tokens: int, count: int, micro_batch: int, fields: Sequence[str] = ()) -> "RankBatch":

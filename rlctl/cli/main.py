@@ -90,7 +90,7 @@ def root(
 def main() -> None:
     """Run the command line in a process of its own, and end it with the command's exit code."""
     codes: list[int] = []
-    # First registered, last called.
+    # Registered before those of what a command imports, called after them.
     atexit.register(_skip_teardown, codes)
     try:
         answer()

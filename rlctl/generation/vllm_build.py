@@ -103,7 +103,7 @@ def sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        # They are of this request alone.
+        # No other request shares the parameters.
         skip_clone=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

@@ -78,10 +78,6 @@ class RunPlan:
 
 # Share of a device's memory above which a forecast, which is an estimate, is too close to it.
 _TIGHT = 0.93
-_LESS = (
-    "trainer.offload_optimizer_for_generation, more ranks, or trainer.backend=megatron with optimizer_cpu_offload take "
-    "less"
-)
 
 
 def make_plan(
@@ -176,6 +172,16 @@ def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
     return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
 
 
+def _what_takes_less(memory: Memory) -> str:
+    """Return the remedy of a peak, by the side that makes it."""
+    if memory.engine and memory.peak > sum(memory.trainer.values()):
+        return "; a lower generation.gpu_memory_utilization takes less"
+    return (
+        "; smaller packs (trainer.micro_batch_tokens), trainer.activation_checkpointing, more ranks, or "
+        "trainer.backend=megatron with optimizer_cpu_offload take less"
+    )
+
+
 def _notes(resolved: Resolved, updates: int, memory: Memory | None, gpus: int) -> list[str]:
     config, notes = resolved.config, []
     metric = config.checkpoint.metric
@@ -194,7 +200,7 @@ def _notes(resolved: Resolved, updates: int, memory: Memory | None, gpus: int) -
         said = "above the device's memory: expect to run out of it"
         if full <= 1:
             said = f"{full:.0%} of the device's memory, and an estimate: it may run out"
-        notes.append(f"the forecast is {said}; {_LESS}")
+        notes.append(f"the forecast is {said}{_what_takes_less(memory) if gpus else ''}")
     if memory and memory.kv_sequences == 0:
         notes.append("the key-value cache does not hold one sequence of the longest kind: raise its share")
     return notes

@@ -241,8 +241,8 @@ def _trained(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: b
 def _kept(config: GrpoConfig) -> int:
     """Return the sequences that the cache should hold: those that are decoded, and episodes between two turns.
 
-    While environments answer, others are decoded in an episode's place, at most as many again. Were the cache too small
-    for both, each would displace the other's prefix, and all of it would be computed anew in every turn: 0.57 times the
+    While environments answer, others are decoded in an episode's place: room is kept for as many again. Were the cache
+    too small for both, each would displace the other's prefix, and every turn would compute it again: 0.57 times the
     tokens/s (Qwen3-1.7B, 8 turns of 128 tokens, 512 episodes, 256 at a time, H200).
     """
     decoded = stated(config.generation.max_num_seqs)

@@ -112,8 +112,8 @@ class RefitReport:
     engine_extra_bytes: int = 0
     # Slots of engines that were lost and rebuilt.
     rebuilt: tuple[int, ...] = ()
-    # Before and after it, where engines and trainer take turns on devices: until the trainer has given memory back, and
-    # until engines have theirs.
+    # Where engines and trainer take turns on devices: seconds until the trainer released its memory before the refit,
+    # and until the engines have theirs, before and after it.
     rest: float = 0.0
     wake: float = 0.0
 

@@ -214,18 +214,19 @@ class RolloutDispatcher:
         """Begin PENDING groups, each on the engine with the fewest tokens ahead of it, later turns at their home."""
         loads = {queue: sum(e.request.max_new_tokens for e in queue.requests.values()) for queue in self._queues}
         waiting: deque[list[SubmittedTurn]] = deque()
+        most = self._pool.at_a_time
         while self._pending and not self._held and not self._closed:
-            later = self._pending[0][0].request.id.turn > 0
-            home = self._homes.get(self._pending[0][0].request.id.rollout) if later else None
+            first = self._pending[0][0].request.id
+            home = self._homes.get(first.rollout) if first.turn else None
             if home not in self._queues or home.lost:
                 home = None
-            free = [each for each in self._queues if not each.lost and len(each.requests) < self._pool.at_a_time]
-            if not free and not later:
+            open_ = [each for each in self._queues if not each.lost and len(each.requests) < _AHEAD * most]
+            free = [each for each in open_ if len(each.requests) < most]
+            if not open_ or (not free and not first.turn):
                 # Later turns are before first ones, but for those of engines that were lost.
                 break
             group = self._pending.popleft()
-            ahead = home is not None and len(home.requests) < _AHEAD * self._pool.at_a_time
-            if not ahead and (home or not free):
+            if home not in open_ if home else not free:
                 waiting.append(group)
                 continue
             queue = home or min(free, key=lambda each: loads[each])

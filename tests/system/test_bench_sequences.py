@@ -43,3 +43,19 @@ def test_ctrl_c_shows_the_lengths_that_are_finished() -> None:
     found = json.loads(out)
     assert (process.returncode, [row["length"] for row in found["rows"]]) == (130, [16]), said + err
     assert found["interrupted"] and "interrupted: this is what was finished" in err
+
+
+@pytest.mark.long  # a bench
+@pytest.mark.slow
+def test_a_killed_bench_leaves_no_trainer_behind() -> None:
+    import psutil
+
+    command = [*COMMAND, "--lengths", "64", "--tokens", "4096", "--steps", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert any("of 64 tokens" in line for line in process.stderr)
+        found, children = psutil.Process(process.pid), list[psutil.Process]()
+        while not any("spawn_main" in " ".join(each.cmdline()) for each in children):
+            children = found.children()
+        process.kill()
+    assert psutil.wait_procs(children, timeout=10)[1] == []

@@ -144,6 +144,12 @@ def test_mistakes_of_bench_sequences_are_told_at_once(rlctl: Rlctl) -> None:
             "2 problems; nothing was started",
         ],
     )
+    others = ("--set", "async.enabled=true", "--set", "trainer.num_ranks=2", "--set", "grpo.loss.clip_low=0.1")
+    done = rlctl("bench", "sequences", "--model", tiny, *others)
+    said = "keys of trainer and grpo, on one rank, are what can change"
+    assert done.err.splitlines()[-3:-1] == [
+        f"error: --set: {key}: {said}" for key in ("async.enabled", "trainer.num_ranks")
+    ]
     done = rlctl("bench", "sequences", "--model", tiny, "--lengths", "64", "--set", "trainer.micro_batch_tokens=32")
     assert done.code == 2 and "trainer.micro_batch_tokens" in done.err.splitlines()[0]
 

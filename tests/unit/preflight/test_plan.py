@@ -199,7 +199,7 @@ def test_state_that_no_device_holds_is_refused_and_estimates_are_not(home: Path)
     assert roomy.memory and not any("forecast" in note for note in roomy.notes)
     tight = plan(home, gpus=1, memory=int(17.6 * state))
     assert tight.memory and 0.93 < tight.memory.peak / (17.6 * state) < 1
-    assert "% of the device's memory, and an estimate: it may run out; trainer.offload_" in tight.notes[-1]
+    assert "% of the device's memory, and an estimate: it may run out; smaller packs (" in tight.notes[-1]
     refused = plan(home, gpus=1, memory=state - 1).too_large
     assert refused is not None and refused.endswith("it takes 2 ranks at least")
     assert plan(home, "trainer.num_ranks=2", gpus=2, memory=state - 1).too_large is None
