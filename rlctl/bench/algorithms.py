@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from rlctl.bench.algorithm_results import AlgorithmResults, AlgorithmRow, LearningCurve, learning_curve
-from rlctl.bench.frame import Bench, Say
+from rlctl.bench.frame import Bench, Say, until_interrupted
 from rlctl.bench.runs import Watch, train, train_command
 from rlctl.config.builtin import ALGORITHMS, algorithm_names, find, find_recipe
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
@@ -61,19 +61,22 @@ class AlgorithmBench(Bench):
         configs = {name: self._config(name, folder) for name in self.algorithms}
         progress = _Progress(say, [config.grpo.num_steps for config in configs.values()] * self.seeds)
         curves: dict[str, list[LearningCurve]] = {name: [] for name in self.algorithms}
-        failed, interrupted = list[str](), False
-        for seed, (name, config) in product(range(self.seeds), configs.items()):
-            try:
-                with progress.run(f"{name}, seed {seed}"):
-                    records = self._run(name, seed, folder, progress.watch)
-                curves[name].append(learning_curve(seed, records, config))
-            except RuntimeError as error:
-                failed.append(str(error))
-            except KeyboardInterrupt:
-                if not any(curves.values()):
-                    raise
-                interrupted = True
-                break
+        failed = list[str]()
+
+        def measured() -> Iterator[tuple[str, LearningCurve]]:
+            for seed, (name, config) in product(range(self.seeds), configs.items()):
+                try:
+                    with progress.run(f"{name}, seed {seed}"):
+                        records = self._run(name, seed, folder, progress.watch)
+                    curve = learning_curve(seed, records, config)
+                except RuntimeError as error:
+                    failed.append(str(error))
+                else:
+                    yield name, curve
+
+        found, interrupted = until_interrupted(measured())
+        for name, curve in found:
+            curves[name].append(curve)
         rows = [AlgorithmRow(name, runs) for name, runs in curves.items() if runs]
         if not rows:
             raise RuntimeError("; ".join(failed))

@@ -216,20 +216,23 @@ class RolloutDispatcher:
         waiting: deque[list[SubmittedTurn]] = deque()
         most = self._pool.at_a_time
         while self._pending and not self._held and not self._closed:
-            first = self._pending[0][0].request.id
-            home = self._homes.get(first.rollout) if first.turn else None
+            request = self._pending[0][0].request.id
+            home = self._homes.get(request.rollout) if request.turn else None
             if home not in self._queues or home.lost:
                 home = None
-            open_ = [each for each in self._queues if not each.lost and len(each.requests) < _AHEAD * most]
-            free = [each for each in open_ if len(each.requests) < most]
-            if not open_ or (not free and not first.turn):
+            # Engines that take later turns, and those of them that take new rollouts.
+            taking = [each for each in self._queues if not each.lost and len(each.requests) < _AHEAD * most]
+            free = [each for each in taking if len(each.requests) < most]
+            if not taking or (not free and not request.turn):
                 # Later turns are before first ones, but for those of engines that were lost.
                 break
             group = self._pending.popleft()
-            if home not in open_ if home else not free:
+            queue = home if home in taking else None
+            if home is None:
+                queue = min(free, key=lambda each: loads[each], default=None)
+            if queue is None:
                 waiting.append(group)
                 continue
-            queue = home or min(free, key=lambda each: loads[each])
             for each in group:
                 each.state, queue.requests[each.request.id] = RequestState.SAMPLING, each
                 self._homes[each.request.id.rollout] = queue
