@@ -1,5 +1,6 @@
 """What a real sshd and a real ssh say when they do not agree, in a line of ours each."""
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -13,10 +14,11 @@ import pytest
 from tests.system.clusters import Clusters
 from tests.system.ssh_hosts import SSHD
 
-FEW = """
+MAX_STARTUPS = 2
+FEW = f"""
 ListenAddress 127.0.0.1
-MaxStartups 2:100:2
-LoginGraceTime 60
+MaxStartups {MAX_STARTUPS}:100:{MAX_STARTUPS}
+LoginGraceTime 600
 """
 CLIENT = """
 Host here
@@ -57,6 +59,24 @@ class Here:
         """What ssh takes for the host's key."""
         key = " ".join((self.folder / f"{name}.pub").read_text().split()[:2])
         (self.folder / "known_hosts").write_text(f"[127.0.0.1]:{self.port} {key}\n")
+
+    def filled(self) -> list[socket.socket]:
+        """Hold every connection that the sshd grants before a login: a banner says that one is granted.
+
+        A connection of an earlier test may still hold one, for as long as the sshd takes to notice its end.
+        """
+        held: list[socket.socket] = []
+        end = time.monotonic() + 60
+        while len(held) < MAX_STARTUPS:
+            assert time.monotonic() < end, (self.folder / "sshd.log").read_text()
+            other = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+            with contextlib.suppress(ConnectionResetError):
+                if other.recv(4) == b"SSH-":
+                    held.append(other)
+                    continue
+            other.close()
+            time.sleep(0.1)
+        return held
 
     def refused(self) -> str:
         """What `up` says."""
@@ -106,8 +126,7 @@ def test_a_key_that_is_not_accepted(here: Here) -> None:
 
 
 def test_an_sshd_that_takes_no_more_connections(here: Here) -> None:
-    others = [socket.create_connection(("127.0.0.1", here.port)) for _ in range(3)]
-    time.sleep(0.5)
+    others = here.filled()
     said = "its sshd took no more connections (MaxStartups): try again, or raise it there"
     assert here.refused() == f"failed  here: {said}"
     for other in others:
