@@ -14,13 +14,12 @@ from typing import Any
 from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.steps import in_process, random_batch, seconds_of
-from rlctl.bench.workload import longest, make_random_model, model_problems, shape_folder
+from rlctl.bench.workload import grpo_config, longest, make_random_model, model_problems, shape_folder
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig
 from rlctl.dashboard.formats import count
 from rlctl.models.model_sizes import read_sizes
-from rlctl.preflight.load import load
 from rlctl.preflight.memory import trainer_bytes
 from rlctl.preflight.resolved import Device, Resolved
 from rlctl.preflight.tuning import tune
@@ -92,7 +91,7 @@ class SequencesBench(Bench):
         lengths = (f"data.max_prompt_length={_PROMPT}", f"generation.max_new_tokens={length - _PROMPT}")
         data = (f"data.train.path={shape / 'train.jsonl'}", "data.train.prompt_key=prompt", "rewards=[{name: exact}]")
         model = (f"model.path={shape}", "model.random_init=true")
-        config = load("grpo", None, [*model, *data, *lengths, *self.extra]).config
+        config = grpo_config([*model, *data, *lengths], self.extra)
         device: Device = "cpu" if self.device == "cpu" else "cuda"
         tuned = tune(config, device, read_sizes(shape / "config.json"), device_memory()).config
         assert isinstance(tuned, GrpoConfig)

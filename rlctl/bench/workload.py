@@ -5,13 +5,18 @@ The data's tokenizer has one word a token, so lengths are exact.
 
 import json
 import random
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlctl.config.errors import Problem, did_you_mean
+from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.schema import GrpoConfig
 from rlctl.models.architectures import ARCHITECTURES
+from rlctl.preflight.load import load
 
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
 
@@ -120,7 +125,7 @@ def make_random_model(shape: Path, folder: Path) -> None:
 def make_prompts(folder: Path, count: int) -> None:
     """Write train.jsonl and reward.py."""
     rng = random.Random(0)
-    _write(folder, [{"prompt": _words(rng, PROMPT_WORDS), "answer": ""} for _ in range(count)])
+    _write(folder, [{"prompt": random_words(rng, PROMPT_WORDS), "answer": ""} for _ in range(count)])
     (folder / "reward.py").write_text(_REWARD)
 
 
@@ -128,14 +133,31 @@ def make_samples(folder: Path, count: int, tokens: int) -> None:
     """Write train.jsonl: every sample has `tokens` tokens; all but the first are trained on."""
     rng = random.Random(0)
     # The end token is added when samples are read.
-    _write(folder, [{"prompt": _words(rng, 1) + " ", "answer": _words(rng, tokens - 2)} for _ in range(count)])
+    _write(
+        folder, [{"prompt": random_words(rng, 1) + " ", "answer": random_words(rng, tokens - 2)} for _ in range(count)]
+    )
 
 
 def _write(folder: Path, rows: list[dict[str, str]]) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _words(rng: random.Random, count: int) -> str:
+def grpo_config(settings: Sequence[str], given: Sequence[str]) -> GrpoConfig:
+    """Return the config of a GRPO run. given: overrides of `--set`, which the user has seen.
+
+    Raises ConfigError, where the user's overrides are named as they were given.
+    """
+    try:
+        config = load("grpo", None, [*settings, *given]).config
+    except ConfigError as error:
+        problems = (replace(each, where=re.sub(r"^override \d+: ", "--set ", each.where)) for each in error.problems)
+        raise ConfigError(problems) from None
+    assert isinstance(config, GrpoConfig)
+    return config
+
+
+def random_words(rng: random.Random, count: int) -> str:
+    """Return words of the tokenizer, none of which is special."""
     return " ".join(f"w{rng.randrange(3, 60)}" for _ in range(count))
 
 

@@ -307,6 +307,44 @@ def sequences(
 
 @app.command(
     epilog=examples(
+        "rlctl bench generation",
+        "rlctl bench generation --model qwen3-0.6b --tokens 256 --turns 1 --plot generation.png",
+        "rlctl bench generation --prompts 32 --pause 1 --set generation.max_num_seqs=128 --json",
+    )
+)
+def generation(
+    model: TrainedModel = None,
+    turns: Annotated[str | None, typer.Option(help="A row for each. Default: 1,8; on a CPU 1,4.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Sampled tokens of a rollout, in all turns. Default: 1024; on a CPU 64.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a round. Default: 64; on a CPU 4.")] = None,
+    generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
+    pause: Annotated[float, typer.Option(min=0, help="Seconds of the environment between two turns.")] = 0.2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each row, after a warm-up.")] = 3,
+    override: RunSettings = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """Time what engines sample, in one turn and in several with an environment, and how far from the device's limit."""
+    from rlctl.bench.generation import GenerationBench
+
+    gpus, problems = count_gpus(), list[Problem]()
+    bench = GenerationBench(
+        model=model or ("qwen3-1.7b" if gpus else "tiny"),
+        prompts=prompts or (64 if gpus else 4),
+        generations=generations,
+        tokens=tokens or (1024 if gpus else 64),
+        turns=numbers("--turns", turns or ("1,8" if gpus else "1,4"), "1,8", problems),
+        pause=pause,
+        rounds=rounds,
+        extra=override or [],
+    )
+    run_bench(bench, as_json, plot, problems)
+
+
+@app.command(
+    epilog=examples(
         "rlctl bench dispatch",
         "rlctl bench dispatch --workers 1,8 --payloads 1KB,64MB --json",
         "rlctl bench dispatch --plot dispatch.svg",

@@ -154,6 +154,26 @@ def test_mistakes_of_bench_sequences_are_told_at_once(rlctl: Rlctl) -> None:
     assert done.code == 2 and "trainer.micro_batch_tokens" in done.err.splitlines()[0]
 
 
+def test_mistakes_of_bench_generation_are_told_at_once(rlctl: Rlctl) -> None:
+    tiny = str(RECIPES / "tiny/qwen3-tiny")
+    options = ("--turns", "2,3,5", "--tokens", "6", "--set", "trainer.compile=true")
+    done = rlctl("bench", "generation", "--model", tiny, *options)
+    assert (done.code, done.err.splitlines()) == (
+        2,
+        [
+            "error: --turns: 5: --tokens 6 does not divide into as many turns",
+            "error: --tokens: 6: 118 with prompt and answers, and the model's longest sequence is 64",
+            "error: --set: trainer.compile: keys of generation, environment, placement and run are what can change",
+            "3 problems; nothing was started",
+        ],
+    )
+    done = rlctl("bench", "generation", "--turns", "x", "--set", "generation.max_num_seq=3")
+    assert done.err.splitlines()[0] == "error: --turns: 'x': numbers from 1 on with commas, like 1,8"
+    done = rlctl("bench", "generation", "--set", "generation.max_num_seq=3")
+    said = "error: --set generation.max_num_seq=3: unknown key; did you mean max_num_seqs?"
+    assert done.err.splitlines() == [said, "1 problem; nothing was started"] and done.code == 2
+
+
 def test_ctrl_c_leaves_what_was_measured() -> None:
     def rows(count: int) -> Iterator[int]:
         yield from range(count)

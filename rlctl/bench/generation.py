@@ -1,0 +1,348 @@
+"""`rlctl bench generation`: what engines sample a second, in one turn and in several turns of as many tokens.
+
+No trainer runs, so weights do not change. Engines, dispatcher, player and environment processes are a run's own; all
+rows share the same engines. Prompts are new in every round, so that caches hold a rollout's own turns and its group's
+prompt, and no more.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rlctl.bench.charts import Bar, BarChart
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
+from rlctl.bench.slow_partner import ANSWER
+from rlctl.bench.steps import in_process
+from rlctl.bench.workload import (
+    PROMPT_WORDS,
+    grpo_config,
+    longest,
+    make_random_model,
+    model_problems,
+    random_words,
+    shape_folder,
+)
+from rlctl.config.errors import Problem
+from rlctl.config.schema import GrpoConfig
+from rlctl.dashboard.formats import count
+from rlctl.data.tasks import Task
+from rlctl.models.model_sizes import ModelSizes, read_sizes
+from rlctl.preflight.memory import refit_bytes, token_bytes
+from rlctl.preflight.resolved import Device, Resolved
+from rlctl.rollout.types import Sampling
+from rlctl.utils.devices import count_gpus
+
+if TYPE_CHECKING:
+    from rlctl.data.chat import Chat
+    from rlctl.generation.active_requests import EngineStats
+    from rlctl.rollout.dispatcher import RolloutDispatcher
+    from rlctl.rollout.types import RolloutPlayer
+
+# A word marks who speaks, one ends a turn: as short as a template can be.
+_TEMPLATE = (
+    "{% for m in messages %}{{ 'w4' if m.role == 'assistant' else 'w3' }} {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}w4 {% endif %}"
+)
+# Tokens between two turns: what is said, the marks of both, the end of both, and one to spare.
+_BETWEEN = len(ANSWER.split()) + 5
+# Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
+_WARM_UP = 4
+# Bytes of the copy that tells the device's bandwidth.
+_COPIED, _COPIED_CPU, _COPIES = 1 << 30, 1 << 28, 10
+_LEGEND = (
+    "tok/s: sampled tokens a second and device, median of the rounds; x first: over the first row's; prefix: share of "
+    "the prompts' tokens, of all turns, that caches held; at once: sequences in an engine's step; step: ms of one; "
+    "floor: ms in which the device can read the weights and those sequences' keys and values, at the speed of a copy "
+    "within its memory; idle: share of the time in which an engine made no step; driver: CPU time of this process over "
+    "the time"
+)
+
+
+@dataclass(frozen=True)
+class GenerationBench(Bench):
+    """Rollouts of equally many sampled tokens, a row for each number of turns."""
+
+    model: str
+    prompts: int
+    generations: int  # rollouts of a prompt
+    tokens: int  # sampled in a rollout
+    turns: tuple[int, ...]
+    pause: float  # seconds of the environment between two turns
+    rounds: int
+    extra: list[str]  # overrides of the GRPO config
+
+    def check(self) -> list[Problem]:
+        if unknown := model_problems(self.model):
+            return unknown
+        problems = []
+        for turns in self.turns:
+            if self.tokens % turns:
+                what = f"{turns}: --tokens {self.tokens} does not divide into as many turns"
+                problems.append(Problem("--turns", "", what))
+        if self._length > (most := longest(self.model)):
+            what = f"{self.tokens}: {self._length} with prompt and answers, and the model's longest sequence is {most}"
+            problems.append(Problem("--tokens", "", what))
+        for key in (each.partition("=")[0] for each in self.extra):
+            if not key.startswith(("generation.", "environment.", "run.", "placement.")):
+                what = f"{key}: keys of generation, environment, placement and run are what can change"
+                problems.append(Problem("--set", "", what))
+        return problems
+
+    @property
+    def _length(self) -> int:
+        """Tokens of a whole rollout at its longest."""
+        return PROMPT_WORDS + 3 + self.tokens + max(self.turns, default=1) * _BETWEEN
+
+    def measure(self, folder: Path, say: Say) -> "GenerationResults":
+        from rlctl.data.load import load_chat
+        from rlctl.evaluation.engines import engines
+        from rlctl.launch.sampling import make_player
+        from rlctl.models.model_files import ModelFiles
+        from rlctl.preflight.placement import PlacementError
+        from rlctl.rollout.episode_setup import environment_pool, set_up
+
+        shape, logs, warnings = shape_folder(self.model, folder), folder / "logs", list[str]()
+        # What was written wrong is said before weights are made, which takes minutes.
+        config = self._config(shape, folder)
+        say(f"random weights in the shape of {self.model}")
+        make_random_model(shape, folder)
+        config = replace(config, model=replace(config.model, path=str(folder / "model"), random_init=False))
+        files, chat = ModelFiles.find(config.model, folder, 0), load_chat(config, str(shape))
+        prompts = _prompts(chat)
+
+        def emit(kind: str, **facts: Any) -> None:
+            if kind in ("warning", "error"):
+                warnings.append(str(facts.get("what", facts)))
+
+        logs.mkdir()
+        say("the speed of a copy within the device's memory")
+        speed = in_process(copy_speed, count_gpus() > 0)
+        say("engines")
+        try:
+            # Environments before Ray, which has threads: their processes are forked.
+            with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
+                setup = set_up(config, environments, chat, next(prompts))
+                dispatcher = stack.enter_context(engines(config, files, (), 0, logs, emit))
+                players = {}
+                for turns in self.turns:
+                    played, own = environments if turns > 1 else None, _in_turns(config, turns)
+                    players[turns] = make_player(own, files, chat, dispatcher, played, setup)
+                    stack.callback(players[turns].close)
+                rounds, interrupted = until_interrupted(self._measured(dispatcher, players, prompts, say))
+        except PlacementError as error:
+            raise RuntimeError(str(error)) from error
+        generation = config.generation
+        row = partial(_row, bench=self, resolved=Resolved(config, _device()), sizes=read_sizes(shape / "config.json"))
+        own_rounds = {turns: [each for each in rounds if each.turns == turns] for turns in self.turns}
+        rows = [row(turns, own, speed) for turns, own in own_rounds.items() if own]
+        devices = generation.num_engines * generation.tensor_parallel_size
+        return GenerationResults(self.model, self.tokens, devices, speed, rows, warnings, interrupted)
+
+    def _config(self, shape: Path, folder: Path) -> GrpoConfig:
+        """Return the config of engines that serve all rows. Raises ConfigError."""
+        (folder / "train.jsonl").write_text('{"prompt": "w3", "answer": ""}\n')
+        (folder / "chat.jinja").write_text(_TEMPLATE)
+        settings = (
+            f"model.path={shape}",
+            "model.random_init=true",
+            f"data.train.path={folder / 'train.jsonl'}",
+            "data.train.prompt_key=prompt",
+            f"data.chat_template={folder / 'chat.jinja'}",
+            "rewards=[]",
+            f"grpo.num_prompts_per_step={self.prompts}",
+            f"grpo.num_generations_per_prompt={self.generations}",
+            f"generation.max_new_tokens={self.tokens // max(self.turns)}",
+            "environment.name=rlctl.bench.slow_partner:SlowPartner",
+            f"environment.args.seconds={self.pause}",
+            f"environment.max_turns={max(self.turns)}",
+            f"environment.max_length={self._length}",
+        )
+        return grpo_config(settings, self.extra)
+
+    def _measured(
+        self,
+        dispatcher: "RolloutDispatcher",
+        players: "Mapping[int, RolloutPlayer]",
+        prompts: Iterator[Task],
+        say: Say,
+    ) -> "Iterator[Round]":
+        """Yield the rounds, all rows in each, so that a device that gets slower slows all of them."""
+        # The first rollouts compile what engines compile when it is first used.
+        say("warm-up")
+        for turns, player in players.items():
+            self._round(dispatcher, player, turns, prompts, 0, min(_WARM_UP, self.tokens // turns))
+        for number in range(self.rounds):
+            for turns, player in players.items():
+                say(f"{count(turns, 'turn')}: round {number + 1} of {self.rounds}")
+                yield self._round(dispatcher, player, turns, prompts, 1 + number, self.tokens // turns)
+
+    def _round(
+        self,
+        dispatcher: "RolloutDispatcher",
+        player: "RolloutPlayer",
+        turns: int,
+        prompts: Iterator[Task],
+        version: int,
+        length: int,
+    ) -> "Round":
+        """Sample once. version: tells the rounds' seeds apart. length: tokens of a turn. Raises RuntimeError."""
+        sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
+        tasks, before, cpu = list(islice(prompts, self.prompts)), dispatcher.stats(), time.process_time()
+        begin = time.perf_counter()
+        groups = dispatcher.sample(sampling, tasks, version, player=player)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        if any(rollout.num_sampled != turns * length for rollout in rollouts):
+            failed = next((each.episode.failure for each in rollouts if each.episode and each.episode.failure), None)
+            raise RuntimeError(f"a rollout ended before its {turns * length} tokens: {failed or 'no reason given'}")
+        place = float(np.mean([np.flatnonzero(rollout.sampled).mean() for rollout in rollouts]))
+        return Round(turns, seconds, cpu, turns * length * len(rollouts), place, before, dispatcher.stats())
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a row."""
+
+    turns: int
+    seconds: float
+    cpu: float  # seconds of this process
+    tokens: int  # sampled
+    place: float  # mean tokens before a sampled one
+    before: "list[EngineStats]"
+    after: "list[EngineStats]"
+
+    def gain(self, name: str) -> float:
+        """Return how much a total of all engines grew."""
+        return float(sum(getattr(b, name) - getattr(a, name) for a, b in zip(self.before, self.after)))
+
+
+@dataclass(frozen=True)
+class GenerationRow:
+    """Rollouts of so many turns."""
+
+    turns: int
+    rollouts: int  # of a round
+    tokens: int  # sampled in a turn
+    seconds: list[float]  # of each round
+    rate: float  # tokens/s and device, median of the rounds
+    prefix: float  # share of the prompts' tokens that caches held
+    at_once: float  # sequences in an engine's step, mean
+    step: float  # seconds of one
+    floor: float  # seconds in which the device can read what a step reads
+    idle: float  # share of the time in which an engine made no step, mean
+    driver: float  # CPU seconds of this process a second
+
+
+def _row(
+    turns: int, rounds: list[Round], speed: float, bench: GenerationBench, resolved: Resolved, sizes: ModelSizes
+) -> GenerationRow:
+    """Return the figures of a row. speed: bytes/s that a device reads."""
+    generation, seconds = resolved.grpo.generation, [each.seconds for each in rounds]
+    engines = generation.num_engines
+
+    def total(name: str) -> float:
+        return sum(each.gain(name) for each in rounds)
+
+    at_once, place = total("tokens") / total("steps"), median(each.place for each in rounds)
+    weights = refit_bytes(resolved, sizes) / generation.tensor_parallel_size
+    return GenerationRow(
+        turns=turns,
+        rollouts=bench.prompts * bench.generations,
+        tokens=bench.tokens // turns,
+        seconds=seconds,
+        rate=median(each.tokens / each.seconds for each in rounds) / (engines * generation.tensor_parallel_size),
+        prefix=total("cached_tokens") / total("prompt_tokens"),
+        at_once=at_once,
+        step=total("busy") / total("steps"),
+        floor=(weights + at_once * place * token_bytes(resolved, sizes)) / speed,
+        idle=1 - total("busy") / (engines * sum(seconds)),
+        driver=sum(each.cpu for each in rounds) / sum(seconds),
+    )
+
+
+def copy_speed(gpu: bool) -> float:
+    """Return the bytes/s that this machine's first device reads, half of what a copy within its memory moves."""
+    import torch
+
+    device, size = ("cuda:0", _COPIED) if gpu else ("cpu", _COPIED_CPU)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), float("inf")
+    for _ in range(_COPIES):
+        begin = time.perf_counter()
+        target.copy_(source)
+        if gpu:
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size / best
+
+
+def _prompts(chat: "Chat") -> Iterator[Task]:
+    """Yield tasks without end, no two alike but by chance."""
+    rng = random.Random(0)
+    for number in itertools.count():
+        text = random_words(rng, PROMPT_WORDS)
+        messages = [{"role": "user", "content": text}]
+        rendered = chat.prompt_text(messages)
+        tokens = chat.prompt_tokens(rendered)
+        yield Task(f"r{number}", tokens, rendered, None, {"prompt": text}, messages=messages)
+
+
+def _in_turns(config: GrpoConfig, turns: int) -> GrpoConfig:
+    return replace(config, environment=replace(config.environment, max_turns=turns))
+
+
+def _device() -> Device:
+    return "cuda" if count_gpus() else "cpu"
+
+
+@dataclass(frozen=True)
+class GenerationResults(Results):
+    """Rows of all numbers of turns."""
+
+    model: str
+    tokens: int  # sampled in a rollout
+    devices: int
+    speed: float  # bytes/s that a device reads
+    rows: list[GenerationRow]
+    warnings: list[str]  # what engines and environments complained of
+    interrupted: bool = False
+
+    def derived(self, row: GenerationRow) -> dict[str, Any]:
+        return {"x_first": row.rate / self.rows[0].rate}
+
+    def report(self, wide: bool) -> list[Line | ResultTable]:
+        head = f"{self.model} on {count(self.devices, 'device')}, {count(self.rows[0].rollouts, 'rollout')} of"
+        said = [Line(f"warning: {each}", "yellow") for each in self.warnings]
+        table = ResultTable([self._cells(row) for row in self.rows])
+        return [Line(f"{head} {count(self.tokens, 'sampled token')}"), table, *said, Line(_LEGEND, "dim")]
+
+    def chart(self) -> BarChart:
+        bars = [Bar(_name(row), row.rate, f"{row.rate:,.0f}", True) for row in self.rows]
+        return BarChart(f"Generation, {self.model}", "sampled tokens/s/device", bars)
+
+    def _cells(self, row: GenerationRow) -> Cells:
+        return [
+            ("turns", _name(row)),
+            ("tok/s/dev", f"{row.rate:,.0f}"),
+            ("x first", f"{row.rate / self.rows[0].rate:.2f}"),
+            ("prefix", f"{row.prefix:.1%}"),
+            ("at once", f"{row.at_once:.0f}"),
+            ("step ms", f"{row.step * 1e3:.2f}"),
+            ("floor", f"{row.floor * 1e3:.2f}"),
+            ("idle", f"{row.idle:.1%}"),
+            ("driver", f"{row.driver:.1%}"),
+        ]
+
+
+def _name(row: GenerationRow) -> str:
+    return f"{row.turns} of {row.tokens:,}"
