@@ -5,13 +5,13 @@ rows share the same engines. Prompts are new in every round, so that caches hold
 prompt, and no more.
 """
 
-import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count as numbers_from
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -55,6 +55,8 @@ _TEMPLATE = (
 )
 # Tokens between two turns: what is said, the marks of both, the end of both, and one to spare.
 _BETWEEN = len(ANSWER.split()) + 5
+# Forced lengths are drawn, and cut at a turn's tokens: they are drawn so many times as far.
+_FAR = 1000
 # Tokens of a turn before anything is counted, for kernels that are compiled when they are first used.
 _WARM_UP = 4
 # Bytes of the copy that tells the device's bandwidth.
@@ -105,7 +107,7 @@ class GenerationBench(Bench):
 
     def measure(self, folder: Path, say: Say) -> "GenerationResults":
         from rlctl.data.load import load_chat
-        from rlctl.evaluation.engines import engines
+        from rlctl.launch.engines import engines
         from rlctl.launch.sampling import make_player
         from rlctl.models.model_files import ModelFiles
         from rlctl.preflight.placement import PlacementError
@@ -162,6 +164,8 @@ class GenerationBench(Bench):
             f"grpo.num_prompts_per_step={self.prompts}",
             f"grpo.num_generations_per_prompt={self.generations}",
             f"generation.max_new_tokens={self.tokens // max(self.turns)}",
+            # No turn ends before its tokens are sampled, whatever token a user's model ends one with.
+            f"generation.forced_lengths=[{_FAR * self.tokens},0.001]",
             "environment.name=rlctl.bench.slow_partner:SlowPartner",
             f"environment.args.seconds={self.pause}",
             f"environment.max_turns={max(self.turns)}",
@@ -289,7 +293,7 @@ def copy_speed(gpu: bool) -> float:
 def _prompts(chat: "Chat") -> Iterator[Task]:
     """Yield tasks without end, no two alike but by chance."""
     rng = random.Random(0)
-    for number in itertools.count():
+    for number in numbers_from():
         text = random_words(rng, PROMPT_WORDS)
         messages = [{"role": "user", "content": text}]
         rendered = chat.prompt_text(messages)

@@ -12,8 +12,8 @@ from rlctl.data.load import load_chat
 from rlctl.environments.contract import Message, opening
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
-from rlctl.evaluation.engines import engines
 from rlctl.evaluation.target import Target
+from rlctl.launch.engines import engines
 from rlctl.models.model_files import ModelFiles
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.episode_setup import format_of_calls, tool_problems

@@ -9,8 +9,8 @@ from pathlib import Path
 from rlctl.config.schema import DatasetSection, GrpoConfig
 from rlctl.data.datasets import Row
 from rlctl.data.load import load_chat, load_prompts
-from rlctl.evaluation.engines import engines
 from rlctl.grpo.group_record import group_records
+from rlctl.launch.engines import engines
 from rlctl.launch.sampling import decoder, make_player
 from rlctl.models.model_files import ModelFiles
 from rlctl.rewards.scorer import Scorer

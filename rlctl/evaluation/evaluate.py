@@ -69,7 +69,7 @@ class Evaluation:
 
     def _sample(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
         # Slow imports, not needed to show what is done already.
-        from rlctl.evaluation.engines import engines
+        from rlctl.launch.engines import engines
 
         config, logs = sets[0].config, sets[0].folder.path / "logs"
         logs.mkdir(parents=True, exist_ok=True)
