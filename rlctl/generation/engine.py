@@ -68,6 +68,8 @@ class Engine(ReceivesWeights):
         self._mode: Literal["staged", "direct"] = "direct"
         # See `LoadMode`.
         self._overwrites = False
+        # The weights were dropped by `sleep`, and no refit has written others yet.
+        self._dropped = False
         self._state = RefitState.SERVING
         # Reason of POISONED.
         self._poisoned = ""
@@ -77,7 +79,8 @@ class Engine(ReceivesWeights):
         self._on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
-        """Begin to sample; `collect` hands out each answer. Returns at once. Raises RuntimeError if poisoned."""
+        """Begin to sample; `collect` hands out each answer. Returns at once. Raises RuntimeError if poisoned, or if
+        its weights were dropped."""
         self._on_thread(lambda: self._add(requests))
 
     def collect(self, patience_s: float) -> FinishedTurns:
@@ -108,7 +111,8 @@ class Engine(ReceivesWeights):
         # Together: were one worker to stage and another not, one would sample while its weights change.
         room = min(self._on_thread(lambda: self._workers("rl_room")))
         arguments = (spec, plan, first_rank, mode, in_flight, room)
-        choice: LoadMode = self._on_thread(lambda: self._workers("rl_open", *arguments))[0]
+        choices: list[LoadMode] = self._on_thread(lambda: self._workers("rl_open", *arguments))
+        choice = replace(choices[0], overwrites=all(each.overwrites for each in choices))
         self._mode, self._overwrites = choice.mode, choice.overwrites
         return choice
 
@@ -127,8 +131,13 @@ class Engine(ReceivesWeights):
     def sleep(self) -> None:
         """Give the device's memory to the trainer. Weights and key-value cache are dropped: a refit comes before the
         next token. Where it goes through the engine's own loader, which may read old weights, they go to the host."""
-        # vLLM's level 1 copies weights to the host and back, level 2 drops them and keeps buffers.
-        self._on_thread(lambda: self._llm.sleep(level=2 if self._overwrites else 1))
+
+        def rest() -> None:
+            # vLLM's level 1 copies weights to the host and back, level 2 drops them and keeps buffers.
+            self._dropped |= self._overwrites
+            self._llm.sleep(level=2 if self._overwrites else 1)
+
+        self._on_thread(rest)
 
     def wake(self, tags: list[str]) -> None:
         """Take memory back: "weights" before a refit, "kv_cache" before generation."""
@@ -199,6 +208,8 @@ class Engine(ReceivesWeights):
 
     def _add(self, requests: list[TurnRequest]) -> None:
         self._require_sound()
+        if self._dropped:
+            raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
         for request in requests:
             self._enter(self._requests.add(request, self._version), request)
 
@@ -237,7 +248,7 @@ class Engine(ReceivesWeights):
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
         self._advance(RefitState.SERVING)
-        self._version = header.version
+        self._version, self._dropped = header.version, False
         self._requests.change(self._sampling(), header.version)
         self._stats = self._stats.after_pause(seconds)
         return seconds

@@ -5,7 +5,7 @@ a tensor-parallel rank, replicated heads). They end in plain copies, which are r
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan, TensorSlice
+
+# Attributes of a module that are no weights of its own: what torch registers, and what vLLM binds to attention.
+_NO_WEIGHTS = ("_parameters", "_buffers", "_modules", "kv_cache")
 
 
 class UnsupportedLayout(RuntimeError):
@@ -65,6 +68,36 @@ def prove(regions: list[ParamSlice], files: WeightFiles) -> None:
         stored = files.tensor(region.box.name)[region.box.slices()]
         if not torch.equal(region.view, stored.to(region.view.device, region.view.dtype)):
             raise UnsupportedLayout(f"vLLM rearranges {region.box.name} after loading it")
+
+
+def unregistered(model: torch.nn.Module) -> list[str]:
+    """Return the names of device tensors that modules hold neither as parameters nor as buffers; no key-value caches.
+
+    No refit writes them, and vLLM does not keep them where it drops an engine's weights.
+    """
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    return [
+        f"{place}.{name}".lstrip(".")
+        for place, module in model.named_modules()
+        for name, held in vars(module).items()
+        if name not in _NO_WEIGHTS
+        for tensor in _tensors(held)
+        if tensor.device.type != "cpu" and tensor.numel() and tensor.untyped_storage().data_ptr() not in known
+    ]
+
+
+def _tensors(held: Any, *, inside: bool = True) -> Iterator[Tensor]:
+    """Yield a tensor, or those of a collection or of an object that is no module."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, (list, tuple)):
+        yield from (each for each in held if isinstance(each, Tensor))
+    elif isinstance(held, dict):
+        yield from (each for each in held.values() if isinstance(each, Tensor))
+    elif inside and hasattr(held, "__dict__") and not isinstance(held, (torch.nn.Module, type)):
+        for name, each in vars(held).items():
+            if name not in _NO_WEIGHTS:
+                yield from _tensors(each, inside=False)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

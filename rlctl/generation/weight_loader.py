@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from rlctl.generation.param_layout import UnsupportedLayout
+from rlctl.generation.param_layout import UnsupportedLayout, unregistered
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
@@ -33,7 +33,7 @@ class LoadMode:
     why: str
     # Device memory that it holds for that.
     extra_bytes: int
-    # A refit writes every weight, so that nothing of the version before it has to be kept.
+    # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
     overwrites: bool
 
 
@@ -107,9 +107,9 @@ class WeightReceiver:
 class DirectLoader:
     """Receives straight into the live parameters."""
 
-    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str) -> None:
+    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], why: str, overwrites: bool) -> None:
         self.sink: WeightSink = ParamSliceSink(plan, regions)
-        self.choice = LoadMode("direct", why, 0, overwrites=True)
+        self.choice = LoadMode("direct", why, 0, overwrites)
 
     def commit(self) -> None:
         """Nothing is left to do."""
@@ -118,12 +118,19 @@ class DirectLoader:
 class ShadowLoader:
     """Receives into a second copy of every parameter."""
 
-    def __init__(self, plan: RefitPlan, regions: list[ParamSlice], parameters: dict[str, Tensor], why: str) -> None:
+    def __init__(
+        self,
+        plan: RefitPlan,
+        regions: list[ParamSlice],
+        why: str,
+        overwrites: bool,
+        parameters: dict[str, Tensor],
+    ) -> None:
         self._shadow = ShadowParams(parameters, regions)
         # Made on this thread's stream; what is received comes on others.
         torch.cuda.synchronize()
         self.sink: WeightSink = ParamSliceSink(plan, self._shadow.regions, beside_requests=True)
-        self.choice = LoadMode("staged", why, self._shadow.nbytes, overwrites=True)
+        self.choice = LoadMode("staged", why, self._shadow.nbytes, overwrites)
 
     def commit(self) -> None:
         self._shadow.commit()
@@ -173,11 +180,13 @@ def choose_loading(
     sizes = f"{needed / 2**30:.1f} GiB needed, {room / 2**30:.1f} GiB free"
     if mode == "staged" and not fits:
         raise RefitError(f"refit.mode=staged: {sizes}: lower generation.gpu_memory_utilization or use direct")
-    if mode == "staged":
-        return ShadowLoader(plan, regions, parameters, "as configured")
-    if mode == "direct" or not in_flight:
-        return DirectLoader(plan, regions, "as configured" if mode == "direct" else "nothing samples during a refit")
-    return ShadowLoader(plan, regions, parameters, sizes) if fits else DirectLoader(plan, regions, sizes)
+    beside = unregistered(model)
+    staged = mode == "staged" or (mode == "auto" and in_flight and fits)
+    why = "as configured" if mode != "auto" else sizes if in_flight else "nothing samples during a refit"
+    why += f"; {beside[0]} is no parameter and is kept" if beside else ""
+    if staged:
+        return ShadowLoader(plan, regions, why, not beside, parameters)
+    return DirectLoader(plan, regions, why, not beside)
 
 
 def _padded(model: torch.nn.Module) -> set[str]:

@@ -1,4 +1,5 @@
-"""Weights that change with every version, and an engine worker that counts for itself who had how many tokens then."""
+"""Weights that change with every version, and engine workers: one counts for itself who had how many tokens then, one
+forgets its weights."""
 
 from pathlib import Path
 from typing import Any
@@ -46,3 +47,13 @@ class CountingWorker(RefitWorker):
     def rl_counts(self) -> list[dict[str, int]]:
         """One mapping a commit."""
         return self._counts or []
+
+
+class ForgettingWorker(RefitWorker):
+    """Loses its weights and its keys and values when it is told to, as a GPU's does that sleeps without a copy."""
+
+    def rl_forget(self) -> None:
+        for parameter in self.model_runner.get_model().parameters():
+            parameter.data.fill_(float("nan"))
+        for cache in self.model_runner.kv_caches:
+            cache.fill_(1000.0)

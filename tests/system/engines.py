@@ -88,7 +88,7 @@ def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> RefitO
 
 
 def start_engine(folder: Path, logs: Path, name: str, stops: tuple[int, ...] = (1,)) -> Worker:
-    spec = replace(spec_for(folder), stop_token_ids=stops)
+    spec = replace(spec_for(folder), stop_token_ids=stops, extension="tests.system.drifting.ForgettingWorker")
     return Worker(WorkerSpec(name, MakeEngine(spec), environment("cpu", []), str(logs / f"{name}.log"), 4))
 
 

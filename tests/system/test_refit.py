@@ -60,6 +60,18 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         assert np.array_equal(after.tokens, fresh.tokens)
         assert np.array_equal(after.log_probs, fresh.log_probs)
         assert set(after.versions.tolist()) == {3}
+        # Longer than a block of the cache.
+        shared = greedy([[12] * 40], 4)
+        remembered = sample(engines[0], shared)
+        engines[0].start(Engine.sleep).wait(DEADLINE)
+        engines[0].start(Engine.rpc, "rl_forget").wait(DEADLINE)
+        engines[0].start(Engine.wake, ["weights"]).wait(DEADLINE)
+        # The same version: a prefix that was kept would be found by it.
+        refit.run([end], version=3)
+        engines[0].start(Engine.wake, ["kv_cache"]).wait(DEADLINE)
+        awake = sample(engines[0], greedy(PROMPTS, 16))
+        assert np.array_equal(awake.tokens, fresh.tokens) and np.array_equal(awake.log_probs, fresh.log_probs)
+        assert np.array_equal(sample(engines[0], shared).log_probs, remembered.log_probs)
         requests = [turn(i, n, p, 16, TEMPERATURE, i) for i, p in enumerate(PROMPTS) for n in range(2)]
         sampled = sample(engines[0], requests).unpack()
         rollouts = [(request.prompt_tokens, one) for request, one in zip(requests, sampled)]

@@ -1,4 +1,5 @@
-"""An engine whose weights may be a mixture samples no more; its workers' answers are read to the last."""
+"""An engine whose weights may be a mixture, or were dropped, samples no more; its workers' answers are read to the
+last."""
 
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 from rlctl.generation.active_requests import ActiveRequests, EngineStats
 from rlctl.generation.engine import Engine, RefitState
 from rlctl.generation.vllm_worker import answered
-from rlctl.refit.protocol import Header, RefitError
+from rlctl.generation.weight_loader import LoadMode
+from rlctl.refit.protocol import Header, RefitError, Untouched
 from tests.turns import turn, turns
 
 
@@ -15,7 +17,8 @@ def engine() -> Any:
     """Without vLLM, and without its thread."""
     one: Any = Engine.__new__(Engine)
     one._requests, one._poisoned, one._version, one._stats = ActiveRequests(), "", 4, EngineStats()
-    one._state = RefitState.SERVING
+    one._state, one._overwrites, one._dropped = RefitState.SERVING, False, False
+    one._on_thread, one._enter = lambda work: work(), lambda name, request: None
     return one
 
 
@@ -35,6 +38,59 @@ def test_what_runs_ends_with_the_refit_that_failed() -> None:
     assert one._version == 4 and one._state is RefitState.POISONED
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
         one._add([turn(1)])
+
+
+class Sleeper:
+    """vLLM that falls asleep, and whose two workers join a transport; nothing that is staged arrives whole."""
+
+    def __init__(self, *overwrites: bool) -> None:
+        self.levels, self._overwrites = list[int](), overwrites
+
+    def sleep(self, level: int) -> None:
+        self.levels.append(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        pass
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[Any]:
+        if method == "rl_open":
+            return [LoadMode("staged", "", 0, each) for each in self._overwrites]
+        return [RefitError("arrived changed") if method == "rl_staged" else 0 for _ in self._overwrites]
+
+
+HEADER = Header(5, "digest", "all")
+
+
+def slept(*overwrites: bool) -> Any:
+    """An engine that slept, and is awake again."""
+    one, opening = engine(), (None, None, 1, "auto", False)
+    one._llm = Sleeper(*overwrites)
+    one.refit_open(*opening)
+    one.sleep()
+    one.wake(["weights"])
+    one.wake(["kv_cache"])
+    return one
+
+
+def test_an_engine_whose_weights_were_dropped_samples_nothing_before_a_refit_made_others_live() -> None:
+    one = slept(True, True)
+    one._sampling = list
+    assert one._llm.levels == [2]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="weights were dropped when it fell asleep: a refit must come first"):
+            one.submit([turn(1)])
+        # What arrives beside the live weights, changed, makes them no better.
+        with pytest.raises(Untouched, match="arrived changed"):
+            one.refit_receive(HEADER)
+    one._change(HEADER, lambda: 0.0)
+    one.submit([turn(1)])
+    assert one._requests
+
+
+def test_weights_are_kept_where_a_refit_leaves_one_worker_anything_of_them() -> None:
+    one = slept(True, False)
+    assert one._llm.levels == [1]
+    one.submit([turn(1)])
 
 
 class Workers:
