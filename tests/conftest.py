@@ -13,6 +13,12 @@ from hypothesis import settings
 # As in the Makefile: where containers set it, each of the many processes started here would compile vLLM anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Containers set this one too, and with it whatever a process prints arrives: tests see what users see, who have it not.
+os.environ.pop("PYTHONUNBUFFERED", None)
+# What is printed is for this terminal, not for the one of whoever runs the tests: CI services have colours forced.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE"):
+    os.environ.pop(name, None)
+os.environ["TERM"] = "xterm"
 # Hypothesis and torch make millions of objects; at Python's 700 between collections unit tests take 5 to 10% longer.
 gc.set_threshold(50_000)
 # A shell without job control has what it starts in the background ignore Ctrl-C, and so would what is started here.

@@ -1,18 +1,28 @@
 """Ports at which processes meet, and torch's store, which listens on one address alone."""
 
+import random
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 LOOPBACK = "127.0.0.1"
+# Linux hands out those from 32768 on to whoever asks for any port; Ray's workers take those below 20000.
+_LEFT_ALONE = range(20_000, 30_000)
+_TRIES = 100
 
 
 def free_port(address: str = LOOPBACK) -> int:
-    """Return a TCP port of an address of this machine that nobody listens on at this moment."""
-    with socket.socket(_family(address)) as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a TCP port of an address of this machine that nobody listens on at this moment.
+
+    Whoever asked listens on it only after seconds of imports. Until then no other program is given it by chance.
+    """
+    # Not the generator that a run's seed sets: runs side by side would try the same ports.
+    for port in (*random.SystemRandom().sample(_LEFT_ALONE, _TRIES), 0):
+        with socket.socket(_family(address)) as probe, suppress(OSError):
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+    raise OSError(f"no port of {address} is free")
 
 
 def open_store(host: str, port: int, *, server: bool, timeout: timedelta, world: int | None = None) -> Any:

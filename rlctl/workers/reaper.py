@@ -92,8 +92,7 @@ def leftovers(roots: Sequence[Path] | None = None) -> list[Leftover]:
     for path in sorted({path for root in set(roots) for path in root.glob(f"{_PREFIX}*")}):
         owner = _dead_owner(path)
         if owner is not None:
-            users = tuple((each.pid, each.name()) for each in _processes() if _uses(each, [path]))
-            found.append(Leftover(path, owner, users, _size(path)))
+            found.append(Leftover(path, owner, tuple(_users(path)), _size(path)))
     return found
 
 
@@ -144,6 +143,14 @@ def _processes() -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error):
             if process.uids().real == os.getuid():
                 yield process
+
+
+def _users(folder: Path) -> Iterator[tuple[int, str]]:
+    """Yield (pid, name) of each process of this user that uses a folder; one that ends meanwhile is left out."""
+    for process in _processes():
+        with contextlib.suppress(psutil.Error):
+            if _uses(process, [folder]):
+                yield process.pid, process.name()
 
 
 def _uses(process: psutil.Process, folders: Sequence[Path]) -> bool:

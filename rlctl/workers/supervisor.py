@@ -8,6 +8,7 @@ The first argument of the program is the connection's descriptor, see guarded.py
 
 import contextlib
 import ctypes
+import io
 import os
 import select
 import signal
@@ -37,6 +38,9 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
             os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         _stay_silent_when_forked(connection)
+        # It ends by SIGKILL: what was printed into a buffer until then would be lost.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)
         work(connection)
         os._exit(0)
     connection.close()

@@ -19,6 +19,7 @@ import contextlib
 import glob
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -82,10 +83,12 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    # As rlctl/utils/ports.py: Ray listens on it only seconds later, and until then nobody is given it by chance.
+    for port in (*random.SystemRandom().sample(range(20_000, 30_000), 100), 0):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+    raise OSError("no port is free")
 
 
 def wait(request: dict[str, Any]) -> dict[str, Any]:

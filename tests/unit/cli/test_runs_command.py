@@ -137,7 +137,7 @@ def test_a_stop_is_the_second_only_after_a_first(tmp_path: Path, event: dict[str
         log.emit("run_started", **started, **alive)
         log.emit("warning", **event)
         assert what in call("stop", "d", "--dir", tmp_path)[1]
-        assert driver.wait(20) == -signal.SIGTERM
+        assert driver.wait(300) == -signal.SIGTERM
     finally:
         driver.kill()
         driver.wait()

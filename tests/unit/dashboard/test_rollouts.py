@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,8 @@ def test_a_tall_dashboard_shows_the_best_and_the_worst_rollout_of_the_newest_gro
     assert "the prompt of r7" not in console.export_text()
 
 
-def test_ten_million_tokens_open_in_less_than_a_second(tmp_path: Path) -> None:
+def test_ten_million_tokens_open_without_being_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.05 s of one core; parsed whole they would take half a second."""
     path = tmp_path / "rollouts.jsonl"
     head = '{"kind": "group", "step": %d, "purpose": "train", "task": "e0-r%d", '
     rest = json.dumps(group("x", [0.0, 1.0] * 4, "four letters " * 170))[len('{"task": "x", ') :]
@@ -155,10 +155,11 @@ def test_ten_million_tokens_open_in_less_than_a_second(tmp_path: Path) -> None:
     with path.open("w") as file:
         file.writelines(head % (line // 2, line) + rest + "\n" for line in range(2500))
     assert path.stat().st_size > 4 * tokens
-    begin = time.process_time()
+    parsed, loads = list[int](), json.loads
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(len(text)) or loads(text))
     answer = select(path, RolloutQuery(), 10)
     lines = [line for each in answer.groups for line in plain(each)]
-    assert time.process_time() - begin < 0.6
+    assert 0 < sum(parsed) < path.stat().st_size / 100
     assert len(answer.groups) == 2 and len(lines) > 20
 
 

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ async def wrong(task, policy):
     return "much"
 
 async def hanging(task, policy):
-    await asyncio.sleep(100)
+    await asyncio.sleep(1000)
 
 def plain(task, policy):
     return 1.0
@@ -60,7 +61,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pool_of(own: Path) -> Iterator[Any]:
     pools = []
 
-    def make(name: str, timeout_s: float = 30.0) -> EnvironmentPool:
+    def make(name: str, timeout_s: float = 120.0) -> EnvironmentPool:
         spec = EnvironmentSpec(f"{own}:{name}", timeout_s, is_function=True)
         pools.append(EnvironmentPool({"rollout": spec}, 2048, processes=1))
         return pools[-1]
@@ -90,13 +91,16 @@ def test_it_asks_for_samples_and_returns_a_value(pool_of: Any) -> None:
     assert pool.close("a").result() is None and pool.close("b").result() is None
 
 
-def test_samples_side_by_side_are_asked_for_together_and_have_no_deadline_while_they_are_sampled(pool_of: Any) -> None:
-    pool = pool_of("beside", 0.2)
-    pool.contracts()
+def test_samples_side_by_side_are_asked_for_together_and_have_no_deadline_while_they_are_sampled(
+    pool_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of("beside")
     assert asks(pool, "a") == FunctionRequest([[3], [4], [5]], 0)
-    waiting = pool.resume("a", [turn(10)], waits=True)
-    with pytest.raises(TimeoutError):
-        waiting.result(0.4)
+    with monkeypatch.context() as hurried:
+        hurried.setitem(pool._specs, "rollout", replace(pool._specs["rollout"], timeout_s=0.2))
+        waiting = pool.resume("a", [turn(10)], waits=True)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.4)
     end = asks(pool, "a", turn(20), turn(30))
     assert waiting.result() == FunctionRequest([], 1)
     assert end == FunctionRequest([], 2, ended=True, reward=60.0)
@@ -119,7 +123,7 @@ class Here:
 
     def asks(self, *answers: Any) -> Any:
         told = self.act("resume", answers) if answers else self.act("begin", (TASK, 0))
-        return checked_request(told.result(10))
+        return checked_request(told.result(60))
 
 
 def test_branches_ask_in_one_order_however_their_answers_come() -> None:
@@ -157,9 +161,11 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_taken() -> None:
 
 
 def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
+    later = asyncio.Event()
+
     async def function(task: Any, policy: Policy) -> None:
         async def after_a_while() -> None:
-            await asyncio.sleep(0.01)
+            await later.wait()
             await policy.sample([9])
 
         await asyncio.gather(policy.sample([1]), policy.sample([2]), after_a_while())
@@ -167,10 +173,11 @@ def test_what_is_asked_while_others_are_sampled_is_told_at_once() -> None:
     here = Here(function)
     assert here.asks().samples == [[1], [2]]
     listening = here.act("resume", [])
-    assert checked_request(listening.result(10)) == FunctionRequest([[9]], 0)
+    here.loop.running.call_soon_threadsafe(later.set)
+    assert checked_request(listening.result(60)) == FunctionRequest([[9]], 0)
     listening = here.act("resume", [])
     assert here.asks(turn(1), turn(2), turn(3)).ended
-    assert checked_request(listening.result(10)) == FunctionRequest([], 0)
+    assert checked_request(listening.result(60)) == FunctionRequest([], 0)
 
 
 def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out() -> None:
@@ -182,7 +189,7 @@ def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out
     assert not here.asks().again
     assert not here.asks(turn(1), None).again
     assert here.asks(None, None) == FunctionRequest([[1], [2]], 2, again=True)
-    assert here.act("close", None).result(10) is None
+    assert here.act("close", None).result(60) is None
 
 
 def test_random_is_that_of_the_group(pool_of: Any) -> None:
@@ -202,7 +209,7 @@ def test_random_is_that_of_the_group(pool_of: Any) -> None:
     ],
 )
 def test_what_goes_wrong_costs_that_rollout(pool_of: Any, name: str, kind: str, said: str) -> None:
-    pool = pool_of(name, 30.0 if name != "hanging" else 0.5)
+    pool = pool_of(name, 120.0 if name != "hanging" else 0.5)
     pool.contracts()
     failure = pool.begin("a", TASK, 0).result()
     assert isinstance(failure, EnvironmentFailure) and failure.kind == kind and said in str(failure)

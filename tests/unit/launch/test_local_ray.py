@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from rlctl.launch.local_ray import _NEEDED, _watched
+from tests.waiting import until
 
 
 def sleeper(folder: Path, name: str) -> subprocess.Popen[bytes]:
@@ -26,17 +27,14 @@ def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path) -
     first = [sleeper(tmp_path, name) for name in _NEEDED]
     for each in first:
         each.kill()
-        while psutil.Process(each.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        until(lambda each=each: psutil.Process(each.pid).status() == psutil.STATUS_ZOMBIE)
     second, lost = [sleeper(tmp_path, name) for name in _NEEDED], list[str]()
     try:
         with _watched(lost.append):
             time.sleep(1.2)
             assert lost == []
             second[0].kill()
-            end = time.monotonic() + 20
-            while not lost and time.monotonic() < end:
-                time.sleep(0.05)
+            until(lambda: lost)
         assert lost == [f"Ray's gcs_server (process {second[0].pid}) is gone"]
     finally:
         for each in (*first, *second):

@@ -236,7 +236,7 @@ def searched(chat: Chat, function: Any, order: Callable[[Any], int], **limits: A
     engines, taken = HeldEngines(chat, lambda request: f"{request.seed % 97}<|im_end|>"), Taken()
     player = player_of(engines, Coroutine(function), replace(LIMITS, **limits))
     player.play([start()], taken)
-    end = time.monotonic() + 10
+    end = time.monotonic() + 300
     while not taken.rollouts and time.monotonic() < end:
         player.play_next()
         if not player._events:

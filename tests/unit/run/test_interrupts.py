@@ -18,6 +18,6 @@ def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, 
     with Interrupts(told.set) as interrupts:
         assert not interrupts.asked
         os.kill(os.getpid(), number)
-        assert told.wait(10)
+        assert told.wait(300)
         assert (interrupts.asked, interrupts.by, interrupts.status) == (True, by, status)
     assert signal.getsignal(number) is before

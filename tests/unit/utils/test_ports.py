@@ -3,6 +3,7 @@
 import socket
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,9 +18,23 @@ def listening(port: int) -> list[str]:
     return [each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN and each.laddr.port == port]
 
 
+def test_a_free_port_can_be_bound_and_is_none_that_the_kernel_gives_to_whoever_asks_for_any() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for address in (LOOPBACK, "::1"):
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as server:
+            try:
+                server.bind((address, 0))
+            except OSError:
+                continue  # a machine without IPv6
+        port = free_port(address)
+        assert port < first or first < 30_000
+        with socket.create_server((address, port), family=server.family):
+            assert free_port(address) != port
+
+
 def test_a_store_is_reached_at_its_address_alone() -> None:
     port = free_port()
-    patience = timedelta(seconds=20)
+    patience = timedelta(seconds=300)
     server = open_store(LOOPBACK, port, server=True, timeout=patience)
     guest = open_store(LOOPBACK, port, server=False, timeout=patience)
     guest.set("weights", "1")

@@ -1,9 +1,7 @@
-"""Three errors of a worker, each one line that names it; and ports that are free."""
+"""Three errors of a worker, each one line that names it."""
 
 import pickle
-import socket
 
-from rlctl.utils.ports import free_port
 from rlctl.workers.actor import WorkerActor
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
 
@@ -49,8 +47,3 @@ def test_a_host_hands_back_what_was_raised_as_a_value_that_travels() -> None:
 def test_a_worker_that_cannot_be_built_is_a_value_too() -> None:
     failure, _ = WorkerActor("engine-0", lambda: 1 // 0, {}, None, threads=1).build()
     assert failure is not None and failure.type == "ZeroDivisionError"
-
-
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", free_port()))

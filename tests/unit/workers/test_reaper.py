@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ import psutil
 
 from rlctl.preflight.doctor import check_leftovers
 from rlctl.workers.reaper import leftovers, sweep
+from tests.waiting import until
 
 DRIVER = """
 import subprocess, sys, time
@@ -51,9 +51,8 @@ def reapers_of(process: "subprocess.Popen[str]") -> list[psutil.Process]:
 
 
 def kill_with_reaper(process: "subprocess.Popen[str]") -> None:
-    while len(reapers := reapers_of(process)) < 2:
-        time.sleep(0.02)
-    for each in reapers:
+    until(lambda: len(reapers_of(process)) == 2)
+    for each in reapers_of(process):
         # The one half ends with the other.
         with suppress(psutil.NoSuchProcess):
             each.kill()
@@ -73,19 +72,17 @@ def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_
         (row,) = check_leftovers([tmp_path])
         assert (row.state, row.found) == ("warning", str(left))
         sweep([left.path])
-        user.wait(10)
+        user.wait(300)
         assert not folder.exists()
         assert living.exists()
     # Of a driver that is killed alone the reaper removes it.
-    end = time.monotonic() + 30
-    while living.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not living.exists()
+    until(lambda: not living.exists())
 
 
 def test_what_is_not_surely_a_dead_drivers_of_this_user_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "rlctl-of-an-earlier-version").mkdir(0o700)
     (tmp_path / "rlctl-open-to-others").mkdir()
+    (tmp_path / "rlctl-open-to-others").chmod(0o755)
     (tmp_path / "rlctl-open-to-others" / ".owner").touch()
     (tmp_path / "elsewhere").mkdir(0o700)
     (tmp_path / "elsewhere" / ".owner").touch()

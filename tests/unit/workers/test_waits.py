@@ -6,16 +6,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 from rlctl.workers.waits import Waits
-
-
-def until(seen: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not seen() and time.monotonic() < end:
-        time.sleep(0.02)
-    assert seen()
+from tests.waiting import until
 
 
 def test_a_stopped_worker_is_named_with_what_wakes_it_and_where_the_run_is() -> None:
@@ -42,16 +35,16 @@ def test_a_stopped_worker_is_named_with_what_wakes_it_and_where_the_run_is() -> 
 
 
 def test_a_call_that_takes_as_long_as_the_one_before_it_is_not_worth_a_word() -> None:
-    told: list[str] = []
-    waits = Waits(0.2, told.append)
+    told: list[float] = []
+    waits = Waits(0.2, lambda what: told.append(time.monotonic()))
     with waits.wait("train", lambda: [("trainer-0", None)], 60, "run.deadline_s"):
+        began = time.monotonic()
         until(lambda: len(told) == 1)
+        first = time.monotonic() - began
     began = time.monotonic()
     with waits.wait("train", lambda: [("trainer-0", None)], 60, "run.deadline_s"):
-        time.sleep(0.7)
-        assert len(told) == 1
         until(lambda: len(told) == 2)
-    assert time.monotonic() - began > 0.6
+    assert told[1] - began > 3 * first > 3 * 0.2
     waits.close()
 
 
@@ -77,11 +70,11 @@ def test_a_wait_that_ends_while_it_is_looked_at_is_not_told() -> None:
 
     def late() -> list[tuple[str, int | None]]:
         asked.set()
-        ended.wait(20)
+        ended.wait(300)
         return [("trainer-0", None)]
 
     with waits.wait("train", late, 60, "run.deadline_s"):
-        assert asked.wait(20)
+        assert asked.wait(300)
     ended.set()
     with waits.wait("refit_send", lambda: [("trainer-0", None)], 60, "refit.timeout_s"):
         until(lambda: bool(told))
@@ -96,15 +89,25 @@ def test_what_a_wait_refers_to_is_let_go_where_it_was_waited_for() -> None:
 
     freed: list[threading.Thread] = []
     waits = Waits(60.0, print)
-    reference = Reference()
+    reference, looking, looks = Reference(), threading.Lock(), list[str]()
+    look_once = waits._look_once
+
+    def look() -> None:
+        with looking:
+            look_once()
+            looks.append(", ".join(wait.call for wait in waits._open.values()))
+
+    waits._look_once = look  # type: ignore[method-assign]
 
     def late(reference: Reference = reference) -> list[tuple[str, int | None]]:
         return [("trainer-0", None)] if reference else []
 
     with waits.wait("train", late, 60, "run.deadline_s"):
-        time.sleep(1.2)
-    time.sleep(0.2)
+        until(lambda: "train" in looks)
+        # Between two looks.
+        looking.acquire()
     # As Ray's references, which only the driver's own thread may drop at the end of a run.
     del late, reference
     assert freed == [threading.current_thread()]
+    looking.release()
     waits.close()
