@@ -218,6 +218,9 @@ def _fit(config: RunConfig, sizes: ModelSizes, longest: int, memory: int) -> _Fi
             if (large or forced) and trainer + engine <= usable and not section.offload_optimizer_for_generation:
                 sums = f"{trainer / GIB:.0f} GiB beside an engine of {engine / GIB:.0f}"
                 return _Fit(tokens, checkpointing, False, f"{sums}, of {memory / GIB:.0f}")
+        if forced:
+            # An engine that must stay awake has at most half, where its cache would take more.
+            room = usable - min(engine, usable // 2)
     trial = next((trial for trial in trials if needed[trial] <= room), trials[-1])
     sleep = shared and not (isinstance(config, GrpoConfig) and config.generation.sleep is False)
     return _Fit(*trial, sleep, f"{needed[trial] / GIB:.0f} GiB of {memory / GIB:.0f} when it trains")
@@ -267,15 +270,19 @@ def _share(config: GrpoConfig, sizes: ModelSizes, longest: int, memory: int) -> 
         return _OWN_DEVICE_SHARE, "engines have devices of their own"
     needed = _engine_needs(config, sizes, longest, memory)
     what = f"a cache for {_kept(config)} sequences of {longest:,} tokens"
-    if not config.generation.sleep:
-        return -(-needed * 100 // memory) / 100, what
-    resident = sum(each.device for each in placed_states(resolved, sizes)["generate"].values())
-    free = int(_MOST_SHARE * memory) - resident - _RESTING_BYTES
+    if config.generation.sleep:
+        beside = sum(each.device for each in placed_states(resolved, sizes)["generate"].values())
+        free = int(_MOST_SHARE * memory) - beside - _RESTING_BYTES
+    else:
+        beside = sum(trainer_bytes(resolved, sizes).values())
+        free = int(_USABLE * memory) - beside
+        if needed <= free:
+            return -(-needed * 100 // memory) / 100, what
     least = sum(engine_bytes(resolved, sizes).values()) + (longest + _ROOM) * token_bytes(resolved, sizes)
     if free < least:
         return _UNKNOWN_SHARE, "by the forecast not one sequence fits beside the trainer's state"
     if needed > free:
-        what = f"what the trainer's state of {resident / GIB:.0f} GiB leaves"
+        what = f"what the trainer's {beside / GIB:.0f} GiB leave"
     return int(min(free, needed) * 100 / memory) / 100, what
 
 
