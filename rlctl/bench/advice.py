@@ -28,6 +28,16 @@ MOST_BOUND = 4
 _MOST_GPUS = 64
 # Rates within this share of the best are as good, and the youngest samples win.
 _AS_GOOD = 0.02
+# Settings that `Setup.apply` replaces, and those that a simulation knows nothing of.
+_TRIED = (
+    "trainer.num_ranks",
+    "generation.num_engines",
+    "placement.colocated",
+    "async.enabled",
+    "async.max_trajectory_age_steps",
+    "async.prefetch",
+)
+_UNKNOWN = ("grpo.num_steps", "generation.tensor_parallel_size", "environment", "rollout")
 _STEPS = 16
 _SHOWN = 24
 _LEGEND = (
@@ -53,6 +63,11 @@ class AdviceBench(Bench):
         if not 2 <= self.gpus <= _MOST_GPUS:
             what = f"{self.gpus}: with --advise from 2 to {_MOST_GPUS}, which this machine need not have"
             problems.append(Problem("--gpus", "", what))
+        for key in (each.partition("=")[0] for each in self.work.extra):
+            if key in _TRIED:
+                problems.append(Problem("--set", "", f"{key}: --advise tries all of its values"))
+            elif key.startswith(_UNKNOWN):
+                problems.append(Problem("--set", "", f"{key}: --advise does not simulate it"))
         return problems
 
     def measure(self, folder: Path, say: Say) -> "AdviceResults":

@@ -1,6 +1,6 @@
 """`rlctl bench`: a command makes its `Bench` from its options; `run_bench` checks, measures and shows."""
 
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
@@ -179,6 +179,8 @@ def grpo(
     given = {"--trainers": trainers, "--age": age, "--modes": modes}
     if advise:
         problems += [Problem(name, "", "--advise tries all of them") for name, value in given.items() if value]
+        if steps and rates:
+            problems.append(Problem("--steps", "", "are of the runs that measure; with --rates there are none"))
     elif rates:
         problems.append(Problem("--rates", "", "are for --advise"))
     chosen = _advice(bench, gpus or max(2, installed), rates, problems) if advise else bench
@@ -409,7 +411,7 @@ def algorithms(
 def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
     try:
         mean, sigma, cap = (float(part) for part in given.split(","))
-        if min(mean, sigma, cap) > 0 and cap == int(cap):
+        if all(isfinite(each) and each > 0 for each in (mean, sigma, cap)) and cap == int(cap):
             return mean, sigma, int(cap)
     except ValueError:
         pass

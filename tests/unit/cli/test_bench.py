@@ -222,6 +222,22 @@ def test_mistakes_of_advice_are_told_at_once(rlctl: Rlctl) -> None:
     assert (alone.code, alone.err.splitlines()[0]) == (2, "error: --rates: are for --advise")
 
 
+def test_settings_that_advice_tries_or_does_not_simulate_are_told_and_lengths_are_finite(rlctl: Rlctl) -> None:
+    settings = ("async.prefetch=full", "generation.tensor_parallel_size=2", "environment.name=guess")
+    own = [part for setting in settings for part in ("--set", setting)]
+    rates = ("--gpus", "2", "--rates", "1000,10,1", "--steps", "9")
+    done = rlctl("bench", "grpo", "--advise", *rates, *own, "--lengths", "600,1,inf")
+    assert done.code == 2 and done.err.splitlines()[:-1] == [
+        "error: --lengths: '600,1,inf': mean, sigma and cap above 0, like 600,1.0,4096",
+        "error: --steps: are of the runs that measure; with --rates there are none",
+        "error: --set: async.prefetch: --advise tries all of its values",
+        "error: --set: generation.tensor_parallel_size: --advise does not simulate it",
+        "error: --set: environment.name: --advise does not simulate it",
+    ]
+    for lengths in ("600,nan,4096", "inf,1,4096"):
+        assert f"error: --lengths: '{lengths}'" in rlctl("bench", "grpo", "--lengths", lengths).err
+
+
 def test_a_machine_without_gpus_advises_with_given_rates(rlctl: Rlctl) -> None:
     small = ("--prompts", "2", "--generations", "2", "--lengths", "8,0.5,16", "--model", "tiny")
     done = rlctl("bench", "grpo", "--advise", "--gpus", "2", "--rates", "1000,10,1", *small, "--json")
