@@ -59,7 +59,8 @@ def preview(
     from rlctl.preflight.load import load
 
     recipe, overrides = split(arguments)
-    composed = load(None, recipe or DEFAULT, overrides)
+    # Nothing is started, so that a run of the recipe's name may exist.
+    composed = load(None, recipe or DEFAULT, [*overrides, "run.name=null"])
     config = composed.config
     if validation and not config.data.has_validation:
         raise ConfigError([Problem("data.validation.path", "", "is null: there is nothing to show")])

@@ -5,6 +5,7 @@ Exit codes: 0 done, 2 bad input, 1 failed, 130 interrupted.
 
 import atexit
 import errno
+import io
 import os
 import re
 import sys
@@ -15,11 +16,11 @@ import typer
 from typer.core import TyperGroup
 
 from rlctl.cli import bench, chat, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
-from rlctl.cli.output import BAD_INPUT, examples, report
+from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
 from rlctl.config.errors import ConfigError, Problem
 
 _UNUSABLE = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
-
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _ORDER = (
     "train",
@@ -92,6 +93,9 @@ def main() -> None:
     codes: list[int] = []
     # Registered before those of what a command imports, called after them.
     atexit.register(_skip_teardown, codes)
+    # In a locale without UTF-8, signs that it lacks are `?`: no reason to end a command or a run.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         answer()
     except SystemExit as end:
@@ -123,6 +127,11 @@ def answer() -> None:
         report([Problem("", "", f"{missing} is not installed: {remedy}")])
         sys.exit(BAD_INPUT)
     except OSError as error:
+        if error.errno in _FULL:
+            say(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
+            # The interpreter would report what is left in the buffer, and change the exit code.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(FAILED)
         # A path that was typed and can be none, or may not be written: no defect, whose traceback would help.
         if error.errno not in _UNUSABLE or error.filename is None:
             raise

@@ -1,6 +1,8 @@
 """`rlctl runs`: past and running runs, read from their directories; those of clusters are brought up to date first."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +33,7 @@ Run = Annotated[
 @app.command("list", epilog=examples("rlctl runs list", "rlctl runs list --dir experiments --json"))
 def list_(root: Root = None, as_json: AsJson = False) -> None:
     """List all runs, newest first."""
+    from rlctl.dashboard.console import SafeConsole
     from rlctl.dashboard.run_list import catalogue, table
 
     root = root or runs_folder()
@@ -42,7 +45,9 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     elif not entries:
         say(f"no runs in {root}; start one with: rlctl train grpo")
     else:
-        _print(table(entries))
+        # A pipe has no width: all columns, for grep and awk.
+        console = SafeConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
+        console.print(table(entries, console.width))
 
 
 @app.command(epilog=examples("rlctl runs show", "rlctl runs show grpo--qwen3-tiny--1 --json"))

@@ -14,6 +14,8 @@ from rlctl.dashboard.state import RunState, best_checkpoint, read_state
 from rlctl.telemetry.metrics import meaning
 
 STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black"}
+# Blanks between two columns.
+_GAP = 2
 
 
 @dataclass(frozen=True)
@@ -43,24 +45,33 @@ def newest(root: Path) -> Path | None:
     return Path(entries[0].path) if entries else None
 
 
-def table(entries: list[RunEntry]) -> Table:
-    """Return a row for each run."""
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    grid.add_column("name", overflow="fold", min_width=12)
-    for title in ("kind", "status"):
-        grid.add_column(title, no_wrap=True)
-    for title in ("step", "accuracy", "tok/s/device", "started"):
-        grid.add_column(title, justify="right", no_wrap=True)
-    for entry in entries:
-        grid.add_row(
-            Text(entry.name),
-            Text(entry.kind),
-            f"[{STATUS_STYLE.get(entry.status, 'default')}]{entry.status}[/]",
-            f"{entry.step}/{entry.num_steps}",
-            percent(entry.accuracy),
-            number(entry.throughput),
-            f"{span(entry.age_s)} ago",
-        )
+def table(entries: list[RunEntry], width: int) -> Table:
+    """Return a row for each run, at least one; columns are left out until names fit into `width` characters."""
+    rows = [
+        {
+            "name": Text(entry.name),
+            "kind": Text(entry.kind),
+            "status": Text(entry.status, style=STATUS_STYLE.get(entry.status, "default")),
+            "step": Text(f"{entry.step}/{entry.num_steps}"),
+            "accuracy": Text(percent(entry.accuracy)),
+            "tok/s/device": Text(number(entry.throughput)),
+            "started": Text(f"{span(entry.age_s)} ago"),
+        }
+        for entry in entries
+    ]
+    widths = {title: max(len(title), *(len(row[title]) for row in rows)) + _GAP for title in rows[0]}
+    for least_needed in ("tok/s/device", "kind", "started", "accuracy"):
+        if sum(widths.values()) > width:
+            del widths[least_needed]
+    grid = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bright_black")
+    for title in widths:
+        if title == "name":
+            grid.add_column(title, overflow="fold")
+        else:
+            least = widths[title] - _GAP
+            grid.add_column(title, justify="left" if title in ("kind", "status") else "right", min_width=least)
+    for row in rows:
+        grid.add_row(*(row[title] for title in widths))
     return grid
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TextIO
@@ -42,6 +42,8 @@ class RunView(ABC):
 
     # True if it shows rollouts.
     samples = False
+    # What gives the terminal back to the shell.
+    leave_screen = ""
 
     def __init__(self, run: RunDir, console: Console) -> None:
         self.reader = RunReader(run.path, self.samples)
@@ -74,6 +76,11 @@ class RunView(ABC):
             self.reader.state.end_with(self.end)
         say_goodbye(self.reader.state, self.console, self._failure)
 
+    def give_back(self, last_words: str) -> None:
+        """Leave the screen and print, for a process that ends inside the block. Takes no lock."""
+        with suppress(OSError, ValueError):
+            os.write(self.console.file.fileno(), f"{self.leave_screen}{last_words}\n".encode())
+
     def wait(self, given_up: Callable[[], bool] = lambda: False) -> None:
         """Block until the run has ended or died, or is given up: for a viewer that is not the run itself."""
         while self.reader.state.status in ("new", "running") and self._thread.is_alive() and not given_up():
@@ -93,6 +100,7 @@ class LiveDashboard(RunView):
     """The dashboard on a terminal's alternate screen."""
 
     samples = True
+    leave_screen = "\x1b[?1049l\x1b[?25h"
 
     def __init__(self, run: RunDir, console: Console | None = None) -> None:
         super().__init__(run, console or SafeConsole())

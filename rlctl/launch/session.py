@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,9 @@ def run_session(
 
         reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
         view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every))
-        interrupts = stack.enter_context(Interrupts(notify))
+        go_on = next_commands(config, run_dir, "interrupted")[0]
+        last_words = partial(view.give_back, f"stopped at once, without a checkpoint of this step; go on: {go_on}")
+        interrupts = stack.enter_context(Interrupts(notify, last_words))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
         session = Session(
             config, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits

@@ -4,6 +4,7 @@ transformers 5 keeps a layer's experts fused in memory; checkpoints (and vLLM) n
 """
 
 import json
+import os
 import re
 import shutil
 from collections import deque
@@ -145,16 +146,27 @@ def write_folder_together(source: Path, folder: Path, layout: Layout, tensors: I
     dist.barrier()
 
 
-def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a safetensors file. Raises OSError with its name, where safetensors has the system's error as text."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (code := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
+
+
+def _write_weights(folder: Path, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
     file_of = _shards(layout)
     last = {file: name for name, file in file_of.items()}
     held: dict[str, Tensor] = {}
     for name, tensor in tensors:
         held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         if last[file_of[name]] == name:
-            save_file(held, folder / file_of[name], metadata={"format": "pt"})
+            _save(held, folder / file_of[name])
             (folder / file_of[name]).chmod(0o644)  # safetensors makes it the owner's alone
             held = {}
     if len(last) > 1:

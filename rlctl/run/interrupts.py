@@ -15,13 +15,16 @@ from typing import Any
 
 
 class Interrupts:
-    """Handlers of SIGINT and SIGTERM: the first signal sets `asked`, the second ends the process with exit code 130."""
+    """Handlers of SIGINT and SIGTERM: the first signal sets `asked`, the second ends the process with exit code 130.
 
-    def __init__(self, notify: Callable[[], None]) -> None:
+    last_words: called by the second before the process ends, on the main thread, which may hold any lock.
+    """
+
+    def __init__(self, notify: Callable[[], None], last_words: Callable[[], None] = lambda: None) -> None:
         self.asked = False
         # The signal in words, and the status of a run that it ends.
         self.by, self.status = "Ctrl-C", "interrupted"
-        self._notify = notify
+        self._notify, self._last_words = notify, last_words
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -35,7 +38,10 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
-            os._exit(130)
+            try:
+                self._last_words()
+            finally:
+                os._exit(130)
         if number == signal.SIGTERM:
             self.by, self.status = "asked to stop", "stopped"
         self.asked = True

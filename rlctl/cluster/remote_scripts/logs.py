@@ -68,11 +68,14 @@ def paths(folders: "list[str]", request: dict[str, Any]) -> "list[str]":
 
 
 def say(node: str, path: str, lines: "list[str]") -> None:
-    name = os.path.basename(path)
+    name, shown = os.path.basename(path), []
     for line in lines:
         # Ray colours some lines whether anybody sees it or not.
         line = re.sub("\x1b\\[[0-9;]*m", "", line)
         # Other control characters may come from anywhere, a reward's output or a prompt in an error.
-        shown = re.sub(UNSAFE, "?", f"{node} {name} | {line}")
-        sys.stdout.write(f"{shown}\n")
-    sys.stdout.flush()
+        shown.append(re.sub(UNSAFE, "?", f"{node} {name} | {line}") + "\n")
+    try:
+        sys.stdout.write("".join(shown))
+        sys.stdout.flush()
+    except OSError as error:
+        sys.exit(f"error: the output cannot be written: {error.strerror}")

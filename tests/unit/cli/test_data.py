@@ -37,6 +37,11 @@ def test_preview_of_prompts(rlctl: Rlctl) -> None:
     assert lines[-1].startswith("answer: ") and lines[-2].endswith("=")
 
 
+def test_preview_starts_nothing_so_that_a_run_of_that_name_may_exist(rlctl: Rlctl, home: Path) -> None:
+    (home / "runs/mine").mkdir(parents=True)
+    assert rlctl("data", "preview", "grpo-tiny", "run.name=mine").code == 0
+
+
 def test_preview_cuts_long_text_and_says_what_it_cannot_show(rlctl: Rlctl) -> None:
     assert "{+6+}..." in rlctl("data", "preview", "--samples", "1", "--tokens", "7").out
     done = rlctl("data", "preview", "sft-tiny", "--validation", "data.validation.path=null")

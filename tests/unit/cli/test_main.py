@@ -9,6 +9,7 @@ import pytest
 
 import rlctl as rlctl_package
 from tests.unit.cli.conftest import Rlctl
+from tests.unit.dashboard.synthetic import write_run
 
 COMMAND = [sys.executable, "-m", "rlctl"]
 SOURCE = Path(rlctl_package.__file__).parents[1]
@@ -135,3 +136,18 @@ def test_a_process_ends_with_its_code_after_its_handlers_and_frees_nothing() -> 
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
     assert done.stdout == "and what was written is there; handlers are called\n"
+
+
+def test_output_that_cannot_be_written_is_one_line_and_no_traceback() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "--help"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+
+
+def test_a_terminal_without_utf8_gets_question_marks_and_no_traceback(tmp_path: Path) -> None:
+    write_run(tmp_path, "a", ended="done")
+    command = [*COMMAND, "runs", "show", "a", "--dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "POSIX"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0 and "? 80.0%" in done.stdout

@@ -153,6 +153,14 @@ def test_what_is_printed_fits_80_columns_whole(runs: Path) -> None:
         assert name in "".join(line.strip().split("  ")[0] for line in lines)
 
 
+def test_on_a_narrow_terminal_the_list_keeps_names_and_drops_columns(runs: Path) -> None:
+    write_run(runs, "a-name-of-twenty-ones")
+    result = CliRunner().invoke(app, ["list", "--dir", str(runs)], env={"COLUMNS": "44"})
+    head, *rows = (line.split() for line in result.stdout.splitlines())
+    assert head == ["name", "status", "step", "accuracy"] or head == ["name", "status", "step"]
+    assert {row[0] for row in rows} == {"a", "b", "a-name-of-twenty-ones"}
+
+
 def test_without_a_name_the_newest_run_is_meant(runs: Path) -> None:
     code, out, _ = call("show", "--dir", runs, "--json")
     assert code == 0 and json.loads(out)["name"] in ("a", "b")

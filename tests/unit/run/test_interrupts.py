@@ -1,8 +1,13 @@
 """What a run is called that ends by a signal."""
 
 import os
+import pty
 import signal
+import subprocess
+import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -21,3 +26,28 @@ def test_ctrl_c_interrupts_and_a_request_stops(number: signal.Signals, by: str, 
         assert told.wait(300)
         assert (interrupts.asked, interrupts.by, interrupts.status) == (True, by, status)
     assert signal.getsignal(number) is before
+
+
+def test_the_second_ctrl_c_gives_the_terminal_back_and_says_how_to_go_on(tmp_path: Path) -> None:
+    """In a process of its own, which it ends; on a terminal, whose screen the dashboard holds."""
+    ours, theirs = pty.openpty()
+    program = f"""
+import os, pathlib, signal, time
+from rich.console import Console
+from rlctl.dashboard.view import LiveDashboard
+from rlctl.run.interrupts import Interrupts
+from tests.unit.dashboard.synthetic import write_run
+with LiveDashboard(write_run(pathlib.Path({str(tmp_path)!r}), ended=None), Console(force_terminal=True)) as view:
+    with Interrupts(lambda: None, lambda: view.give_back("go on: rlctl train")):
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stdout=theirs, timeout=60)
+    os.close(theirs)
+    shown = b""
+    with suppress(OSError):  # the end of a terminal
+        while piece := os.read(ours, 1 << 16):
+            shown += piece
+    assert done.returncode == 130 and b"\x1b[?1049h" in shown
+    assert shown.endswith(b"\x1b[?1049l\x1b[?25hgo on: rlctl train\r\n")

@@ -20,6 +20,13 @@ def test_a_link_in_the_place_of_a_file_or_of_its_draft_is_replaced_not_followed(
     assert not (tmp_path / ".config.yaml.tmp").exists()
 
 
+def test_what_cannot_be_written_leaves_no_draft(tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        write_whole(tmp_path / "taken", "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="a link of another user needs root")
 def test_a_link_of_another_user_is_found_anywhere_on_the_way(tmp_path: Path) -> None:
     (tmp_path / "mine").symlink_to(tmp_path)
