@@ -14,8 +14,10 @@ from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import alternatives, join
 from rlctl.config.provenance import ConfigNode, Origin
 from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import import_error
 
 _PLAIN = (bool, int, float, str, NoneType)
+_FORMS = "a config holds bool, int, float, str, Literal[...], list[...] of one of these, and `| None`"
 
 
 def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
@@ -26,7 +28,7 @@ def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
     try:
         found = load_object(name)
     except (Exception, SystemExit) as error:
-        return None, f"cannot be imported: {type(error).__name__}: {error}"
+        return None, import_error(error, __file__)
     wanted = load_object(base)
     if not (isinstance(found, type) and issubclass(found, wanted) and is_dataclass(found)):
         own = name.rpartition(":")[2]
@@ -47,7 +49,7 @@ def plugin_options(
     own = [each for each in fields(plugin) if each.init and each.name not in inherited]
     hints = get_type_hints(plugin)
     problems = [
-        Problem("", join(key, each.name), f"is a {hints[each.name]} of {plugin.__name__}, which no config can hold")
+        Problem("", join(key, each.name), f"{plugin.__name__} has it as {_shown(hints[each.name])}: {_FORMS}")
         for each in own
         if not _is_plain(hints[each.name])
     ]
@@ -88,6 +90,10 @@ def _node(value: Any) -> ConfigNode:
 
 def _has_default(each: "Field[Any]") -> bool:
     return each.default is not MISSING or each.default_factory is not MISSING
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
 def _is_plain(hint: Any) -> bool:

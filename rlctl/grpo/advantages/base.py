@@ -21,6 +21,7 @@ from rlctl.config.plugins import ADVANTAGES
 from rlctl.config.schema import GrpoConfig
 from rlctl.rollout.types import Rollout
 from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import defined_at, error_text, raised_at, shortened
 
 Floats = NDArray[np.float64]
 # Keeps a division finite where values differ by rounding alone; the value verl and NeMo-RL use.
@@ -195,9 +196,9 @@ def make_advantage(config: GrpoConfig) -> Advantage:
 def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDArray[np.float32]]:
     """Return the advantage of every sampled token, float32 [sampled tokens] a rollout.
 
-    ValueError: advantages of other shapes than `Advantage.__call__` allows, or not finite.
+    ValueError: advantages of other shapes than `Advantage.__call__` allows, or not finite; whatever a user's raises.
     """
-    name, result = type(advantage).__name__, advantage(rollouts)
+    name, result = type(advantage).__name__, _called(advantage, rollouts)
     if len(result) != len(rollouts):
         raise ValueError(f"{name} returned {len(result)} advantages for {len(rollouts)} rollouts; return one for each")
     found = []
@@ -216,6 +217,22 @@ def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDA
             raise ValueError(f"{name} gave rollout {row} an advantage that is not finite: {values}")
         found.append(columns)
     return found
+
+
+def _called(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
+    """Return the advantages. ValueError with file and line: a user's class raises, or returns what has no length."""
+    kind = type(advantage)
+    try:
+        result = advantage(rollouts)
+    except Exception as error:
+        if kind.__module__.startswith("rlctl."):
+            raise
+        what = f"{type(error).__name__} at {raised_at(error, kind.__call__, __file__)}: {error_text(error)}"
+        raise ValueError(f"{kind.__name__} raised {what}") from error
+    if not hasattr(result, "__len__"):
+        where = f"{shortened(repr(result))} at {defined_at(kind.__call__)}"
+        raise ValueError(f"{kind.__name__} returned {where}; return an advantage for each of {len(rollouts)} rollouts")
+    return result
 
 
 def turn_of_tokens(sampled: NDArray[np.bool_]) -> NDArray[np.int64]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from rlctl.grpo.losses.base import PolicyLoss
+from rlctl.grpo.losses.base import PolicyLoss, PolicyTerm, PolicyTokens
 from rlctl.training.interface import LossOutput, TokenBatch, Totals
 from rlctl.training.micro_batching import rollout_index
+from rlctl.utils.user_code import defined_at, error_text, raised_at
 
 # Fields that samples always have, and those that a loss has to declare.
 _GIVEN = ("advantage", "rollout_log_prob", "age")
@@ -143,7 +144,12 @@ def difference(one: Outcome, other: Outcome) -> str | None:
 
 
 def check_loss(loss: PolicyLoss) -> list[CheckResult]:
-    """Return every property of the contract, and whether the loss has it: as it is, and off-policy with a KL term."""
+    """Return every property of the contract, and whether the loss has it: as it is, and off-policy with a KL term.
+
+    A `policy` that cannot be called, or gives no terms, is the only result: nothing else could be looked at.
+    """
+    if problem := _policy(loss):
+        return [CheckResult("policy", problem)]
     return [CheckResult(what, next(_problems(loss, check), None)) for what, check in CHECKS.items()]
 
 
@@ -156,6 +162,31 @@ def _problems(loss: PolicyLoss, check: Callable[[PolicyLoss], str | None]) -> It
             problem = f"it raises {type(error).__name__}: {error}"
         if problem:
             yield problem + variant
+
+
+def _policy(loss: PolicyLoss) -> str | None:
+    """Return what is wrong with what `policy` returns, whatever the contract asks beyond that."""
+    batch = pack_rows(made_up_rows(0, _SHAPES[1]))
+    try:
+        term = loss.policy(PolicyTokens(batch, loss.proximal))
+    except Exception as error:
+        place = raised_at(error, type(loss).policy, __file__)
+        return f"raises {type(error).__name__} at {place}: {error_text(error)}"
+    place = defined_at(type(loss).policy)
+    if not isinstance(term, PolicyTerm):
+        return f"returns a {type(term).__name__} at {place}: return PolicyTerm(...) of the term of each token"
+    for name in ("value", "low", "high", "ratio"):
+        given, wanted = getattr(term, name), tuple(batch.mask.shape)
+        if given is None and name != "value":
+            continue
+        if not isinstance(given, Tensor) or given.shape != wanted:
+            shown = (
+                f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
+            )
+            return f"{name} is {shown} at {place}: give a number for each of the {wanted[0]} tokens, no sum and no mean"
+    if not term.value.requires_grad:
+        return f"value has no gradient at {place}: it must depend on tokens.log_prob or tokens.ratio, not detached"
+    return None
 
 
 def _packing(loss: PolicyLoss) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,22 @@ def test_rollouts_may_differ_in_what_they_have_a_number_for() -> None:
 
 def test_a_rollout_without_a_token_has_no_advantages() -> None:
     assert of_tokens(np.array([1.0, 2.0]), [[], [0]]) == [[], [2.0]]
+
+
+def fails(rollouts: ScoredRollouts) -> Floats:
+    return rollouts.rewards  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        (fails, f"Given raised AttributeError at .*{Path(__file__).name}:.*'rewards'"),
+        (lambda rollouts: None, f"Given returned None at .*{Path(__file__).name}:.*for each of 2 rollouts"),
+    ],
+)
+def test_an_advantage_of_ones_own_that_fails_is_told_with_file_and_line(values: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        token_advantages(Given(values), columns([0.0, 1.0], [0, 0], turns=[[0], [0]]))
 
 
 @pytest.mark.parametrize(

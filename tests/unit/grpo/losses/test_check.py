@@ -89,7 +89,7 @@ def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
         (CountsTheEmpty, "normalizer", "two parts have 13 together, the update 12"),
         (Undeclared, "needs", "reads reference_log_prob, which `needs.reference` does not declare"),
         (DeclaresTooMuch, "needs", "declares reference_log_prob, which costs a pass a step, and never reads it"),
-        (HasNoGradient, "empty micro-batch", "not a 0 with a gradient"),
+        (HasNoGradient, "policy", "value has no gradient at"),
     ],
 )
 def test_a_broken_loss_is_told_so_in_one_line(kind: type[PolicyLoss], what: str, told: str) -> None:
@@ -107,3 +107,31 @@ def test_a_loss_that_cannot_travel_is_told_so() -> None:
         scale: Callable[[float], float] = lambda x: x
 
     assert "travels to the ranks" in failed(made(Local))["pickle"]
+
+
+class Sums(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(super().policy(tokens).value.sum())
+
+
+class Bare(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return super().policy(tokens).value  # type: ignore[return-value]
+
+
+class Misspells(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(tokens.ration)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (Sums, "value is a tensor of shape () at"),
+        (Bare, "returns a Tensor at"),
+        (Misspells, "raises AttributeError at"),
+    ],
+)
+def test_a_policy_that_gives_no_terms_is_told_once_with_file_and_line(kind: type[PolicyLoss], told: str) -> None:
+    (found,) = check_loss(made(kind))
+    assert found.problem and found.problem.startswith(told) and "test_check.py:" in found.problem
