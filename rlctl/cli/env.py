@@ -250,12 +250,12 @@ def _script(episodes: "Sequence[ScriptedEpisode]") -> None:
     rewards = [each.reward for each in episodes if each.reward is not None]
     actions = sorted(turn.seconds for each in episodes for turn in each.turns)
     if episodes:
-        median = f"; an action takes {1e3 * actions[len(actions) // 2]:.2g} ms at the median" if actions else ""
+        median = f"; an action takes {_seconds(actions[len(actions) // 2])} at the median" if actions else ""
         _line("played", f"{len(episodes)} episodes, {len(rewards)} with a reward{median}")
 
 
 def _episode(number: int, episode: "ScriptedEpisode") -> None:
-    _line(f"episode {number}", f"reset in {1e3 * episode.reset_s:.2g} ms")
+    _line(f"episode {number}", f"reset in {_seconds(episode.reset_s)}")
     for message in episode.opening:
         _line(str(message["role"]), str(message.get("content", "")))
     for turn in episode.turns:
@@ -266,6 +266,10 @@ def _episode(number: int, episode: "ScriptedEpisode") -> None:
         _line("reward", ", ".join(f"{part} {value:g}".strip() for part, value in parts))
     if episode.failure is not None:
         _line("failed", episode.failure)
+
+
+def _seconds(taken: float) -> str:
+    return f"{1e3 * taken:.2g} ms" if taken < 0.0995 else f"{taken:.2g} s"
 
 
 def _line(label: str, text: str) -> None:

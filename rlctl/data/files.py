@@ -83,7 +83,12 @@ def _read_gzip(path: str) -> Read:
 def _json_lines(path: str, lines: Any) -> Read:
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+            try:
+                yield f"{path}:{number}", _json_object(line, f"{path}:{number}")
+            except DataError as error:
+                if number == 1 and line.lstrip().startswith(b"["):
+                    raise DataError(f"{error}; a file with a list of rows is named .json") from error
+                raise
 
 
 def _read_json(path: str) -> Read:

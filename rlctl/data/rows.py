@@ -4,6 +4,7 @@ Answers are text. A number is written in decimal notation without trailing zeros
 so that `exact` and `regex` can match it. True and false are written as in JSON.
 """
 
+import json
 import math
 from collections.abc import Iterable
 from decimal import Decimal
@@ -35,7 +36,9 @@ def question(
     if not messages and asked:
         raise DataError(f"{row.origin}: nothing before the assistant's message")
     if answered and answer is None:
-        raise DataError(f"{row.origin}: no answer to compare with: {_absent(row, section.answer_key)}")
+        of_chat = value_at(row.values, section.messages_key) is not None
+        last = f", and the last message is of {messages[-1]['role']}, not assistant" if of_chat and messages else ""
+        raise DataError(f"{row.origin}: no answer to compare with: {_absent(row, section.answer_key)}{last}")
     return messages, answer
 
 
@@ -96,15 +99,18 @@ def _messages(row: Row, section: DatasetSection) -> Messages:
         prompt = value_at(row.values, section.prompt_key)
         if isinstance(prompt, str):
             return [{"role": "user", "content": prompt + _alpaca_input(row, section)}]
+        if prompt is None and has_column(row.values, section.prompt_key):
+            raise DataError(f"{row.origin}: column {section.prompt_key!r} is null")
         if not isinstance(prompt, list):
             wanted = f"column {section.prompt_key!r} of text, nor {section.messages_key!r}"
             raise DataError(f"{row.origin}: no {wanted}{_columns(row.values)}{_remedy(row)}")
         key, messages = section.prompt_key, prompt
     if isinstance(messages, list):
         messages = [_of_sharegpt(message, row, number) for number, message in enumerate(messages, 1)]
-    whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
+    whole = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m and _says(m) for m in messages)
     if not whole or not messages:
-        raise DataError(f"{row.origin}: {key!r} must be a list of {{role, content}} or {{from, value}}")
+        text = ", not text; of JSON as text, write the list itself" if isinstance(messages, str) else ""
+        raise DataError(f"{row.origin}: {key!r} must be a list of {{role, content}} or {{from, value}}{text}")
     return [_message(message, row, number) for number, message in enumerate(messages, 1)]
 
 
@@ -129,9 +135,38 @@ def _remedy(row: Row) -> str:
     return convention(row.values)
 
 
+def _says(message: dict[str, Any]) -> bool:
+    """Return True if the message has content, or calls tools, which needs none."""
+    return "content" in message or bool(message.get("tool_calls"))
+
+
+def _with_calls(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
+    """Return a message that calls tools as chat templates read it: text and objects.
+
+    OpenAI's form has no content or null, and arguments as JSON text, which some templates would write as a string.
+    """
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = None
+        if not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+            what = "a tool call must have a name, and arguments that are a JSON object or the text of one"
+            raise DataError(f"{row.origin}: message {number}: {what}")
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "content": message.get("content") or "", "tool_calls": calls}
+
+
 def _message(message: dict[str, Any], row: Row, number: int) -> dict[str, Any]:
     """Return the message with its content as text. Parts are joined, since templates leave them out or garble them."""
-    role, content = message["role"], message["content"]
+    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
+        message = _with_calls(message, row, number)
+    role, content = message["role"], message.get("content")
     if not isinstance(role, str):
         raise DataError(f"{row.origin}: message {number}: role must be text, not {_shown(role)}")
     if isinstance(content, str):

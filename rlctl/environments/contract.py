@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.tool_schema import Schema, SchemaError, tool_schema
-from rlctl.utils.user_code import finite_number, shortened
+from rlctl.utils.user_code import defined_at, finite_number, shortened
 
 # Methods that are no tools.
 RESERVED = ("close", "get_reward", "reset", "step")
@@ -62,7 +63,7 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
             try:
                 tools.append(tool_schema(method))
             except SchemaError as error:
-                problems.append(f"tool {name}: {error}")
+                problems.append(f"tool {name}: {error}{_reserved_name(name, members)}")
     problems += _reserved(members)
     takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
     notes = _notes(environment, members)
@@ -75,7 +76,7 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
     """Return the keyword arguments of `reset`: the columns of the row, and the group's seed where it takes one.
 
     The column `environment` is left out, and `prompt` where `reset` has no place for it: both belong to the trainer.
-    A row's own `seed` comes before the group's.
+    A row's own `seed` comes before the group's. Raises ContractError for columns that `reset` does not take.
     """
     parameters = inspect.signature(reset).parameters
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -83,7 +84,21 @@ def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int
     columns = {name: value for name, value in row.items() if name != ENVIRONMENT_COLUMN or name in parameters}
     if not open_ended and "prompt" not in parameters:
         columns.pop("prompt", None)
+    if wrong := _mismatch(parameters, {**seeds, **columns}, open_ended):
+        raise ContractError(f"its parameters ({defined_at(reset)}) are not the row's columns: {wrong}")
     return {**seeds, **columns}
+
+
+def _mismatch(parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], open_ended: bool) -> str:
+    """Return what `reset` needs and is not given, and what it is given and has no place for; empty if nothing."""
+    by_name = {
+        name: each for name, each in parameters.items() if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
+    needed = [name for name, each in by_name.items() if each.default is each.empty and name not in given]
+    wrong = [f"no column {name}{did_you_mean(name, given)}" for name in needed]
+    if not open_ended and (unknown := [name for name in given if name not in by_name]):
+        wrong.append(f"no parameter for {', '.join(unknown)}: add **row")
+    return "; ".join(wrong)
 
 
 def opening(prompt: list[Message], observation: Observation) -> list[Message]:
@@ -165,7 +180,7 @@ def _construction(environment: type, arguments: Mapping[str, Any]) -> list[str]:
         inspect.signature(environment).bind(**arguments)
     except TypeError as error:
         given = f"the arguments {', '.join(arguments)}" if arguments else "no arguments"
-        return [f"cannot be made with {given}: {error}"]
+        return [f"cannot be made with {given}: {error}; they are environment.args"]
     except ValueError:  # a constructor that Python knows no signature of
         pass
     return []
@@ -184,12 +199,20 @@ def _reserved(members: Mapping[str, Callable[..., Any]]) -> list[str]:
     return problems
 
 
+def _reserved_name(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
+    """Return a hint at the reserved method that is missing and that a tool's name may be meant for."""
+    return did_you_mean(name, [each for each in RESERVED if each not in members])
+
+
 def _notes(environment: type, members: Mapping[str, Callable[..., Any]]) -> list[str]:
     notes = []
     if "get_reward" not in members:
         notes.append("has no get_reward: a reward function must value its episodes")
     if not set(members) - set(RESERVED) and "step" not in members:
         notes.append("has neither tools nor step: the model's first message ends the episode")
+    for name in set(members) - set(RESERVED):
+        if hint := _reserved_name(name, members):
+            notes.append(f"{name} is a tool{hint}")
     for name, member in inspect.getmembers_static(environment):
         if isinstance(member, staticmethod) and not name.startswith("_"):
             notes.append(f"{name} is a static method, so it is no tool")

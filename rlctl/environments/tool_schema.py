@@ -70,6 +70,8 @@ def _visible(tool: Callable[..., Any]) -> list[inspect.Parameter]:
 def _hints(tool: Callable[..., Any]) -> dict[str, Any]:
     """Return the type hint of each parameter, and of `return` if there is one."""
     for each in _visible(tool):
+        if each.kind is each.VAR_POSITIONAL:
+            raise SchemaError(f"parameter *{each.name}: a call gives arguments by their names; write list[...]")
         if each.annotation is each.empty:
             raise SchemaError(f"parameter {each.name} has no type hint")
     try:

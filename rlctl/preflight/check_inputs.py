@@ -168,6 +168,8 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
     """
     if name in known:
         return ""
+    if name.endswith(".py"):
+        return f"{name} names a file alone: write {name}:{kind}"
     if ":" not in name:
         return f"must be {', '.join(known)} or module:{kind}, not {name}{did_you_mean(name, known)}"
     module, _, attribute = name.rpartition(":")
@@ -180,10 +182,14 @@ def missing_plugin(name: str, known: Iterable[str], kind: str) -> str:
         file = next((each for each in files if os.path.isfile(each)), None)
     if file is None:
         return f"no module {shortened(module)} beside the recipe, in the current directory or on the Python path"
+    if not os.path.isfile(file):
+        return f"no file {shortened(module)}{did_you_mean(module, map(str, file.parent.glob('*.py')))}"
     try:
         defined = _defined_names(file)
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return f"{show_path(file)} is not Python: {error}"
+    except SyntaxError as error:
+        return f"{show_path(file)}:{error.lineno}: not Python: {error.msg}"
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        return f"{show_path(file)}: not Python: {error}"
     if attribute in defined:
         return ""
     return f"{show_path(file)} defines no {attribute or kind}{did_you_mean(attribute, defined)}"

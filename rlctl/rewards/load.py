@@ -31,8 +31,12 @@ def _user_function(name: str) -> RewardFunction:
     except (Exception, SystemExit) as error:  # whatever the user's module does at import
         raise RewardError(import_error(error, __file__)) from error
     function = getattr(module, attribute, None)
-    if not callable(function):
+    if not hasattr(module, attribute):
         raise RewardError(f"no such function: {module_name} has no {attribute!r}")
+    if not callable(function):
+        raise RewardError(f"no function: {attribute} of {module_name} is a {type(function).__name__}")
+    if inspect.iscoroutinefunction(function):
+        raise RewardError(f"is a coroutine at {defined_at(function)}: rewards are called, not awaited; write def")
     try:
         inspect.signature(function).bind("prompt", "completion", "answer", {})
     except TypeError as error:

@@ -32,7 +32,7 @@ def recipe(home: Path) -> Path:
     [
         (HEAD + "    return 1 / 0\n", "raised ZeroDivisionError at recipes/my_rewards.py:5: division by zero"),
         (HEAD + "    return 'good'\n", "no finite number at recipes/my_rewards.py:4: returned 'good'"),
-        (HEAD.replace(", row", ""), "recipes/my_rewards.py is not Python: "),
+        (HEAD.replace(", row", ""), "recipes/my_rewards.py:4: not Python: "),
         (
             HEAD.replace(", row", "") + "    return 1\n",
             "wrong signature at recipes/my_rewards.py:4: it must take (prompt, completion, answer, row); too many",

@@ -46,6 +46,12 @@ def test_limit_keeps_the_first_rows_and_reads_no_further(tmp_path, section):
     assert len(load_rows(replace(section, path=path, limit=2))) == 2
 
 
+def test_a_list_in_a_file_of_lines_is_told_its_name(tmp_path, section):
+    path = jsonl(tmp_path / "a.jsonl", ["[", json.dumps(ROWS[0]), "]"])
+    with pytest.raises(DataError, match=r"a\.jsonl:1: .*; a file with a list of rows is named \.json"):
+        load_rows(replace(section, path=path))
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [('{"prompt": "x"', ":2: not JSON: "), ("[1]", ":2: a row must be a JSON object, not list")],

@@ -74,5 +74,32 @@ def test_any_other_content_is_an_error_with_its_line(section: DatasetSection, co
         assert str(error.value) == f"a.jsonl:3: message 1 (user): {needed}, not {shown}"
 
 
+def test_calls_in_openais_form_are_read_as_templates_want_them(section: DatasetSection) -> None:
+    asked = {"role": "user", "content": "2+3"}
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    bare = {"role": "assistant", "tool_calls": [call]}
+    for message in (bare, {**bare, "content": None}):
+        _, read = conversation(row(messages=[asked, message]), section)
+        assert read["content"] == "" and read["tool_calls"][0]["function"]["arguments"] == {"a": 2, "b": 3}
+    assert call["function"]["arguments"] == '{"a": 2, "b": 3}'
+    call["function"]["arguments"] = "2, 3"
+    with pytest.raises(DataError, match=r"a\.jsonl:3: message 2: a tool call must have a name, and arguments"):
+        conversation(row(messages=[asked, bare]), section)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"prompt": None, "answer": 3}, "column 'prompt' is null"),
+        ({"messages": "[]"}, "not text; of JSON as text, write the list itself"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "and the last message is of bot, not assistant"),
+    ],
+)
+def test_what_a_row_lacks_is_said_as_it_is(section: DatasetSection, values: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError) as error:
+        question(row(**values), section, answered=True)
+    assert told in str(error.value)
+
+
 def test_another_answer_column_is_followed(section: DatasetSection) -> None:
     assert question(row(prompt="x", gold=7), replace(section, answer_key="gold"))[1] == "7"

@@ -111,7 +111,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
 
     contract = read_contract(Broken, {})
     assert contract.problems == [
-        "cannot be made with no arguments: missing a required argument: 'size'",
+        "cannot be made with no arguments: missing a required argument: 'size'; they are environment.args",
         "tool look: parameter how has no type hint",
         "tool move: has no docstring: the model reads it as the tool's description",
         "has no method reset(self, **row): it begins each episode",
@@ -141,6 +141,32 @@ def test_reset_gets_the_columns_and_the_seed_where_it_takes_one() -> None:
     assert reset_arguments(seeded, row, 7) == {"target": 3, "seed": 7}
     assert reset_arguments(seeded, {**row, "seed": 1}, 7) == {"target": 3, "seed": 1}
     assert reset_arguments(anything, row, 7) == {"prompt": "p", "target": 3}
+
+
+def test_columns_that_reset_does_not_take_are_named_with_the_nearest() -> None:
+    def narrow(traget: int, seed: int = 0) -> None: ...
+
+    with pytest.raises(ContractError) as error:
+        reset_arguments(narrow, {"target": 3, "word": "x"}, 7)
+    assert str(error.value).endswith(
+        "are not the row's columns: no column traget; did you mean target?; no parameter for target, word: add **row"
+    )
+
+
+def test_a_tool_named_nearly_as_a_reserved_method_is_asked_about() -> None:
+    class Game:
+        def reset(self) -> None: ...
+
+        def reward(self) -> float:
+            """Value the episode."""
+            return 1.0
+
+        def rest(self, *steps: int) -> None:
+            """Rest."""
+
+    contract = read_contract(Game, {})
+    assert "reward is a tool; did you mean get_reward?" in contract.notes
+    assert contract.problems == ["tool rest: parameter *steps: a call gives arguments by their names; write list[...]"]
 
 
 def test_the_observation_joins_the_prompt() -> None:
