@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-_WAIT_S = 60.0
+_WAIT_S = 300.0
 
 
 class Page:
@@ -132,7 +132,7 @@ def browser(profile: Path) -> Iterator[Page]:
         os.close(read)
         os.close(write)
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+
+from tests.faults.runs import RUNS
 
 # As in the Makefile: where containers set it, each of the many processes started here would compile vLLM anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -25,7 +27,8 @@ gc.set_threshold(50_000)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-settings.register_profile("rlctl", deadline=None)
+# Hypothesis fails a test whose examples take a second to draw, too.
+settings.register_profile("rlctl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rlctl")
 
 
@@ -35,6 +38,15 @@ BEGUN_FIRST = "tests/unit/rollout/test_schedules.py"
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(BEGUN_FIRST))
+
+
+@pytest.fixture(autouse=True)
+def no_run_goes_on() -> Iterator[None]:
+    """A test that fails takes its runs with it: two cores are too few for the next test beside one without an end."""
+    begun = len(RUNS)
+    yield
+    for run in RUNS[begun:]:
+        run.end_now()
 
 
 @pytest.fixture(scope="session")

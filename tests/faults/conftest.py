@@ -1,7 +1,7 @@
 """What several faults need."""
 
-import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +11,7 @@ import pytest
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
     """A file system of 1 MiB, with a short path."""
-    small = Path("/tmp") / f"rls-{os.getpid()}"
-    small.mkdir()
+    small = Path(tempfile.mkdtemp(prefix="rls-", dir="/tmp"))
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], capture_output=True)
     try:
         if mounted.returncode:

@@ -21,6 +21,10 @@ SETTINGS = {
 }
 
 
+# All attempts of this process.
+RUNS: list["Run"] = []
+
+
 class Run:
     """One attempt of a run in `folder/runs/NAME`. within: a command that becomes the one it is given."""
 
@@ -44,6 +48,7 @@ class Run:
         with self.output.open("w") as output:
             # A session of its own, as a terminal gives it: signals go to the whole group.
             self.process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, start_new_session=True)
+        RUNS.append(self)
 
     def events(self) -> list[dict[str, Any]]:
         return read(self.path / "events.jsonl")
@@ -91,12 +96,18 @@ class Run:
         self.process.wait()
         return family
 
+    def end_now(self) -> None:
+        """Kill the driver if it still runs; what it had started ends without it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
     def end(self) -> int:
         """The exit code."""
         try:
             return self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self.end_now()
             raise AssertionError(f"the run did not end:\n{self.text()}") from None
 
     def text(self) -> str:
@@ -111,7 +122,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
-def survivors(family: list[psutil.Process], within_s: float = 30.0) -> list[psutil.Process]:
+def survivors(family: list[psutil.Process], within_s: float = 120.0) -> list[psutil.Process]:
     """Processes that still live after `within_s`; zombies count as dead."""
     end = time.monotonic() + within_s
     alive = family

@@ -35,7 +35,7 @@ def until(true: Callable[[], object], process: "subprocess.Popen[str]") -> None:
 
 def ended(process: "subprocess.Popen[str]", code: int) -> str:
     """What a command said that must end with `code`."""
-    _, err = process.communicate(timeout=280)
+    _, err = process.communicate(timeout=500)
     assert process.returncode == code, err
     return err
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
 import psutil
@@ -9,22 +10,24 @@ import pytest
 
 from tests.faults.runs import Run, read, survivors
 
-REWARD = """
+# Of this test alone, whatever else runs on the machine.
+SECONDS = f"999999.{random.SystemRandom().randrange(10**9)}"
+REWARD = f"""
 import os
 import subprocess
 
-subprocess.Popen(["sleep", "999999.25"], start_new_session=True)
+subprocess.Popen(["sleep", "{SECONDS}"], start_new_session=True)
 
 
 def score(prompt, completion, answer, row):
     if int(answer) % 3 == 0 or os.path.exists("broken"):
-        raise ValueError(f"no idea of {prompt}{completion}")
+        raise ValueError(f"no idea of {{prompt}}{{completion}}")
     return float(completion == answer)
 """
 
 
 def left_by_the_reward() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["cmdline"]) if "999999.25" in (process.info["cmdline"] or [])]
+    return [process for process in psutil.process_iter(["cmdline"]) if SECONDS in (process.info["cmdline"] or [])]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,16 +19,19 @@ class Clusters:
         self.home, self.prefix = home, prefix
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environment = {**kept, "XDG_STATE_HOME": str(home / "state"), "COLUMNS": "80", **environment}
+        self._begun: list[subprocess.Popen[str]] = []
 
     def popen(self, *arguments: str, group: str = "cluster") -> "subprocess.Popen[str]":
         """`rlctl GROUP ARGUMENTS`, in the home of the test."""
         command = [*self.prefix, sys.executable, "-m", "rlctl.cli.main", group, *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen(  # type: ignore
+        process = subprocess.Popen(  # type: ignore
             command, text=True, env=self.environment, start_new_session=True, cwd=self.home, **pipes
         )
+        self._begun.append(process)
+        return process
 
-    def run(self, *arguments: str, code: int = 0, within_s: float = 280, group: str = "cluster") -> tuple[str, str]:
+    def run(self, *arguments: str, code: int = 0, within_s: float = 500, group: str = "cluster") -> tuple[str, str]:
         """(stdout, stderr) of a command that must end with `code`."""
         process = self.popen(*arguments, group=group)
         out, err = process.communicate(timeout=within_s)
@@ -50,10 +54,14 @@ class Clusters:
         return subprocess.Popen(command, text=True, env={**self.environment, **exported, **environment}, **pipes)  # type: ignore
 
     def clean(self) -> None:
-        """Whatever a test that failed has left."""
+        """End whatever a test that failed has left."""
+        for process in self._begun:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         folder = self.home / "state" / "rlctl" / "clusters"
         for name in [path.parent.name for path in folder.glob("*/state.json")]:
-            self.popen("down", name, "--forget").communicate(timeout=120)
+            self.popen("down", name, "--forget").communicate(timeout=500)
 
 
 def processes_of(folders: list[str]) -> list[int]:
@@ -68,8 +76,8 @@ def processes_of(folders: list[str]) -> list[int]:
     return found
 
 
-def gone(folders: list[str], within_s: float = 10) -> bool:
-    """Whether neither the folders nor a process of theirs is left."""
+def gone(folders: list[str], within_s: float = 120) -> bool:
+    """Return whether neither the folders nor a process of theirs is left within that time."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         if not processes_of(folders) and not any(map(os.path.exists, folders)):

@@ -48,16 +48,18 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert (node["condition"], node["resources"]["CPU"]) == ("up", 2)
     assert {address for address, _, _ in node["listening"]} == {"127.0.0.1"}
     assert token not in json.dumps(seen)
+    began = time.monotonic()
     shown = clusters.run("status")[0]
+    answered_s = time.monotonic() - began
     assert "everything listens on loopback alone" in shown
     assert max(map(len, shown.splitlines())) <= 80
     listed = clusters.run("list")[0].splitlines()
     assert listed[1].split()[:4] == ["local", "local", "up", "1"]
     assert "head start.log | " in clusters.run("logs", "--node", "head")[0]
 
-    out, err = friend.communicate(timeout=120)
+    out, err = friend.communicate(timeout=500)
     assert out == "42\n", err
-    out, err = refused.communicate(timeout=120)
+    out, err = refused.communicate(timeout=500)
     assert "Failed to connect to Ray cluster" in err
 
     # Another person's cluster cannot have a port of this one.
@@ -77,7 +79,8 @@ def test_up_used_and_down(clusters: Clusters, tmp_path: Path) -> None:
     path.write_text("0" * 64)
     began = time.monotonic()
     assert clusters.run("status", code=1)[1].startswith("error: wrong token: ")
-    assert time.monotonic() - began < 20
+    # Ray's own driver would ask for 21 s more than it takes to be answered.
+    assert time.monotonic() - began < answered_s + 15
     assert "local is down" in clusters.run("down")[0]
     assert gone(folders)
     assert [path.name for path in clusters.folder().iterdir()] == ["logs"]

@@ -3,12 +3,12 @@ time."""
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from tests.system.drifting import DriftingSource
 from tests.system.engines import SEAT, MakeSource, refit_options, spec_for
 from tests.tiny_models import make_model
 from tests.turns import turns
+from tests.waiting import PATIENCE_S, until
 
 DEADLINE, PROMPTS, SAMPLES = 600.0, 4, 2
 
@@ -97,10 +98,10 @@ class Stage:
     def end(self) -> None:
         """Wait until the engine is idle: no answer of this run may reach the next one."""
         assert self.buffer and self.dispatcher
-        while not self.dispatcher.drain():
-            time.sleep(0.05)
-        self.buffer.close()
-        time.sleep(1.5)
+        until(self.dispatcher.drain)
+        # Which ends an engine that is slow to answer: the next case needs it.
+        with patch("rlctl.rollout.dispatcher._CLOSE_S", PATIENCE_S):
+            self.buffer.close()
 
     def told(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["kind"] == kind]
@@ -152,8 +153,9 @@ def ids(steps: list[list[RolloutGroup]]) -> list[str]:
 def test_rollouts_that_ended_are_handed_out_before_their_group_is_done(stage: Stage) -> None:
     engine, requests = stage.pool.engines[0], turns(0, 12, [5, 9, 12], 1500, 3)
     stage.pool.sync(0)
+    collecting = engine.start(Engine.collect, DEADLINE)
     engine.start(Engine.submit, requests).wait(DEADLINE)
-    told: list[FinishedTurns] = []
+    told: list[FinishedTurns] = collecting.wait(DEADLINE)
     while sum(len(each.ids) for each in told) < 12:
         told += engine.start(Engine.collect, DEADLINE).wait(DEADLINE)
     assert len(told) > 1 and all(each.ids for each in told)
@@ -211,8 +213,10 @@ def test_a_group_at_the_bound_is_drawn_anew_once_and_no_more(stage: Stage) -> No
 @pytest.mark.slow
 def test_an_engine_that_stands_still_is_replaced_and_one_that_keeps_dying_costs_its_prompts(stage: Stage) -> None:
     stage.start(6.0, "generation.max_generation_failures=0", "run.explain_after_s=2")
+    engine = stage.pool.engines[0].pid()
     stage.step()
-    os.kill(stage.pool.engines[0].pid(), signal.SIGSTOP)
+    # At once: it samples for the next step.
+    os.kill(engine, signal.SIGSTOP)
     for _ in range(2):
         stage.step()
     stage.end()
@@ -242,17 +246,17 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
         requests = [request for group in range(20) for request in turns(group, 2, [5, 9, 12], 8, group)]
         dispatcher.submit(requests, mine)
         # It was given as many as it decodes at a time.
-        wait_until(lambda: len(mine.answers) == 36)
+        until(lambda: len(mine.answers) == 36)
         stopped = dispatcher.abort([request.id for request in requests])
         assert set(stopped) == {request.id for request in requests} - {request.id for request, _ in mine.answers}
         again = [request for request in requests if request.id in stopped]
         # A later turn would wait for the engine that hangs.
         others = [RequestId(replace(one.id.rollout, attempt=1)) for one in again]
         dispatcher.submit([replace(one, id=other) for one, other in zip(again, others)], mine)
-        wait_until(lambda: len(mine.answers) == 40)
+        until(lambda: len(mine.answers) == 40)
         assert not dispatcher.drain()
         os.kill(hung, signal.SIGCONT)
-        wait_until(dispatcher.drain)
+        until(dispatcher.drain)
         answered = {replace(request.id.rollout, attempt=0) for request, _ in mine.answers}
         assert answered == {request.id.rollout for request in requests}
         dispatcher.close()
@@ -271,10 +275,3 @@ class Mine:
 
     def restarted(self, requests: list[TurnRequest]) -> None:
         raise AssertionError("no engine was lost")
-
-
-def wait_until(done: Callable[[], bool], patience_s: float = 60.0) -> None:
-    end = time.monotonic() + patience_s
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)

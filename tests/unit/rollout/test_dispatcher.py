@@ -90,7 +90,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 groups = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 64)), min_size=1, max_size=30)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(groups, st.integers(1, 4))
 def test_groups_stay_whole_in_order_and_loads_are_even(shape: list[tuple[int, int]], engines: int) -> None:
     stage = Stage(engines, at_a_time=1000)
@@ -328,7 +330,9 @@ class Talk:
         self.stage.dispatcher.submit([next_turn(each) for each in ready], self.mine)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.booleans(), st.integers(0, 1 << 30))
 def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
     engines: int, at_a_time: int, count: int, dies: bool, seed: int
