@@ -9,6 +9,8 @@ from rlctl.dashboard.panels.status import HEIGHT, header, log, startup
 from rlctl.dashboard.state import RunState
 
 WIDE = 116
+# Below this, numbers of two columns side by side would be cut.
+TWO_COLUMNS = 64
 SPEED_HEIGHT = 5
 LEAST_LOG = 3
 # Rows below the other panels from which on a rollout is shown; those left to the events; the most it takes.
@@ -27,6 +29,9 @@ def render(state: RunState, width: int, height: int) -> Frame:
         rows += startup(state, width, upper)
     elif width >= WIDE:
         rows += _wide(state, width, room)
+    elif width < TWO_COLUMNS:
+        upper = max(3, min(len(metrics_of(state)) + 2, room - SPEED_HEIGHT - LEAST_LOG))
+        rows += [*learning(state, width, upper), *throughput(state, width, SPEED_HEIGHT)]
     else:
         rows += _narrow(state, width, room)
     left = height - len(rows)

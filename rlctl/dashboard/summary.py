@@ -14,6 +14,9 @@ from rlctl.dashboard.formats import duration, error_factor, gib, number, percent
 from rlctl.dashboard.state import RunState, best_checkpoint
 from rlctl.telemetry.throughput import split
 
+# The share of groups whose rollouts all had one reward, mean over the steps, from which the summary tells it.
+_MOSTLY = 0.9
+
 
 def print_summary(state: RunState, console: Console) -> None:
     """Print the summary table and the next steps; commands are printed whole, however long."""
@@ -72,6 +75,8 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
     ):
         if series := state.series(name):
             yield label, f"{show(series[0][1])} → {show(series[-1][1])}  (step {series[0][0]} → {series[-1][0]})"
+    if (uniform := state.values("groups/uniform")) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
+        yield "little to learn", f"{percent(share)} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):
         yield "failed rewards", failed
     if best := best_checkpoint(state):

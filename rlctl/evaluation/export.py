@@ -80,10 +80,12 @@ def model_card(target: Target, dtypes: list[str]) -> str:
         head["tags"].append(config["kind"])
         base = str(config["model"]["path"])
         # An absolute path means nothing on the hub.
-        head |= {} if Path(base).is_absolute() else {"base_model": base}
+        head |= {} if Path(base).is_absolute() or config["model"].get("random_init") else {"base_model": base}
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}", f"Weights in {', '.join(dtypes)}."]
     if target.run and config:
-        made = f"Trained by rlctl ({config['kind']}) from {Path(config['model']['path']).name}, {target.step} steps."
+        start = "random weights in the shape of " if config["model"].get("random_init") else ""
+        start += Path(config["model"]["path"]).name
+        made = f"Trained by rlctl ({config['kind']}) from {start}, {target.step} steps."
         parts += [made, "## Data", _data(config), "## Figures", *_figures(target, target.run)]
         recipe = yaml.safe_dump(_public(config), sort_keys=False).strip()
         parts += ["## Recipe", "Paths are shortened to their last part.", f"```yaml\n{recipe}\n```"]

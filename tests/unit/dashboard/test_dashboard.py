@@ -37,6 +37,11 @@ def test_no_line_is_wider_and_no_screen_higher_than_the_terminal(
     assert len(lines) <= size[1]
 
 
+def test_a_narrow_terminal_has_one_column_of_whole_numbers(tmp_path: Path) -> None:
+    text = "\n".join(screen(write_run(tmp_path).path, 40, 30))
+    assert "1,209" in text and "80.0%" in text and "Step time" not in text
+
+
 @pytest.mark.parametrize("size", [(80, 24), (140, 40)])
 @pytest.mark.parametrize("metrics", [step_metrics, async_metrics])
 def test_the_usual_terminals_are_filled(

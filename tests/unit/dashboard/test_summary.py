@@ -33,6 +33,18 @@ def test_it_tells_what_was_reached_and_what_it_cost(tmp_path: Path) -> None:
         assert needed in text, needed
 
 
+def test_a_run_whose_groups_had_equal_rewards_says_that_there_was_little_to_learn(tmp_path: Path) -> None:
+    def uniform(share: float) -> str:
+        return summary(
+            write_run(
+                tmp_path, f"run-{share}", metrics=lambda step: {**step_metrics(step), "groups/uniform": share}
+            ).path
+        )
+
+    assert "little to learn" not in uniform(0.5)
+    assert "little to learn" in uniform(1.0)
+
+
 def test_commands_are_never_wrapped_and_keep_their_brackets(tmp_path: Path) -> None:
     run = write_run(tmp_path, ended=None)
     command = "rlctl train grpo --resume runs/a data.stop=[1,2] " + "x" * 100

@@ -94,6 +94,14 @@ def test_the_model_card_says_what_made_the_weights_and_what_was_measured(run: Pa
     assert str(Path(__file__).parents[3]) not in text
 
 
+def test_the_card_of_random_weights_names_no_model_that_they_come_from(run: Path, tmp_path: Path) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"] |= {"path": "Qwen/Qwen3-0.6B", "random_init": True}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    card = model_card(find_target(str(run), Path("/")), ["float32"])
+    assert "from random weights in the shape of Qwen3-0.6B, 4 steps." in card and "base_model" not in card
+
+
 def test_a_folder_that_is_there_is_left_alone_and_a_failure_leaves_none(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
