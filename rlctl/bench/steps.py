@@ -50,8 +50,9 @@ def _end_with(parent: int) -> None:
 def random_batch(model: Path, tokens: int, count: int, micro_batch: int, fields: Sequence[str] = ()) -> "RankBatch":
     """Return `count` random sequences of `tokens` tokens, packed into micro-batches of at most `micro_batch`.
 
-    All tokens but each sequence's first are trained on. fields: names of what each token has besides, random numbers
-    from -1 to 0.
+    All tokens but each sequence's first are trained on. fields: names of what each token has besides: `advantage` is
+    from -1 to 1, others are log-probs near those of random weights. Were ratios far from 1, clipping would leave no
+    gradient, and a backward pass of zeros takes less power than a real one.
     """
     import numpy as np
 
@@ -59,11 +60,13 @@ def random_batch(model: Path, tokens: int, count: int, micro_batch: int, fields:
     from rlctl.training.worker import RankBatch
 
     vocabulary = int(json.loads((model / "config.json").read_text())["vocab_size"])
-    rng, mask = np.random.default_rng(0), np.arange(tokens) > 0
+    rng, mask, likely = np.random.default_rng(0), np.arange(tokens) > 0, np.float32(np.log(vocabulary))
     samples = []
     for _ in range(count):
         words = rng.integers(vocabulary, size=tokens).astype(np.int32)
-        samples.append(TrainingSample(words, mask, {name: -rng.random(tokens, np.float32) for name in fields}))
+        noise = {name: rng.uniform(-1.0, 1.0, tokens).astype(np.float32) for name in fields}
+        own = {name: each if name == "advantage" else 0.1 * each - likely for name, each in noise.items()}
+        samples.append(TrainingSample(words, mask, own))
     [plan] = plan_micro_batches([tokens] * count, 1, micro_batch)
     return RankBatch.of([[samples[index] for index in batch] for batch in plan])
 

@@ -65,6 +65,9 @@ def test_engine_and_trainer_share_one_device(sleep: str, model: Path, tmp_path: 
     )
     check(records)
     assert all(("refit/wake" in record) == (sleep == "true") for record in records)
+    events = map(json.loads, (tmp_path / "run" / "events.jsonl").read_text().splitlines())
+    # What sleeps drops its weights: no module of the engine holds anything that a refit does not write.
+    assert all(event["overwrites"] for event in events if event["kind"] == "refit_opened")
 
 
 @pytest.mark.skipif("gpus() < 2", reason="needs two CUDA devices")

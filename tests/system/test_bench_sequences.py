@@ -26,7 +26,8 @@ def test_rows_train_as_many_tokens_at_each_length(tmp_path: Path) -> None:
     assert [(row["length"], row["sequences"]) for row in found["rows"]] == [(16, 8), (64, 2)]
     for row in found["rows"]:
         assert row["rate"] == pytest.approx(128 / row["step"]) and row["mfu"] is None and row["forecast"] > 0
-        assert len(row["losses"]) == 3 and not found["interrupted"]
+        # Weights move, since a gradient is left by clipping.
+        assert len(set(row["losses"])) == 3 and not found["interrupted"]
     assert "64 tokens" in plot.read_text()
     assert list(tmp_path.glob("rlctl-*")) == []
 
