@@ -182,6 +182,7 @@ class EpisodePlayer:
             except DataError as error:
                 # A row or a template that cannot be played: another try would end alike.
                 failure = EnvironmentFailure("contract", str(error))
+                self._pool.failures.add("rollout", failure, then="the episode is left out and counted")
                 self._when_sampled(play, partial(self._end, play, None, failure))
         return True
 

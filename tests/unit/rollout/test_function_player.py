@@ -19,6 +19,7 @@ from rlctl.generation.requests import RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.function_player import FunctionPlayer
 from rlctl.rollout.player import EpisodeLimits
 from rlctl.rollout.types import PlayedEpisode, Rollout
+from rlctl.workers.user_logs import FailureLog
 from tests.unit.data.conftest import tokenizer
 from tests.unit.environments.test_rollout_function import Here
 from tests.unit.rollout.test_player import CHATML, LIMITS, ScriptedEngines, Taken, start
@@ -36,6 +37,7 @@ class Function:
     asks: Callable[[tuple[list[int], list[float], list[int]] | None], Told]
     # Three empty lists were given.
     refused: int = 0
+    failures: FailureLog = field(default_factory=lambda: FailureLog("environment"))
 
     def begin(self, episode: RolloutId, task: dict[str, Any], seed: int) -> "Future[Any]":
         return self._told(self.asks(None), 0)
@@ -157,6 +159,18 @@ def test_a_used_up_budget_gives_three_empty_lists_and_then_an_error(
 def test_a_function_that_fails_leaves_its_rollout_out(engines: ScriptedEngines, asked: Told, said: str) -> None:
     rollout, episode = played(engines, lambda sampled: asked)
     assert said in str(episode.failure) and episode.reward is None and not rollout.rows
+
+
+def test_what_the_player_finds_wrong_is_told_once_and_counted_by_its_cause(engines: ScriptedEngines) -> None:
+    told: list[str] = []
+    function = Function(lambda sampled: {"reward": 1.0})
+    function.failures = FailureLog("environment", emit=lambda kind, what: told.append(what))
+    player = player_of(engines, function, LIMITS)
+    player.play([start(0), start(1)], Taken())
+    while player.play_next() and len(function.failures.counts) + len(told) < 2:
+        pass
+    assert function.failures.most_common().startswith("rollout: the rollout function returned without a sample (")
+    assert len(told) == 1 and "left out and counted" in told[0]
 
 
 def test_a_function_may_leave_the_value_to_rewards_where_there_are_some(engines: ScriptedEngines) -> None:

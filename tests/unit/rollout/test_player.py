@@ -58,10 +58,8 @@ class ScriptedEngines:
 class ScriptedPool:
     """Environment in this process: `acts(kind, payload)` gives each outcome."""
 
-    failures: FailureLog
-
     def __init__(self, acts: Any) -> None:
-        self.acts, self.closed = acts, list[RolloutId]()
+        self.acts, self.closed, self.failures = acts, list[RolloutId](), FailureLog("environment")
 
     def key_of(self, row: Any) -> str:
         return "game"
