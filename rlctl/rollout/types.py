@@ -5,6 +5,7 @@ Task -> RolloutStart -> TurnRequest -> Completion -> Rollout -> RolloutGroup -> 
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -159,9 +160,9 @@ class Rollout:
         """Weight versions of the sampled tokens."""
         return self.versions[self.sampled]
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        """Number of tokens of all rows."""
+        """Number of tokens of all rows. The buffer asks for it at each look."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
