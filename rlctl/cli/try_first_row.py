@@ -56,6 +56,7 @@ def _try_rewards(composed: "Composed", fetch: bool) -> list[str]:
 
     if away := _away(config, fetch):
         return [f"rewards: not tried, {away} is not on this machine; rlctl config check --try-rewards fetches it"]
+    from rlctl.grpo.advantages.trial import try_advantage
     from rlctl.rewards.base import UnusableError
 
     try:
@@ -72,7 +73,9 @@ def _try_rewards(composed: "Composed", fetch: bool) -> list[str]:
         raise ConfigError([_problem(composed, *each) for each in found]) from error
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
     judged = "right" if score.right else "not right"
-    return [f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"]
+    tried = f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"
+    advantage, _ = try_advantage(config) if isinstance(composed.config, GrpoConfig) else ("", False)
+    return [tried, *[advantage] * bool(advantage)]
 
 
 def _try_environments(composed: "Composed", fetch: bool) -> list[str]:

@@ -53,7 +53,9 @@ class GrpoParts:
         return self.sampling.load_chat()
 
     def load(self, chat: Chat, rows: RunRows) -> RunData[Task]:
-        """Tokenize the tasks, and try environments and rewards on the first one."""
+        """Tokenize the tasks, try environments and rewards on the first one, and an advantage of the user's."""
+        from rlctl.grpo.advantages.trial import try_advantage
+
         session, config = self.session, self.config
         length, answer = Resolved(config).max_length(self.files.max_length), config.generation.max_new_tokens
         found: dict[str, list[Task]] = {"train": [], "validation": []}
@@ -65,6 +67,9 @@ class GrpoParts:
                 check_room(tasks, answer, length)
         session.depend_on_rows(digest_rows(found["train"]))
         self.sampling.try_on(found["train"][0])
+        line, failed = try_advantage(config)
+        if failed:
+            session.events.emit("warning", what=line)
         return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))
 
     def start_engines(self, allocation: Allocation, loading: DataLoading[Task]) -> "GeneratorPool":

@@ -1,0 +1,47 @@
+"""A user's advantage tried on made-up rewards before a run starts, for what would end the run in its first step."""
+
+import numpy as np
+
+from rlctl.config.plugins import OVERLONG, reward_names
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.advantages.base import ScoredRollouts, make_advantage, token_advantages
+
+_WHAT = "grpo.advantage.name={}, tried on made-up rewards of 0 and 1"
+
+
+def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
+    """Return a line on how it went, and True if it failed; nothing for rlctl's own, or where rewards have no names yet.
+
+    An environment's rewards have none before an episode. Rewards of a run may lie elsewhere, so a failure need not
+    refuse it.
+    """
+    name = config.grpo.advantage.name
+    if ":" not in name or config.has_turns:
+        return "", False
+    try:
+        # A result that is not finite is told below.
+        with np.errstate(all="ignore"):
+            token_advantages(make_advantage(config), _made_up(config))
+    except Exception as error:  # whatever a user's class does
+        return f"{_WHAT.format(name)}: {error}", True
+    return f"{_WHAT.format(name)}: as many finite numbers as it must give", False
+
+
+def _made_up(config: GrpoConfig) -> ScoredRollouts:
+    """Return a group of both rewards, and one of equal ones unless the config filters such groups."""
+    size = config.grpo.num_generations_per_prompt
+    groups = 1 if config.grpo.dynamic_sampling.filter else 2
+    group = np.repeat(np.arange(groups), size)
+    reward = np.where(group == 0, np.arange(len(group)) % 2, 0).astype(np.float64)
+    weights = dict(zip(reward_names(config.rewards), (each.weight for each in config.rewards)))
+    parts = {name: reward.copy() for name in weights}
+    if config.grpo.overlong.penalty_tokens is not None:
+        parts[OVERLONG], weights[OVERLONG] = np.zeros(len(group)), 1.0
+    return ScoredRollouts(
+        group=group,
+        reward=np.array(sum(weights[name] * part for name, part in parts.items())),
+        parts=parts,
+        weights=weights,
+        right=reward == 1,
+        turns=[np.zeros(1 + row % 3, np.int64) for row in range(len(group))],
+    )

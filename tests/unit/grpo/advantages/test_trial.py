@@ -1,0 +1,56 @@
+"""A user's advantage tried before a run starts."""
+
+from pathlib import Path
+
+from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.advantages.trial import try_advantage
+from rlctl.preflight.load import load
+
+HEAD = """\
+from dataclasses import dataclass
+
+from rlctl.grpo.advantages.base import Advantage
+
+
+@dataclass(frozen=True)
+class Mine(Advantage):
+    def __call__(self, rollouts):
+"""
+
+
+def tried(folder: Path, body: str, *overrides: str) -> tuple[str, bool]:
+    file = folder / "mine.py"
+    file.write_text(f"{HEAD}        {body}\n")
+    config = load("grpo", "grpo-tiny", [f"grpo.advantage.name={file}:Mine", *overrides]).config
+    assert isinstance(config, GrpoConfig)
+    line, failed = try_advantage(config)
+    assert line.startswith(f"grpo.advantage.name={file}:Mine, tried on made-up rewards of 0 and 1: ")
+    return line.partition("0 and 1: ")[2], failed
+
+
+def test_what_would_end_the_first_step_is_told_with_file_and_line(tmp_path: Path) -> None:
+    line, failed = tried(tmp_path, "return rollouts.parts['other']")
+    assert failed and line.startswith("Mine raised KeyError at ") and "mine.py:9" in line
+    line, failed = tried(tmp_path, "return rollouts.reward[1:]")
+    assert failed and "return one for each" in line
+
+
+def test_rewards_have_the_runs_names_and_weights(tmp_path: Path) -> None:
+    assert tried(tmp_path, "return rollouts.parts['exact'] * rollouts.weights['exact']")[1] is False
+    with_penalty = ("grpo.overlong.penalty_tokens=2", "grpo.overlong.penalty=0.5")
+    assert tried(tmp_path, "return rollouts.reward + rollouts.parts['overlong']", *with_penalty)[1] is False
+    assert tried(tmp_path, "return rollouts.parts['overlong']")[1] is True
+
+
+def test_a_group_of_equal_rewards_is_tried_unless_such_groups_are_filtered(tmp_path: Path) -> None:
+    most = "rollouts.reward[rows].max()"
+    divides = f"return [{most} / {most} for rows in rollouts.groups() for _ in rows]"
+    line, failed = tried(tmp_path, divides)
+    assert failed and "nan" in line
+    assert tried(tmp_path, divides, "grpo.dynamic_sampling.filter=rewards")[1] is False
+
+
+def test_nothing_is_said_of_rlctls_own() -> None:
+    config = load("grpo", "grpo-tiny", []).config
+    assert isinstance(config, GrpoConfig)
+    assert try_advantage(config) == ("", False)
