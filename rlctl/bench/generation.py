@@ -7,7 +7,7 @@ prompt, and no more.
 
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from rlctl.bench.charts import Bar, BarChart
 from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.slow_partner import ANSWER
 from rlctl.bench.steps import in_process
+from rlctl.bench.turn_lengths import TurnLengths
 from rlctl.bench.workload import (
     PROMPT_WORDS,
     grpo_config,
@@ -62,11 +63,11 @@ _WARM_UP = 4
 # Bytes of the copy that tells the device's bandwidth.
 _COPIED, _COPIED_CPU, _COPIES = 1 << 30, 1 << 28, 10
 _LEGEND = (
-    "tok/s: sampled tokens a second and device, median of the rounds; x first: over the first row's; prefix: share of "
-    "the prompts' tokens, of all turns, that caches held; at once: sequences in an engine's step; step: ms of one; "
-    "floor: ms in which the device can read the weights and those sequences' keys and values, at the speed of a copy "
-    "within its memory; idle: share of the time in which an engine made no step; driver: CPU time of this process over "
-    "the time"
+    "turns: how many, and the mean tokens of one; tok/s: sampled tokens a second and device, median of the rounds; x "
+    "first: over the first row's; prefix: share of the prompts' tokens, of all turns, that caches held; at once: "
+    "sequences in an engine's step; step: ms of one; floor: ms in which the device can read the weights and those "
+    "sequences' keys and values, at the speed of a copy within its memory; idle: share of the time in which an engine "
+    "made no step; driver: CPU time of this process over the time"
 )
 
 
@@ -79,6 +80,7 @@ class GenerationBench(Bench):
     generations: int  # rollouts of a prompt
     tokens: int  # sampled in a rollout
     turns: tuple[int, ...]
+    spread: float  # of the lengths of a rollout's turns, see `TurnLengths`
     pause: float  # seconds of the environment between two turns
     rounds: int
     extra: list[str]  # overrides of the GRPO config
@@ -135,20 +137,21 @@ class GenerationBench(Bench):
             with environment_pool(config, logs, emit) as environments, ExitStack() as stack:
                 setup = set_up(config, environments, chat, next(prompts))
                 dispatcher = stack.enter_context(engines(config, files, (), 0, logs, emit))
-                players = {}
+                rows = []
                 for turns in self.turns:
                     played, own = environments if turns > 1 else None, _in_turns(config, turns)
-                    players[turns] = make_player(own, files, chat, dispatcher, played, setup)
-                    stack.callback(players[turns].close)
-                rounds, interrupted = until_interrupted(self._measured(dispatcher, players, prompts, say))
+                    lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens // turns)
+                    rows.append((lengths, make_player(own, files, chat, lengths, played, setup)))
+                    stack.callback(rows[-1][1].close)
+                rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
         except PlacementError as error:
             raise RuntimeError(str(error)) from error
         generation = config.generation
         row = partial(_row, bench=self, resolved=Resolved(config, _device()), sizes=read_sizes(shape / "config.json"))
         own_rounds = {turns: [each for each in rounds if each.turns == turns] for turns in self.turns}
-        rows = [row(turns, own, speed) for turns, own in own_rounds.items() if own]
+        found = [row(turns, own, speed) for turns, own in own_rounds.items() if own]
         devices = generation.num_engines * generation.tensor_parallel_size
-        return GenerationResults(self.model, self.tokens, devices, speed, rows, warnings, interrupted)
+        return GenerationResults(self.model, self.tokens, self.spread, devices, speed, found, warnings, interrupted)
 
     def _config(self, shape: Path, folder: Path) -> GrpoConfig:
         """Return the config of engines that serve all rows. Raises ConfigError."""
@@ -176,30 +179,31 @@ class GenerationBench(Bench):
     def _measured(
         self,
         dispatcher: "RolloutDispatcher",
-        players: "Mapping[int, RolloutPlayer]",
+        rows: "Sequence[tuple[TurnLengths, RolloutPlayer]]",
         prompts: Iterator[Task],
         say: Say,
     ) -> "Iterator[Round]":
         """Yield the rounds, all rows in each, so that a device that gets slower slows all of them."""
         # The first rollouts compile what engines compile when it is first used.
         say("warm-up")
-        for turns, player in players.items():
-            self._round(dispatcher, player, turns, prompts, 0, min(_WARM_UP, self.tokens // turns))
+        for lengths, player in rows:
+            self._round(dispatcher, player, lengths, prompts, 0, min(_WARM_UP, self.tokens // lengths.turns))
         for number in range(self.rounds):
-            for turns, player in players.items():
-                say(f"{count(turns, 'turn')}: round {number + 1} of {self.rounds}")
-                yield self._round(dispatcher, player, turns, prompts, 1 + number, self.tokens // turns)
+            for lengths, player in rows:
+                say(f"{count(lengths.turns, 'turn')}: round {number + 1} of {self.rounds}")
+                yield self._round(dispatcher, player, lengths, prompts, 1 + number, self.tokens // lengths.turns)
 
     def _round(
         self,
         dispatcher: "RolloutDispatcher",
         player: "RolloutPlayer",
-        turns: int,
+        lengths: TurnLengths,
         prompts: Iterator[Task],
         version: int,
         length: int,
     ) -> "Round":
-        """Sample once. version: tells the rounds' seeds apart. length: tokens of a turn. Raises RuntimeError."""
+        """Sample once. version: tells the rounds' seeds apart. length: tokens of a mean turn. Raises RuntimeError."""
+        turns, lengths.mean = lengths.turns, length
         sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
         tasks, before, cpu = list(islice(prompts, self.prompts)), dispatcher.stats(), time.process_time()
         begin = time.perf_counter()
@@ -236,7 +240,7 @@ class GenerationRow:
 
     turns: int
     rollouts: int  # of a round
-    tokens: int  # sampled in a turn
+    tokens: int  # sampled in a mean turn
     seconds: list[float]  # of each round
     rate: float  # tokens/s and device, median of the rounds
     prefix: float  # share of the prompts' tokens that caches held
@@ -315,6 +319,7 @@ class GenerationResults(Results):
 
     model: str
     tokens: int  # sampled in a rollout
+    spread: float  # of the lengths of its turns
     devices: int
     speed: float  # bytes/s that a device reads
     rows: list[GenerationRow]

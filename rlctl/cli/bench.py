@@ -322,6 +322,9 @@ def generation(
     ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of a round. Default: 64; on a CPU 4.")] = None,
     generations: Annotated[int, typer.Option(min=2, help="Rollouts of each prompt.")] = 8,
+    spread: Annotated[
+        float, typer.Option(min=0, max=3, help="Sigma of the log-normal lengths of a rollout's turns; 0: all alike.")
+    ] = 0.5,
     pause: Annotated[float, typer.Option(min=0, help="Seconds of the environment between two turns.")] = 0.2,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each row, after a warm-up.")] = 3,
     override: RunSettings = None,
@@ -338,6 +341,7 @@ def generation(
         generations=generations,
         tokens=tokens or (1024 if gpus else 64),
         turns=numbers("--turns", turns or ("1,8" if gpus else "1,4"), "1,8", problems),
+        spread=spread,
         pause=pause,
         rounds=rounds,
         extra=override or [],

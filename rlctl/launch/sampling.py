@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.episode_setup import EpisodeSetup
     from rlctl.rollout.scoring import GroupScorer
+    from rlctl.rollout.single_turn import Engines
     from rlctl.rollout.types import Decode, RolloutPlayer
     from rlctl.training.trainer_group import TrainerGroup
 
@@ -172,7 +173,7 @@ def make_player(
     config: GrpoConfig,
     files: ModelFiles,
     chat: Chat,
-    dispatcher: "RolloutDispatcher",
+    engines: "Engines",
     environments: "EnvironmentPool | None",
     setup: "EpisodeSetup | None",
 ) -> "RolloutPlayer":
@@ -180,18 +181,18 @@ def make_player(
     from rlctl.rollout.single_turn import SingleTurnPlayer
 
     if environments is None or setup is None:
-        return SingleTurnPlayer(dispatcher)
+        return SingleTurnPlayer(engines)
     from rlctl.rollout.episode_setup import episode_limits
     from rlctl.rollout.function_player import FunctionPlayer
     from rlctl.rollout.player import EpisodePlayer
 
     limits = episode_limits(config, Resolved(config).max_length(files.max_length))
     if config.rollout is not None:
-        player = FunctionPlayer(dispatcher, environments, setup.contracts, chat, limits, None)
+        player = FunctionPlayer(engines, environments, setup.contracts, chat, limits, None)
         player.must_value = not config.rewards
         player.vocabulary = read_sizes(Path(files.folder) / "config.json").vocab
         return player
-    return EpisodePlayer(dispatcher, environments, setup.contracts, chat, limits, setup.tool_format)
+    return EpisodePlayer(engines, environments, setup.contracts, chat, limits, setup.tool_format)
 
 
 def check_room(tasks: list[Task], answer: int, length: int) -> None:

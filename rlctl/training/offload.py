@@ -118,11 +118,16 @@ class OffloadManager:
         Tensors in host memory (a CPU trainer's, or those that the host updates) never move.
         """
         self._table = table
-        self._offloaded_sets = {
-            state: OffloadedTensors(_on_device(states[state])) for state in STATES if state in states
-        }
+        self._offloaded_sets: dict[State, OffloadedTensors] = {}
+        for state in STATES:
+            if state in states:
+                self.add(state, states[state])
         # Bytes copied so far by phase, to the host and to the device.
         self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
+
+    def add(self, state: State, tensors: Iterable[Tensor]) -> None:
+        """Move one more state from now on. Its tensors are on the device until the next `enter`."""
+        self._offloaded_sets[state] = OffloadedTensors(_on_device(tensors))
 
     def enter(self, phase: Phase) -> None:
         """Start the moves of a phase, see `OffloadedTensors.move`; do nothing if the last phase wanted the same."""

@@ -99,3 +99,14 @@ def test_what_the_host_updates_never_comes_to_the_device(
             assert share_of_all == pytest.approx(expected, abs=0.25 if fraction else 0)
             results.append(metrics)
     assert results[1]["train/loss"] == pytest.approx(results[0]["train/loss"], abs=1e-2)
+
+
+def test_gradients_make_room_while_the_optimizer_is_made(models: Path, tmp_path: Path) -> None:
+    """An engine that starts beside the rank has memory by the forecast of generation, which counts no gradients."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with trainer(models / "qwen3", tmp_path, device=DEVICE, backend="megatron", dtype="bfloat16") as one:
+        peak, parameters = torch.cuda.max_memory_allocated() - before, one.info()["parameters"]
+        # bfloat16 weights, float32 masters and two moments are 14 bytes a parameter; gradients would add 4.
+        assert 14 * parameters <= peak < 16 * parameters
+        assert one.train(share(DATA, 64), LOSS, totals(DATA))["train/grad_norm"] > 0

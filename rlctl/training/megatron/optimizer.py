@@ -91,10 +91,6 @@ class Optimizer:
         dense = getattr(parameter, "allreduce", True)
         return self._ddp.intra_dp_cp_group if dense else self._ddp.intra_expt_dp_group  # type: ignore[no-any-return]
 
-    def gradients(self) -> list[Tensor]:
-        """Return the buffers of all gradients, float32."""
-        return [buffer.grad_data for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers)]
-
     def device_state(self) -> list[Tensor]:
         """Return moments, and mains where they are not the weights themselves."""
         found = []
@@ -103,6 +99,11 @@ class Optimizer:
             if slot.main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 found.append(slot.main)
         return found
+
+
+def gradients(ddp: Any) -> list[Tensor]:
+    """Return the buffers of all gradients of a model in Megatron's DistributedDataParallel, float32."""
+    return [buffer.grad_data for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers)]
 
 
 def _config(section: TrainerSection, dtype: torch.dtype) -> OptimizerConfig:

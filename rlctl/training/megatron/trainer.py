@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rlctl.config.fields import stated
 from rlctl.models import hf_folder
-from rlctl.preflight.backend import State
 from rlctl.preflight.backends.megatron import cpu_offload_problem
 from rlctl.preflight.offload_plan import residency
 from rlctl.refit.source import Shard
@@ -30,7 +29,7 @@ from rlctl.training.megatron import checkpoint
 from rlctl.training.megatron.emulation import Emulation
 from rlctl.training.megatron.mapping import Exporter, Mapping, read
 from rlctl.training.megatron.model import build_policy
-from rlctl.training.megatron.optimizer import Optimizer
+from rlctl.training.megatron.optimizer import Optimizer, gradients
 from rlctl.training.megatron.stage_io import Head, PackSlicer
 from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import Packed, pack, token_batch
@@ -73,6 +72,10 @@ class MegatronTrainer(TrainerRank):
         # too, with `calculate_per_token_loss`.
         reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self._ddp = DistributedDataParallel(self._policy.config, reduction, self._policy)
+        table = residency(config, shared=config.offload_optimizer_for_generation)
+        self._state = OffloadManager(table, {"gradients": gradients(self._ddp)})
+        # Before there is optimizer state: an engine that starts beside has what the forecast of generation leaves.
+        self.rest()
         self._optimizer = Optimizer(self._ddp, config, self._dtype)
         self._read_mains()
         self._head = Head(self._policy, config, spec.temperature)
@@ -81,10 +84,8 @@ class MegatronTrainer(TrainerRank):
         position = parallel_state.get_context_parallel_rank()
         self._slicer = PackSlicer(self._lm.model.rotary_emb, self._dtype, multiple, position, cut)
         self._exporter = Exporter(self._named, self._mapping, self._device)
-        states: dict[State, list[Tensor]] = {"gradients": self._optimizer.gradients()}
         if not config.megatron.optimizer_cpu_offload:
-            states["optimizer"] = self._optimizer.device_state()
-        self._state = OffloadManager(residency(config, shared=config.offload_optimizer_for_generation), states)
+            self._state.add("optimizer", self._optimizer.device_state())
         self._stage = checkpoint.Stage(
             self._named, self._mapping, self._optimizer, self._exporter.mirrored, self._state.at_hand
         )
