@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from rlctl.bench.charts import Bar, BarChart
-from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say
+from rlctl.bench.frame import Bench, Cells, Line, Results, ResultTable, Say, until_interrupted
 from rlctl.bench.grpo import GrpoBench
 from rlctl.bench.rates import measure_costs
 from rlctl.bench.simulation import Costs, Setup, SimulatedMachine, SimulatedRow, simulate
@@ -80,21 +80,29 @@ class AdviceBench(Bench):
         assert isinstance(config, GrpoConfig)
         gpus = self.gpus if self.costs else self.work.gpus
         machine = SimulatedMachine(device_of(gpus), sizes_of(str(model)), device_memory())
-        rows, every = [], list(setups(self.gpus))
-        for index, setup in enumerate(every):
-            if _name(setup) != _name(every[index - 1]):
-                say(f"simulating {_name(setup)}")
-            rows.append(simulate(config, setup, costs, machine, PROMPT_WORDS, _STEPS))
+
+        def simulated() -> Iterator[SimulatedRow]:
+            said = ""
+            for setup in setups(self.gpus):
+                if _name(setup) != said:
+                    said = _name(setup)
+                    say(f"simulating {said}")
+                yield simulate(config, setup, costs, machine, PROMPT_WORDS, _STEPS)
+
+        rows, interrupted = until_interrupted(simulated())
+        if len(rows) < 2:
+            # The colocated run alone advises nothing.
+            raise KeyboardInterrupt
         # Of rows that are as fast to three digits the one with the youngest samples comes first.
         rows.sort(key=lambda row: (-float(f"{row.effective:.3g}"), *_lookahead(row)))
         measured = "" if self.costs else "one GPU of this machine" if self.work.gpus else "this machine's CPU"
-        return AdviceResults(self.work.model, self.gpus, measured, self.work.lengths, costs, rows)
+        return AdviceResults(self.work.model, self.gpus, measured, self.work.lengths, costs, rows, interrupted)
 
 
 def setups(gpus: int) -> Iterator[Setup]:
-    """Yield every setup of so many devices, from 2 on."""
+    """Yield every setup of so many devices, from 2 on: colocated, then even splits before uneven ones."""
     yield Setup(gpus, gpus, colocated=True)
-    for trainers in range(1, gpus):
+    for trainers in sorted(range(1, gpus), key=lambda trainers: abs(2 * trainers - gpus)):
         engines = gpus - trainers
         yield Setup(trainers, engines)
         yield Setup(trainers, engines, bound=1)
@@ -116,6 +124,7 @@ class AdviceResults(Results):
     lengths: tuple[float, float, int]
     costs: Costs
     rows: list[SimulatedRow]
+    interrupted: bool = False
 
     @property
     def advised(self) -> SimulatedRow:
@@ -225,7 +234,8 @@ class AdviceResults(Results):
         gain = best.effective / advised.effective - 1
         older = f"; {_label(best.setup)} is {gain:.1%} faster, on older samples"
         why = f"{self.share(advised):.0%} of the ceiling, {self.speedup(advised):.2f} x colocated"
-        return f"advice: {' '.join(advised.setup.overrides)} ({why}{older if gain >= 0.001 else ''})"
+        of = " of what was simulated" if self.interrupted else ""
+        return f"advice{of}: {' '.join(advised.setup.overrides)} ({why}{older if gain >= 0.001 else ''})"
 
     def _cells(self, row: SimulatedRow, wide: bool) -> Cells:
         setup = row.setup

@@ -1,10 +1,13 @@
 """`rlctl bench grpo --advise`: the youngest samples of the rates that are as good; what no split can reach is said."""
 
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlctl.bench.advice import AdviceResults, setups
+from rlctl.bench.advice import AdviceBench, AdviceResults, setups
+from rlctl.bench.grpo import GrpoBench
 from rlctl.bench.rates import fit_costs
 from rlctl.bench.simulated_engine import DecodeCost
 from rlctl.bench.simulation import Costs, Setup, SimulatedRow
@@ -72,6 +75,35 @@ def test_every_split_is_tried_with_every_bound_and_lookahead_that_differ() -> No
     assert len(every) == len(set(every)) == 1 + 3 * 8
     assert {(each.trainers, each.engines) for each in every if not each.colocated} == {(1, 3), (2, 2), (3, 1)}
     assert {each.devices for each in every} == {4}
+
+
+def bench(gpus: int) -> AdviceBench:
+    work = GrpoBench("tiny", 1, 1, 1, 2, 4, 1, 2, (8.0, 0.5, 16), ["colocated"], [])
+    return AdviceBench(work, gpus, Costs(2500.0, DecodeCost(0.003, 0.00002)))
+
+
+@pytest.mark.parametrize("finished", [1, 3])
+def test_ctrl_c_shows_the_setups_that_were_simulated(
+    finished: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[Setup] = []
+
+    def until_pressed(config: Any, setup: Setup, *others: Any) -> SimulatedRow:
+        if len(made) == finished:
+            raise KeyboardInterrupt
+        made.append(setup)
+        return row(setup, 100.0 * len(made))
+
+    monkeypatch.setattr("rlctl.bench.advice.simulate", until_pressed)
+    if finished == 1:
+        with pytest.raises(KeyboardInterrupt):
+            bench(4).measure(tmp_path, lambda text: None)
+        return
+    found = bench(4).measure(tmp_path, lambda text: None)
+    # Even splits come before uneven ones.
+    assert made == [Setup(4, 4, colocated=True), Setup(2, 2), Setup(2, 2, bound=1)]
+    assert found.interrupted and len(found.rows) == 3
+    assert "advice of what was simulated: trainer.num_ranks=2" in " ".join(shown(found, 400).split())
 
 
 def test_costs_are_found_in_the_records_of_two_runs() -> None:
