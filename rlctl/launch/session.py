@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import yaml
 
 from rlctl.config.errors import ModelError
 from rlctl.config.schema import RunConfig
-from rlctl.dashboard.view import show_run
+from rlctl.dashboard.view import RunView, show_run
 from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
 from rlctl.environments.pool import UnusableEnvironmentError
@@ -194,26 +193,37 @@ def run_session(
 ) -> int:
     """Run `body` in a session of its own and return the exit code. resolved: the config as YAML, kept with the run."""
     with contextlib.ExitStack() as stack:
+        events: EventLog | None = None
+        view: RunView | None = None
+
+        def notify() -> None:
+            if events:
+                what = f"{interrupts.by}: finishing this step and saving; again: stop now"
+                events.emit("warning", what=what, asked_to_stop=True)
+
+        def last_words() -> None:
+            why = "stopped at once, without a checkpoint of this step"
+            if view:
+                view.give_back(f"{why}; go on: {go_on}")
+            if events and not (view and view.end):
+                # By a writer of its own: the interrupted thread may hold the lock of the other.
+                EventLog(run_dir.events).emit("run_ended", status=interrupts.status, reason=why, next=[go_on])
+
+        # Before there is a folder: none is left of which no event tells.
+        interrupts = stack.enter_context(Interrupts(notify, last_words))
         try:
             run_dir = stack.enter_context(_claimed(config, resolved, resume, refuse))
         except (RunDirError, OSError) as error:
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
+        go_on = next_commands(config, run_dir, "interrupted")[0]
         events = EventLog(run_dir.events)
         # Trackers get the config as it is on disk: values from the environment may be secret.
         trackers = open_trackers(config.telemetry.trackers, run_dir.path, yaml.safe_load(resolved), events)
         metrics = MetricsLog(run_dir.metrics, events, trackers)
         recorder = RunRecorder(run_dir, events, metrics, config)
-
-        def notify() -> None:
-            what = f"{interrupts.by}: finishing this step and saving; again: stop now"
-            events.emit("warning", what=what, asked_to_stop=True)
-
         reserve = Reserve(run_dir.path / ".reserve", _LAST_WORDS_BYTES)
         view = stack.enter_context(show_run(run_dir, config.telemetry.dashboard, config.run.log_every))
-        go_on = next_commands(config, run_dir, "interrupted")[0]
-        last_words = partial(view.give_back, f"stopped at once, without a checkpoint of this step; go on: {go_on}")
-        interrupts = stack.enter_context(Interrupts(notify, last_words))
         waits = Waits(config.run.explain_after_s, lambda what: events.emit("warning", what=what))
         session = Session(
             config, resolved, run_dir, events, recorder, interrupts, reserve, resumed=resume is not None, waits=waits

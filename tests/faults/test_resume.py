@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.faults.runs import Run, in_transit, outcomes, survivors
+from tests.waiting import until
 
 # No end of their own: where they are compared is where the hurt one happens to be. Every checkpoint is kept.
 SETTINGS = ("grpo.num_steps=100000", "checkpoint.every=2", "checkpoint.keep_last=1000")
@@ -62,7 +63,7 @@ def stop_was_told(run: Run) -> bool:
     return any(event.get("asked_to_stop") for event in run.events() if event["kind"] == "warning")
 
 
-def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str]) -> list[str]:
+def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str], status: str) -> list[str]:
     """Though the step cannot end: the trainer stands still. Returns what `interrupt` gave."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     os.kill(run.wait_for_event("processes")["trainer-0"], signal.SIGSTOP)
@@ -71,6 +72,9 @@ def interrupted_twice_it_stops_at_once(run: Run, interrupt: Callable[[Run], str]
     said = [first, interrupt(run)]
     assert run.end() == 130
     assert survivors(family) == []
+    # Once, by whoever was asked twice.
+    assert [event["status"] for event in run.events() if event["kind"] == "run_ended"][-1:] == [status]
+    assert "without a checkpoint of this step" in run.events()[-1]["reason"]
     return said
 
 
@@ -99,7 +103,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     whole = Run(tmp_path, "whole", *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
     same(run, whole, last)
-    interrupted_twice_it_stops_at_once(whole, ctrl_c)
+    interrupted_twice_it_stops_at_once(whole, ctrl_c, "interrupted")
     assert in_transit("hurt") == in_transit("whole") == []
 
 
@@ -117,7 +121,7 @@ def test_killed_again_and_again_equals_uninterrupted(tmp_path: Path) -> None:
             killed(run, moments)
         run = Run(tmp_path, "killed", resume=True)
     last = run.wait_for_event("checkpoint")["step"]
-    first, second = interrupted_twice_it_stops_at_once(run, runs_stop)
+    first, second = interrupted_twice_it_stops_at_once(run, runs_stop, "stopped")
     assert first.startswith("killed ends after its step, and is saved") and second == "killed ends now\n"
     whole = Run(tmp_path, "whole", *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
@@ -125,3 +129,19 @@ def test_killed_again_and_again_equals_uninterrupted(tmp_path: Path) -> None:
     assert whole.end() == 130
     same(run, whole, last)
     assert in_transit("killed") == []
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_before_it_began_is_listed(tmp_path: Path) -> None:
+    run = Run(tmp_path, "early", *SETTINGS)
+    run.wait_for("the run's folder", lambda: (run.path / "config.yaml").exists())
+    run.interrupt()
+    # The first may end it already.
+    until(lambda: stop_was_told(run) or run.process.poll() is not None, run.text)
+    if run.process.poll() is None:
+        run.interrupt()
+    assert run.end() == 130
+    assert [(event["kind"], event.get("status")) for event in run.events()][-1] == ("run_ended", "interrupted")
+    command = [sys.executable, "-m", "rlctl.cli.main", "runs", "list", "--dir", str(run.path.parent)]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
+    assert "early" in listed and "interrupted" in listed
