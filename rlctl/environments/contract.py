@@ -13,7 +13,7 @@ from typing import Any
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
-from rlctl.environments.tool_schema import Schema, SchemaError, tool_schema
+from rlctl.environments.tool_schema import Schema, SchemaError, foreign_classes, tool_schema
 from rlctl.utils.user_code import defined_at, finite_number, shortened
 
 # Methods that are no tools.
@@ -57,16 +57,19 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
         )
     members = _methods(environment)
     tools: list[Schema] = []
+    foreign: list[tuple[str, str, str]] = []
     problems = _construction(environment, arguments)
     for name, method in members.items():
         if name not in RESERVED:
             try:
                 tools.append(tool_schema(method))
+                foreign += [(name, *each) for each in foreign_classes(method).items()]
             except SchemaError as error:
                 problems.append(f"tool {name}: {error}{_reserved_name(name, members)}")
     problems += _reserved(members)
     takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
     notes = _notes(environment, members)
+    notes += [f"tool {name}: parameter {each}: JSON has no {kind}: a call gives a dict" for name, each, kind in foreign]
     return EnvironmentContract(
         environment.__name__, tools, "step" in members, "get_reward" in members, takes_seed, problems, notes
     )

@@ -8,8 +8,8 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 Schema = dict[str, Any]
 
@@ -57,6 +57,25 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
     if returns is not None:
         function["return"] = _typed("return", returns) | ({} if returned is None else {"description": returned})
     return {"type": "function", "function": function}
+
+
+def foreign_classes(tool: Callable[..., Any]) -> dict[str, str]:
+    """Return the class that a parameter's hint names and JSON has no value for, by parameter.
+
+    Its schema is an object, as transformers makes it, so that a call gives a dict. A TypedDict is one.
+    """
+    found = {name: next(_foreign(hint), None) for name, hint in _hints(tool).items() if name != "return"}
+    return {name: getattr(kind, "__name__", str(kind)) for name, kind in found.items() if kind is not None}
+
+
+def _foreign(hint: Any) -> Iterator[Any]:
+    origin = get_origin(hint)
+    if origin is None:
+        if hint not in _BASIC and not is_typeddict(hint):
+            yield hint
+    elif origin is not Literal:
+        for each in get_args(hint):
+            yield from _foreign(each)
 
 
 def _visible(tool: Callable[..., Any]) -> list[inspect.Parameter]:

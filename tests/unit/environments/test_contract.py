@@ -1,7 +1,7 @@
 """The contract of an environment class: which methods are tools, what breaks it, how a row reaches `reset`."""
 
 import functools
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import pytest
@@ -129,6 +129,45 @@ def test_what_is_missing_but_allowed_is_a_note() -> None:
     contract = read_contract(Bare, {})
     assert contract.problems == [] and contract.takes_seed
     assert [note.partition(":")[0] for note in contract.notes] == ["has no get_reward", "has neither tools nor step"]
+
+
+class Square:
+    pass
+
+
+class Offset(TypedDict):
+    rows: int
+
+
+def test_a_hint_that_a_call_cannot_keep_is_a_note() -> None:
+    class Board:
+        def reset(self) -> None: ...
+
+        def get_reward(self) -> float:
+            return 0.0
+
+        def move(
+            self, to: Square, by: Offset, past: list[Square] | None, how: Literal["slow"], note: str = ""
+        ) -> Square:
+            """Move.
+
+            Args:
+                to: The square.
+                by: Rows.
+                past: Squares on the way.
+                how: Manner.
+                note: Anything.
+            """
+            return to
+
+    contract = read_contract(Board, {})
+    assert contract.problems == []
+    assert contract.notes == [
+        "tool move: parameter to: JSON has no Square: a call gives a dict",
+        "tool move: parameter past: JSON has no Square: a call gives a dict",
+    ]
+    kinds = contract.tools[0]["function"]["parameters"]["properties"]
+    assert kinds["to"]["type"] == kinds["by"]["type"] == "object"
 
 
 def test_reset_gets_the_columns_and_the_seed_where_it_takes_one() -> None:
