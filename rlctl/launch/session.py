@@ -209,10 +209,13 @@ def run_session(
                 # By a writer of its own: the interrupted thread may hold the lock of the other.
                 EventLog(run_dir.events).emit("run_ended", status=interrupts.status, reason=why, next=[go_on])
 
-        # Before there is a folder: none is left of which no event tells.
-        interrupts = stack.enter_context(Interrupts(notify, last_words))
         try:
-            run_dir = stack.enter_context(_claimed(config, resolved, resume, refuse))
+            run_dir = stack.enter_context(_claimed(config, resume, refuse))
+            # Before the folder is a run's: there is none that no event tells of.
+            interrupts = stack.enter_context(Interrupts(notify, last_words))
+            if resume is None:
+                write_whole(run_dir.config, resolved)
+            _start_attempt(run_dir, resolved)
         except (RunDirError, OSError) as error:
             print(f"error: {neutral(str(error))}", file=sys.stderr)
             return 2
@@ -243,8 +246,8 @@ def run_session(
 
 
 @contextlib.contextmanager
-def _claimed(config: RunConfig, resolved: str, resume: Path | None, refuse: Refuse) -> Iterator[RunDir]:
-    """Make the run's directory ready for an attempt, and lock it until the block is left.
+def _claimed(config: RunConfig, resume: Path | None, refuse: Refuse) -> Iterator[RunDir]:
+    """Make or find the run's directory, and lock it until the block is left.
 
     Raises RunDirError if a driver on this machine is at work in it: two would ruin it.
     """
@@ -261,9 +264,6 @@ def _claimed(config: RunConfig, resolved: str, resume: Path | None, refuse: Refu
             raise RunDirError(f"{run_dir.path} {what}")
         claim = run_dir.claim(_HANDED_OVER_S)
     try:
-        if resume is None:
-            write_whole(run_dir.config, resolved)
-        _start_attempt(run_dir, resolved)
         yield run_dir
     finally:
         os.close(claim)

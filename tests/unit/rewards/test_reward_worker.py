@@ -46,7 +46,8 @@ def score(prompt, completion, answer, row):
     if completion == "speaks later":
         def speak():
             time.sleep(0.2)
-            for number in range(3, 100):
+            # Its own connection has the number that it has in the parent.
+            for number in range(3, 1000):
                 try:
                     os.write(number, b"hello\\n")
                 except OSError:
