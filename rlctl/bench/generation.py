@@ -140,7 +140,7 @@ class GenerationBench(Bench):
                 rows = []
                 for turns in self.turns:
                     played, own = environments if turns > 1 else None, _in_turns(config, turns)
-                    lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens // turns)
+                    lengths = TurnLengths(dispatcher, turns, self.spread, self.tokens)
                     rows.append((lengths, make_player(own, files, chat, lengths, played, setup)))
                     stack.callback(rows[-1][1].close)
                 rounds, interrupted = until_interrupted(self._measured(dispatcher, rows, prompts, say))
@@ -203,7 +203,7 @@ class GenerationBench(Bench):
         length: int,
     ) -> "Round":
         """Sample once. version: tells the rounds' seeds apart. length: tokens of a mean turn. Raises RuntimeError."""
-        turns, lengths.mean = lengths.turns, length
+        turns, lengths.tokens = lengths.turns, lengths.turns * length
         sampling = Sampling("train", turns, self.prompts, self.generations, length, 1.0)
         tasks, before, cpu = list(islice(prompts, self.prompts)), dispatcher.stats(), time.process_time()
         begin = time.perf_counter()

@@ -13,17 +13,14 @@ from rlctl.rollout.single_turn import Engines
 
 @dataclass
 class TurnLengths:
-    """Engines, see `Engines`, that sample as many tokens in a rollout's turns together as they were asked for.
-
-    Each request must be for a mean turn's tokens, or for what is left of a rollout.
-    """
+    """Engines that give each turn of a rollout a length of its own, whatever length was asked for, see `Engines`."""
 
     engines: Engines
     turns: int
-    # Standard deviation of the logarithm of what the lengths are proportional to. 0: all are the mean.
+    # Lengths are in the ratio of log-normal numbers, whose logarithm has this standard deviation. 0: all are alike.
     spread: float
-    # Tokens of a mean turn.
-    mean: int
+    # Tokens of all turns of a rollout.
+    tokens: int
 
     def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
         self.engines.submit([self._cut(request) for request in requests], submitter, ahead=ahead)
@@ -32,7 +29,7 @@ class TurnLengths:
         return self.engines.abort(ids)
 
     def _cut(self, request: TurnRequest) -> TurnRequest:
-        lengths = turn_lengths(request.id.rollout, self.turns, self.turns * self.mean, self.spread)
+        lengths = turn_lengths(request.id.rollout, self.turns, self.tokens, self.spread)
         return replace(request, max_new_tokens=lengths[request.id.turn])
 
 
@@ -40,6 +37,6 @@ class TurnLengths:
 def turn_lengths(rollout: RolloutId, turns: int, tokens: int, spread: float) -> tuple[int, ...]:
     """Return the tokens of each turn of a rollout: at least 1, `tokens` in all, the same in each call."""
     weights = np.random.default_rng([rollout.group, rollout.index]).lognormal(0, spread, turns)
-    # Each turn has one token; the others are shared out, rounded where the running sum is.
+    # Each turn has one token. The others are shared out; their running sum is rounded, so that none is lost.
     ends = np.rint(np.cumsum(weights) / weights.sum() * (tokens - turns)).astype(int)
     return tuple((1 + np.diff(ends, prepend=0)).tolist())

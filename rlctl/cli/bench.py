@@ -1,33 +1,16 @@
 """`rlctl bench`: a command makes its `Bench` from its options; `run_bench` checks, measures and shows."""
 
-from math import inf, isfinite
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, get_args
 
 import typer
 
 from rlctl.bench.frame import Bench, numbers, words
 from rlctl.cli.arguments import AsJson
 from rlctl.cli.bench_frame import run_bench
+from rlctl.cli.bench_options import Advise, Plot, Rates, RunSettings, TrainedModel, read_lengths, read_rates
 from rlctl.cli.output import examples
 from rlctl.config.errors import Problem
 from rlctl.utils.devices import count_gpus
-
-if TYPE_CHECKING:
-    from rlctl.bench.grpo import GrpoBench
-
-Plot = Annotated[Path | None, typer.Option(help="Write a chart to this PNG or SVG file. Needs matplotlib.")]
-TrainedModel = Annotated[
-    str | None, typer.Option(help="A shape by name, or a Hugging Face folder. Default: tiny; on GPUs qwen3-1.7b.")
-]
-RunSettings = Annotated[list[str] | None, typer.Option("--set", help="A key=value for every run. Repeatable.")]
-Advise = Annotated[bool, typer.Option("--advise", help="Simulate every split, bound and lookahead, and advise one.")]
-Rates = Annotated[
-    str | None,
-    typer.Option(
-        help="Of --advise, not measured then: tokens/s/device of training, ms of an engine's step, ms more a sequence."
-    ),
-]
 
 app = typer.Typer(
     help="Measure this machine, from refits to whole runs, and compare algorithms.",
@@ -172,18 +155,22 @@ def grpo(
         generations=generations,
         steps=steps or (3 if advise else 6),
         age=age or 2,
-        lengths=_lengths(lengths or ("600,1.0,4096" if on_gpus else "32,1.0,192"), problems),
+        lengths=read_lengths(lengths or ("600,1.0,4096" if on_gpus else "32,1.0,192"), problems),
         modes=words("--modes", modes or usual, MODES, problems),
         extra=override or [],
     )
+    chosen: Bench = bench
     given = {"--trainers": trainers, "--age": age, "--modes": modes}
     if advise:
+        from rlctl.bench.advice import AdviceBench
+
         problems += [Problem(name, "", "--advise tries all of them") for name, value in given.items() if value]
         if steps and rates:
             problems.append(Problem("--steps", "", "are of the runs that measure; with --rates there are none"))
+        costs = None if rates is None else read_rates(rates, problems)
+        chosen = AdviceBench(bench, gpus or max(2, installed), costs)
     elif rates:
         problems.append(Problem("--rates", "", "are for --advise"))
-    chosen = _advice(bench, gpus or max(2, installed), rates, problems) if advise else bench
     run_bench(chosen, as_json, plot, problems)
 
 
@@ -410,33 +397,3 @@ def algorithms(
 
     bench = AlgorithmBench(algorithm or algorithm_names(), recipe, seeds, steps, target, override or [])
     run_bench(bench, as_json, plot)
-
-
-def _lengths(given: str, problems: list[Problem]) -> tuple[float, float, int]:
-    try:
-        mean, sigma, cap = (float(part) for part in given.split(","))
-        if all(isfinite(each) and each > 0 for each in (mean, sigma, cap)) and cap == int(cap):
-            return mean, sigma, int(cap)
-    except ValueError:
-        pass
-    problems.append(Problem("--lengths", "", f"{given!r}: mean, sigma and cap above 0, like 600,1.0,4096"))
-    return 1.0, 1.0, 1
-
-
-def _advice(work: "GrpoBench", gpus: int, rates: str | None, problems: list[Problem]) -> Bench:
-    """Return the bench of `--advise`. rates: as they were given."""
-    from rlctl.bench.advice import AdviceBench
-    from rlctl.bench.simulated_engine import DecodeCost
-    from rlctl.bench.simulation import Costs
-
-    if rates is None:
-        return AdviceBench(work, gpus, None)
-    try:
-        training, base, each = (float(part) for part in rates.split(","))
-        if min(training, base) > 0 and each >= 0 and max(training, base, each) < inf:
-            return AdviceBench(work, gpus, Costs(training, DecodeCost(base / 1e3, each / 1e3)))
-    except ValueError:
-        pass
-    what = "tokens/s of training, ms of an engine's step, and ms more for each sequence, like 21900,2.6,0.018"
-    problems.append(Problem("--rates", "", f"{rates!r}: {what}"))
-    return AdviceBench(work, gpus, None)

@@ -18,8 +18,8 @@ from rlctl.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Columns of a terminal from which tables show everything, and of a pipe, which has room for everything.
-_WIDE, _PIPE = 120, 200
+# Columns from which tables show everything.
+_WIDE = 120
 
 
 def run_bench(bench: Bench, as_json: bool, plot: Path | None, problems: Iterable[Problem] = ()) -> None:
@@ -48,8 +48,10 @@ def show(results: Results, out: "Console") -> None:
     from rich.table import Column, Table
     from rich.text import Text
 
+    from rlctl.dashboard.console import PIPE_WIDTH
+
     if not out.is_terminal:
-        out.width = _PIPE
+        out.width = PIPE_WIDTH
     for part in results.report(wide=out.width >= _WIDE):
         if isinstance(part, Line):
             out.print(Text(part.text, part.style, overflow="ellipsis" if part.cut else None, no_wrap=part.cut or None))

@@ -33,7 +33,7 @@ Run = Annotated[
 @app.command("list", epilog=examples("rlctl runs list", "rlctl runs list --dir experiments --json"))
 def list_(root: Root = None, as_json: AsJson = False) -> None:
     """List all runs, newest first."""
-    from rlctl.dashboard.console import SafeConsole
+    from rlctl.dashboard.console import PIPE_WIDTH, SafeConsole
     from rlctl.dashboard.run_list import catalogue, table
 
     root = root or runs_folder()
@@ -45,8 +45,8 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     elif not entries:
         say(f"no runs in {root}; start one with: rlctl train grpo")
     else:
-        # A pipe has no width: all columns, for grep and awk.
-        console = SafeConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200)
+        # All columns, for grep and awk.
+        console = SafeConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH)
         console.print(table(entries, console.width))
 
 

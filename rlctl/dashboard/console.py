@@ -10,6 +10,9 @@ from rich.terminal_theme import TerminalTheme
 
 from rlctl.utils.escapes import neutral
 
+# Columns of a pipe, which has no width of its own and room for everything.
+PIPE_WIDTH = 200
+
 
 def _colours(hexadecimal: str) -> list[tuple[int, int, int]]:
     return [(value >> 16, value >> 8 & 255, value & 255) for value in (int(one, 16) for one in hexadecimal.split())]

@@ -17,7 +17,7 @@ from typing import Literal, TextIO
 from rich.console import Console
 from rich.live import Live
 
-from rlctl.dashboard.console import SafeConsole
+from rlctl.dashboard.console import PIPE_WIDTH, SafeConsole
 from rlctl.dashboard.dashboard import render
 from rlctl.dashboard.plain_log import LineFormat
 from rlctl.dashboard.state import RunReader
@@ -133,7 +133,7 @@ class LineView(RunView):
     def __init__(self, run: RunDir, every: int, since: float, out: TextIO | None = None) -> None:
         """every: only each so-many-th step. since: unix seconds; what earlier attempts wrote is not shown."""
         self._out = out or sys.stdout
-        super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else 200))
+        super().__init__(run, SafeConsole(file=self._out, width=None if self._out.isatty() else PIPE_WIDTH))
         self._format, self._since = LineFormat(every), since
 
     def update(self) -> None:

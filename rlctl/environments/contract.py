@@ -57,19 +57,17 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
         )
     members = _methods(environment)
     tools: list[Schema] = []
-    foreign: list[tuple[str, str, str]] = []
-    problems = _construction(environment, arguments)
+    problems, notes = _construction(environment, arguments), _notes(environment, members)
     for name, method in members.items():
         if name not in RESERVED:
             try:
                 tools.append(tool_schema(method))
-                foreign += [(name, *each) for each in foreign_classes(method).items()]
+                for parameter, kind in foreign_classes(method).items():
+                    notes.append(f"tool {name}: parameter {parameter}: JSON has no {kind}: a call gives a dict")
             except SchemaError as error:
                 problems.append(f"tool {name}: {error}{_reserved_name(name, members)}")
     problems += _reserved(members)
     takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
-    notes = _notes(environment, members)
-    notes += [f"tool {name}: parameter {each}: JSON has no {kind}: a call gives a dict" for name, each, kind in foreign]
     return EnvironmentContract(
         environment.__name__, tools, "step" in members, "get_reward" in members, takes_seed, problems, notes
     )

@@ -18,7 +18,7 @@ COMMAND = [sys.executable, "-m", "rlctl.cli.main", "bench", "generation", "--mod
 def test_rows_sample_as_many_tokens_in_any_number_of_turns(tmp_path: Path) -> None:
     plot = tmp_path / "generation.svg"
     options = ["--turns", "1,2", "--tokens", "16", "--prompts", "2", "--generations", "2", "--rounds", "2"]
-    options += ["--pause", "0.05", "--json", "--plot", str(plot)]
+    options += ["--pause", "0.05", "--spread", "0.3", "--json", "--plot", str(plot)]
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, env=env, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
@@ -32,6 +32,6 @@ def test_rows_sample_as_many_tokens_in_any_number_of_turns(tmp_path: Path) -> No
     # Two rollouts answer for 0.05 s at least, in each round.
     one, two = found["rows"]
     assert min(two["seconds"]) > 0.05 and two["idle"] > one["idle"]
-    assert found["speed"] > 0 and not found["warnings"] and not found["interrupted"]
+    assert found["spread"] == 0.3 and found["speed"] > 0 and not found["warnings"] and not found["interrupted"]
     assert "2 of 8" in plot.read_text()
     assert list(tmp_path.glob("rlctl-*")) == []

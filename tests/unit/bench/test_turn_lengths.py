@@ -49,7 +49,7 @@ class Asked:
 
 def test_engines_are_asked_for_each_turns_own_length() -> None:
     asked = Asked()
-    engines = TurnLengths(asked, turns=4, spread=0.5, mean=16)
+    engines = TurnLengths(asked, turns=4, spread=0.5, tokens=64)
     ids = [RequestId(rollout(5, 2), turn) for turn in range(4)]
     # The last turn's room may be less than the mean.
     engines.submit([TurnRequest(each, [7, 8], 16 if each.turn < 3 else 9, 1.0, 0) for each in ids], None)
