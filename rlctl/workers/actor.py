@@ -123,7 +123,8 @@ def _redirect_output(log: Path) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # `kill -USR1 PID` writes what every thread is doing into the log: for a process that seems to hang.
+    # `kill -USR1 PID` writes what every thread is doing into the log: for a process that seems to hang. One that runs
+    # may crash by it, since CPython then reads frames while they change.
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -86,10 +86,11 @@ class Probe:
         time.sleep(seconds)
 
     def linger(self, folder: Path) -> None:
-        """Says that it is here, and waits for a file."""
+        """Says that it is here, and stands still in one call, as what hangs does, until its pipe is opened."""
+        pipe = folder / f"go-{self.rank}"
+        os.mkfifo(pipe)
         (folder / f"here-{self.rank}").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.01)
+        pipe.read_bytes()
 
     def say(self, text: str) -> None:
         print(text)
@@ -271,7 +272,8 @@ def test_a_signal_makes_a_worker_say_where_it_is(group: WorkerGroup, ray_here: P
     until(lambda: all((tmp_path / f"here-{rank}").exists() for rank in (0, 1)))
     os.kill(group.workers[0].pid(), signal.SIGUSR1)
     until(lambda: "in linger" in (ray_here / "probe-0.log").read_text())
-    (tmp_path / "go").touch()
+    for rank in (0, 1):
+        (tmp_path / f"go-{rank}").write_bytes(b"")
     lingering.wait(PATIENCE_S)
     assert "in linger" not in (ray_here / "probe-1.log").read_text()
 
