@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlctl.generation.next_token import NextTokens
+
 
 @dataclass(slots=True)
 class SampledTokens:
@@ -24,9 +26,12 @@ class StepOutputs:
     Made for vLLM 0.25 to 0.32, flat log-probs of sampled tokens, one token a step and request.
     """
 
-    def __init__(self, scheduler: Any, states: Mapping[str, Any]) -> None:
-        """Take the place of the scheduler's `update_from_output`. states: of the output processor, by request."""
-        self._states = states
+    def __init__(self, scheduler: Any, states: Mapping[str, Any], next_tokens: NextTokens | None = None) -> None:
+        """Take the place of the scheduler's `update_from_output`. states: of the output processor, by request.
+
+        next_tokens: takes in what it can before the scheduler does.
+        """
+        self._states, self._next = states, next_tokens
         self._running: dict[str, SampledTokens] = {}
         self._update = scheduler.update_from_output
         scheduler.update_from_output = self._update_from_output
@@ -36,7 +41,14 @@ class StepOutputs:
         lists, sampled.logprobs = sampled.logprobs, None
         assert lists is None or lists.cu_num_generated_tokens is None, "a request sampled several tokens in one step"
         log_probs = [] if lists is None else lists.logprobs[:, 0].tolist()
-        outputs, row, running = self._update(scheduled, sampled), sampled.req_id_to_index, self._running
+        row, running = sampled.req_id_to_index, self._running
+        if self._next:
+            scheduled, taken = self._next.take(scheduled, sampled)
+            for name, token in taken:
+                own = running[name]
+                own.tokens.append(token)
+                own.log_probs.append(log_probs[row[name]])
+        outputs = self._update(scheduled, sampled)
         for each in outputs.values():
             ended = []
             for output in each.outputs:

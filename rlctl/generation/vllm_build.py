@@ -1,8 +1,10 @@
 """The engine's only use of vLLM's interface: building one, one rollout's request, and its scheduler's requests."""
 
 import gc
+from collections.abc import Mapping
 from typing import Any
 
+from rlctl.generation.next_token import NextSlots, NextTokens
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import VLLM_FIELDS, EngineSpec
 from rlctl.generation.step_outputs import StepOutputs
@@ -49,9 +51,15 @@ def build_llm(spec: EngineSpec) -> Any:
         )
     )
     scheduler = llm.engine_core.engine_core.scheduler
-    StepOutputs(scheduler, llm.output_processor.request_states)
+    shorten_steps(scheduler, llm.output_processor.request_states)
     _count_prefix_hits(scheduler.kv_cache_manager)
     return llm
+
+
+def shorten_steps(scheduler: Any, states: Mapping[str, Any]) -> None:
+    """Spare a step what vLLM does for each token of each request. states: of the output processor, by request."""
+    StepOutputs(scheduler, states, NextTokens(scheduler))
+    NextSlots(scheduler.kv_cache_manager)
 
 
 def _count_prefix_hits(manager: Any) -> None:

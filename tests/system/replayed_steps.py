@@ -1,0 +1,125 @@
+"""vLLM's schedulers driven without a model: requests that come, end, are given up and preempted, as a seed has it."""
+
+import random
+from collections import Counter, deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rlctl.generation import vllm_build
+from rlctl.generation.engine import Engine
+from rlctl.generation.step_outputs import StepOutputs
+
+STOP = 1
+
+
+class WatchedEngine(Engine):
+    """Lends its config to schedulers without a model, and tells what becomes of its own cache."""
+
+    def blocks(self) -> dict[str, int]:
+        """Count the blocks of the cache that are free, and those that other requests can find."""
+        return self._on_thread(lambda: count_blocks(self._scheduler))  # type: ignore[no-any-return]
+
+    def replay(self, ahead: bool, shortened: bool, seed: int) -> "dict[str, Any]":
+        """Drive a scheduler of its own. ahead: each step is scheduled before the last one's tokens are known."""
+        return self._on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
+
+
+def count_blocks(scheduler: Any) -> dict[str, int]:
+    pool = scheduler.kv_cache_manager.block_pool
+    return {"free": pool.get_num_free_blocks(), "findable": len(pool.cached_block_hash_to_block)}
+
+
+class Replay:
+    """Record of 600 steps: what was scheduled, what ended with which tokens and log-probs, which blocks are free."""
+
+    def __init__(self, like: Any, ahead: bool, shortened: bool, seed: int) -> None:
+        """Make a scheduler with the config of `like`."""
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        kind = AsyncScheduler if ahead else Scheduler
+        self._scheduler = kind(
+            vllm_config=like.vllm_config,
+            kv_cache_config=like.kv_cache_config,
+            structured_output_manager=like.structured_output_manager,
+            block_size=like.block_size,
+        )
+        self._depth, self._random = 2 if ahead else 1, random.Random(seed)
+        self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
+        self.steps, self.preemptions = list[Any](), 0
+        if shortened:
+            vllm_build.shorten_steps(self._scheduler, self._states)
+        else:
+            StepOutputs(self._scheduler, self._states)
+        self._hasher = like_hasher(like)
+
+    def run(self) -> "dict[str, Any]":
+        queue = deque[tuple[Any, Any]]()
+        for step in range(600):
+            if step < 500:
+                self._come_and_go()
+            scheduled = self._scheduler.schedule()
+            self.preemptions += len(scheduled.preempted_req_ids or ())
+            queue.append((scheduled, self._sample(scheduled)))
+            ended = []
+            if len(queue) == self._depth:
+                outputs = self._scheduler.update_from_output(*queue.popleft()).get(0)
+                ended = [self._end(each) for each in outputs.outputs] if outputs else []
+            self.steps.append((dict(scheduled.num_scheduled_tokens), ended, count_blocks(self._scheduler)))
+        return {"steps": self.steps, "preemptions": self.preemptions}
+
+    def _come_and_go(self) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request, RequestStatus
+
+        for _ in range(self._random.choice((0, 0, 0, 1, 3))):
+            self._begun += 1
+            name, group = f"r{self._begun}", self._random.randrange(6)
+            shared = random.Random(group)
+            prompt = [shared.randrange(3, 64) for _ in range(self._random.randrange(1, 90))]
+            params = SamplingParams(
+                max_tokens=self._random.randrange(1, 90), stop_token_ids=[STOP], logprobs=0, flat_logprobs=True
+            )
+            self._states[name] = state()
+            request = Request(name, prompt, params, None, cache_salt="v0", block_hasher=self._hasher)
+            self._scheduler.add_request(request)
+        running = [each.request_id for each in self._scheduler.running]
+        if running and self._random.random() < 0.05:
+            name = self._random.choice(running)
+            del self._states[name]
+            self._scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def _sample(self, scheduled: Any) -> Any:
+        """Return a token of each request, the same for its so-manieth in every replay."""
+        from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+
+        names = sorted(scheduled.num_scheduled_tokens, reverse=True)
+        tokens, log_probs = [], np.zeros((len(names), 1), np.float32)
+        for row, name in enumerate(names):
+            own = random.Random(f"{name} {self._sampled[name]}")
+            self._sampled[name] += 1
+            tokens.append([STOP if own.random() < 0.02 else own.randrange(3, 64)])
+            log_probs[row] = -own.random()
+        lists = LogprobsLists(np.zeros((len(names), 1), np.int32), log_probs, np.zeros(len(names), np.int32), None)
+        return ModelRunnerOutput(names, {name: row for row, name in enumerate(names)}, tokens, lists)
+
+    def _end(self, output: Any) -> tuple[Any, ...]:
+        kept = self._states.pop(output.request_id).logprobs_processor.logprobs.logprobs
+        return output.request_id, output.new_token_ids, kept, output.finish_reason
+
+
+def state() -> Any:
+    """Return what the output processor keeps of a request, as far as it is read."""
+    return SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=SimpleNamespace(logprobs=[])))
+
+
+def like_hasher(scheduler: Any) -> Any:
+    """Return the function that names the full blocks of a request."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    function = get_hash_fn_by_name(scheduler.vllm_config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(function)
+    return get_request_block_hasher(scheduler.block_size, function)
