@@ -125,7 +125,7 @@ class GenerationSection:
         most=MOST_SEQUENCES,
     )
     gpu_memory_utilization: float | Literal["auto"] = spec(
-        "The share of a device's memory that an engine may use. auto is what max_num_seqs of the longest sequences "
+        "The share of a device's memory that an engine may use. auto is what the longest sequences of a step "
         "need where engines share the trainer's GPUs, and 0.85 elsewhere.",
         gt=0,
         le=1,

@@ -242,16 +242,15 @@ def _trained(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: b
 
 
 def _kept(config: GrpoConfig) -> int:
-    """Return the sequences that the cache should hold: those that are decoded, and episodes between two turns.
+    """Return the sequences that the cache should hold: those of a step being decoded, and episodes between two turns.
 
-    While environments answer, others are decoded in an episode's place: room is kept for as many again. Were the cache
-    too small for both, each would displace the other's prefix, and every turn would compute it again: 0.57 times the
-    tokens/s (Qwen3-1.7B, 8 turns of 128 tokens, 512 episodes, 256 at a time, H200).
+    A cache for more would only be emptied, and taken back, with every sleep. While environments answer, others are
+    decoded in an episode's place: room is kept for as many again. Were the cache too small for both, each would
+    displace the other's prefix, and every turn would compute it again: 0.57 times the tokens/s (Qwen3-1.7B, 8 turns of
+    128 tokens, 512 episodes, 256 at a time, H200).
     """
     decoded = stated(config.generation.max_num_seqs)
-    if not config.has_turns:
-        return decoded
-    return max(decoded, min(2 * decoded, _in_flight(config)))
+    return min((1 + config.has_turns) * decoded, _in_flight(config))
 
 
 def _engine_needs(config: GrpoConfig, sizes: ModelSizes, longest: int, memory: int) -> int:

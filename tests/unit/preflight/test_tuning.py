@@ -119,6 +119,14 @@ def test_a_cache_holds_episodes_between_their_turns_too(sizes: dict[str, ModelSi
         assert share.why == f"a cache for {kept} sequences of {longest:,} tokens"
 
 
+def test_a_cache_is_no_larger_than_a_step_fills(sizes: dict[str, ModelSizes]) -> None:
+    """16 x 8 rollouts: what 256 sequences would need is emptied, and taken back, with every sleep."""
+    tuned = tune(config_of(*SHORT, "grpo.num_prompts_per_step=16"), "cuda", sizes["qwen3-8b"], H200)
+    assert chosen(tuned)["generation.max_num_seqs"] == 256
+    share = next(choice for choice in tuned.choices if choice.key == "generation.gpu_memory_utilization")
+    assert share.why == "a cache for 128 sequences of 384 tokens"
+
+
 def test_what_does_not_fit_side_by_side_takes_turns(sizes: dict[str, ModelSizes]) -> None:
     long = chosen(tune(config_of(), "cuda", sizes["qwen3-0.6b"], H200))
     assert (long["generation.sleep"], long["trainer.micro_batch_tokens"]) == (True, 32768)
