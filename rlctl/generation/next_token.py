@@ -11,6 +11,12 @@ from typing import Any
 _RUNNING = {"num_lookahead_tokens": 0}
 
 
+def whole_sequences(manager: Any) -> Any | None:
+    """Return the one kind of blocks that `manager` has, where all layers attend to the whole sequence; else None."""
+    kinds = manager.coordinator.single_type_managers
+    return kinds[0] if [type(kind).__name__ for kind in kinds] == ["FullAttentionManager"] else None
+
+
 class NextSlots:
     """Stands before a cache manager's `allocate_slots` and `cache_blocks`, and answers where nothing is to be done.
 
@@ -19,11 +25,10 @@ class NextSlots:
 
     def __init__(self, manager: Any) -> None:
         """Take the place of both methods of vLLM's KVCacheManager."""
-        kinds = manager.coordinator.single_type_managers
-        if [type(kind).__name__ for kind in kinds] != ["FullAttentionManager"]:
+        if (whole := whole_sequences(manager)) is None:
             return
-        self._blocks, self._size = kinds[0].req_to_blocks, int(kinds[0].block_size)
-        self._cached: dict[str, int] = kinds[0].num_cached_block
+        self._blocks, self._size = whole.req_to_blocks, int(whole.block_size)
+        self._cached: dict[str, int] = whole.num_cached_block
         self._caching, self._none = bool(manager.enable_caching), manager.empty_kv_cache_blocks
         self._allocate_slots, manager.allocate_slots = manager.allocate_slots, self._allocate
         self._cache_blocks, manager.cache_blocks = manager.cache_blocks, self._cache

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlctl.generation.next_token import NextSlots, NextTokens
+from rlctl.generation.prefix_hashes import PrefixHashes
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import VLLM_FIELDS, EngineSpec
 from rlctl.generation.step_outputs import StepOutputs
@@ -50,9 +51,10 @@ def build_llm(spec: EngineSpec) -> Any:
             **extra,
         )
     )
-    scheduler = llm.engine_core.engine_core.scheduler
-    shorten_steps(scheduler, llm.output_processor.request_states)
-    _count_prefix_hits(scheduler.kv_cache_manager)
+    core = llm.engine_core.engine_core
+    shorten_steps(core.scheduler, llm.output_processor.request_states)
+    PrefixHashes(core)
+    _count_prefix_hits(core.scheduler.kv_cache_manager)
     return llm
 
 

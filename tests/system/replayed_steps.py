@@ -18,8 +18,13 @@ class WatchedEngine(Engine):
     """Lends its config to schedulers without a model, and tells what becomes of its own cache."""
 
     def blocks(self) -> dict[str, int]:
-        """Count the blocks of the cache that are free, and those that other requests can find."""
-        return self._on_thread(lambda: count_blocks(self._scheduler))  # type: ignore[no-any-return]
+        """Count the cache's blocks that are free, those that other requests can find, and tokens that were found."""
+
+        def count() -> dict[str, int]:
+            stats = self._scheduler.kv_cache_manager.prefix_cache_stats
+            return count_blocks(self._scheduler) | {"found": stats.hits, "asked": stats.queries}
+
+        return self._on_thread(count)  # type: ignore[no-any-return]
 
     def replay(self, ahead: bool, shortened: bool, seed: int) -> "dict[str, Any]":
         """Drive a scheduler of its own. ahead: each step is scheduled before the last one's tokens are known."""
@@ -78,9 +83,9 @@ class Replay:
             self._begun += 1
             name, group = f"r{self._begun}", self._random.randrange(6)
             shared = random.Random(group)
-            prompt = [shared.randrange(3, 64) for _ in range(self._random.randrange(1, 90))]
+            prompt = [shared.randrange(3, 64) for _ in range(self._random.randrange(1, 150))]
             params = SamplingParams(
-                max_tokens=self._random.randrange(1, 90), stop_token_ids=[STOP], logprobs=0, flat_logprobs=True
+                max_tokens=self._random.randrange(1, 100), stop_token_ids=[STOP], logprobs=0, flat_logprobs=True
             )
             self._states[name] = state()
             request = Request(name, prompt, params, None, cache_salt="v0", block_hasher=self._hasher)

@@ -29,20 +29,17 @@ class MakeWatched(MakeEngine):
     shortened: bool
 
     def __call__(self) -> Engine:
-        shorten = vllm_build.shorten_steps
         if not self.shortened:
+            vllm_build.PrefixHashes = lambda core: None  # type: ignore[misc, assignment]
             vllm_build.shorten_steps = lambda scheduler, states: StepOutputs(scheduler, states) and None
-        try:
-            return WatchedEngine(self.spec)
-        finally:
-            vllm_build.shorten_steps = shorten
+        return WatchedEngine(self.spec)
 
 
 @pytest.fixture(scope="module")
 def engines(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Worker]]:
-    """An engine with shortened steps and one without, whose caches hold a third of what they sample at a time."""
+    """An engine with shortened steps and one without, whose caches hold a part of what they sample at a time."""
     folder = make_model(tmp_path_factory.mktemp("m"), max_length=256, seed=1)
-    spec = replace(spec_for(folder, 256), stop_token_ids=(1, 5, 9), kv_cache_mib=1, max_num_seqs=32)
+    spec = replace(spec_for(folder, 256), stop_token_ids=(1, 5, 9), kv_cache_mib=2, max_num_seqs=32)
     made = [
         Worker(WorkerSpec(name, MakeWatched(spec, shortened), environment("cpu", []), str(ray_here / f"{name}.log"), 4))
         for name, shortened in (("shortened", True), ("plain", False))
@@ -55,7 +52,7 @@ def engines(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def conversations(engine: Worker) -> list[Completion]:
-    """Sample three turns of each rollout, of lengths that differ; some are given up while they run."""
+    """Sample three turns of each rollout, of lengths that differ. Some are given up while they run."""
     random, answers = np.random.default_rng(0), list[Completion]()
     prompts = [random.integers(3, 64, random.integers(1, 60)).tolist() for _ in range(ROLLOUTS)]
     longest = random.integers(1, 60, (3, ROLLOUTS)).tolist()
@@ -71,7 +68,9 @@ def conversations(engine: Worker) -> list[Completion]:
         answers += found.values()
         for place, each in enumerate(asked):
             said = found[each.id].tokens.tolist() if each.id in found else []
-            prompts[place] = prompts[place] + said + [3 + place]
+            # Some histories are rewritten, in the middle or from the first token on.
+            kept_from = {1: 1, 2: len(prompts[place]) // 2}.get(place % 12, 0)
+            prompts[place] = prompts[place][kept_from:] + said + [3 + place]
     return answers
 
 
@@ -83,7 +82,7 @@ def test_a_shortened_step_samples_what_vllms_own_samples(engines: list[Worker]) 
         assert (one.tokens.tolist(), one.finish) == (other.tokens.tolist(), other.finish)
         assert np.array_equal(one.log_probs, other.log_probs)
     (shortened,), (own,) = (engine.start(WatchedEngine.blocks).wait(DEADLINE) for engine in engines)
-    assert shortened == own
+    assert shortened == own and own["found"] > 500
 
 
 @pytest.mark.slow
