@@ -269,7 +269,8 @@ def _row(
         tokens=bench.tokens // turns,
         seconds=seconds,
         rate=median(each.tokens / each.seconds for each in rounds) / (engines * generation.tensor_parallel_size),
-        prefix=total("cached_tokens") / total("prompt_tokens"),
+        # Without a cache nothing is counted.
+        prefix=total("cached_tokens") / max(1.0, total("prompt_tokens")),
         at_once=at_once,
         step=total("busy") / total("steps"),
         floor=(weights + at_once * place * token_bytes(resolved, sizes)) / speed,

@@ -22,8 +22,13 @@ class TurnLengths:
     # Tokens of all turns of a rollout.
     tokens: int
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
-        self.engines.submit([self._cut(request) for request in requests], submitter, ahead=ahead)
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
+    ) -> None:
+        self.engines.submit([self._cut(request) for request in requests], submitter, ahead=ahead, more=more)
+
+    def finish(self, rollouts: Collection[RolloutId]) -> None:
+        self.engines.finish(rollouts)
 
     def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
         return self.engines.abort(ids)

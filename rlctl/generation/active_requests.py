@@ -40,6 +40,8 @@ class EngineStats:
     # Prompt tokens of requests that began, and those of them that the prefix cache held.
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    # Sequences of the longest kind that the key-value cache holds; 0 where that is unknown.
+    holds: int = 0
     # When this was read, seconds of the engine's own clock.
     at: float = field(default=0.0, compare=False)
 

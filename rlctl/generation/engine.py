@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rlctl.generation.active_requests import ActiveRequests, EngineStats, FinishedTurns, stall
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.generation.vllm_build import begun, build_llm, sampling_params
+from rlctl.generation.vllm_build import begun, build_llm, cached_sequences, sampling_params
 from rlctl.generation.weight_loader import LoadMode
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import EngineReport, Header, Mode, ReceiveReport, TransportSpec, Untouched
@@ -164,6 +164,7 @@ class Engine(ReceivesWeights):
     def _run(self) -> None:
         try:
             self._llm = build_llm(self._spec)
+            self._stats = replace(self._stats, holds=cached_sequences(self._llm))
         except BaseException as error:
             # Whoever asks learns why: construction waits for the first command's answer.
             while True:

@@ -64,6 +64,13 @@ def shorten_steps(scheduler: Any, states: Mapping[str, Any]) -> None:
     NextSlots(scheduler.kv_cache_manager)
 
 
+def cached_sequences(llm: Any) -> int:
+    """Return how many sequences of the longest kind the key-value cache holds at a time."""
+    scheduler = llm.engine_core.engine_core.scheduler
+    tokens: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks * scheduler.block_size
+    return tokens // int(scheduler.max_model_len)
+
+
 def _count_prefix_hits(manager: Any) -> None:
     """Have the cache's manager count the prompt tokens that it finds, without vLLM's other statistics."""
     from vllm.v1.metrics.stats import PrefixCacheStats

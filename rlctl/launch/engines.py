@@ -53,6 +53,6 @@ def engines(
         stack.callback(pool.kill)
         for pending in pool.built():
             pending.wait(config.run.deadline_s)
-        dispatcher = RolloutDispatcher(pool, config.run, emit)
+        dispatcher = RolloutDispatcher(pool, config.run, emit, together=True)
         stack.callback(dispatcher.close)
         yield dispatcher

@@ -131,7 +131,8 @@ class SamplingParts:
         """Return what samples and what plays rollouts, which `stack` closes."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
-        dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit)
+        together = not self.config.async_.enabled
+        dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, together=together)
         stack.callback(dispatcher.close)
         player = make_player(self.config, self.files, self.chat, dispatcher, self.environments, self.setup)
         stack.callback(player.close)

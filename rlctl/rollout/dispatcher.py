@@ -11,6 +11,10 @@ once, up to as many again as the engine decodes, for no other could take it, and
 a round trip to here. A rollout that ended makes room at once, not with its group: of eight answers of log-normal
 lengths (sigma 1) the longest is 3.1 times the mean, and engines would be a third full.
 
+Where a step is waited for as a whole, an engine begins as many episodes as its cache holds, up to twice what it
+decodes, and they go on side by side: else those that begin last would be alone in the engine at the end. Where steps
+overlap there is no such end, and an episode that ends early has younger tokens.
+
 Each engine has two threads: one collects, one sends orders, so that nobody waits for an engine that hangs or is slow
 (70 ms to begin 512 rollouts of the tiny model). Everything that can stop a run (replacing an engine, giving up) happens
 on the loop's thread, in `repair`, while it waits.
@@ -47,7 +51,11 @@ _CLOSE_S = 3.0
 class RolloutDispatcher:
     """Samples on every engine of a pool."""
 
-    def __init__(self, pool: GeneratorPool, run: RunSection, emit: Emit, clock: Clock | None = None) -> None:
+    def __init__(
+        self, pool: GeneratorPool, run: RunSection, emit: Emit, clock: Clock | None = None, *, together: bool = False
+    ) -> None:
+        """together: all that is submitted is waited for as a whole, as a synchronous step is."""
+        self._together = together
         self._pool, self._deadline_s, self._clock = pool, run.deadline_s, clock or Clock()
         self._patience = Patience(self._clock, run, emit)
         pool.forget_gone()
@@ -68,20 +76,31 @@ class RolloutDispatcher:
             for step in (self._collect, self._send)
         ]
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Submitter, *, ahead: bool = False) -> None:
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Submitter, *, ahead: bool = False, more: bool = False
+    ) -> None:
         """Sample requests, those of a group in a row; `submitter` gets the answers one by one.
 
-        ahead: before whatever is PENDING, but for later turns. Raises RuntimeError while the engines are asleep.
+        ahead: before whatever is PENDING, but for later turns. more: turns of the same rollouts may follow, until
+        `finish`. Raises RuntimeError while the engines are asleep.
         """
         self._pool.require_awake()
         with self._changed:
             front = next(
                 (n for n, group in enumerate(self._pending) if not group[0].request.id.turn), len(self._pending)
             )
-            for group in handed_out_together([SubmittedTurn(request, submitter) for request in requests]):
+            for group in handed_out_together([SubmittedTurn(request, submitter, more) for request in requests]):
                 early = ahead or group[0].request.id.turn > 0
                 self._pending.insert(front if early else len(self._pending), group)
                 front += early
+            self._hand_out()
+
+    def finish(self, rollouts: Collection[RolloutId]) -> None:
+        """Learn that no turn of these rollouts follows: their engines may begin others."""
+        with self._changed:
+            for rollout in rollouts:
+                if home := self._homes.get(rollout):
+                    home.episodes.discard(rollout)
             self._hand_out()
 
     def sample(
@@ -222,7 +241,7 @@ class RolloutDispatcher:
                 home = None
             # Engines that take later turns, and those of them that take new rollouts.
             taking = [each for each in self._queues if not each.lost and len(each.requests) < _AHEAD * most]
-            free = [each for each in taking if len(each.requests) < most]
+            free = [each for each in taking if self._begins(each, self._pending[0][0])]
             if not taking or (not free and not request.turn):
                 # Later turns are before first ones, but for those of engines that were lost.
                 break
@@ -235,12 +254,24 @@ class RolloutDispatcher:
                 continue
             for each in group:
                 each.state, queue.requests[each.request.id] = RequestState.SAMPLING, each
-                self._homes[each.request.id.rollout] = queue
+                rollout = each.request.id.rollout
+                if each.more:
+                    if before := self._homes.get(rollout):
+                        before.episodes.discard(rollout)
+                    queue.episodes.add(rollout)
+                self._homes[rollout] = queue
                 loads[queue] += each.request.max_new_tokens
             queue.last = self._clock.now()
             queue.order(Engine.submit, [each.request for each in group])
         self._pending.extendleft(reversed(waiting))
         self._changed.notify_all()
+
+    def _begins(self, queue: EngineQueue, first: SubmittedTurn) -> bool:
+        """Return whether an engine that takes requests takes one more rollout, see the head of this file."""
+        most = self._pool.at_a_time
+        if len(queue.requests) < most:
+            return True
+        return self._together and first.more and len(queue.episodes) < min(_AHEAD * most, queue.stats.holds)
 
     def _send(self, index: int) -> bool:
         """Send an engine its next order; return False at the end."""

@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from rlctl.generation.active_requests import EngineStats
 from rlctl.generation.engine import Engine
-from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.workers.group import Worker
 
 Answer = tuple[TurnRequest, Completion]
@@ -40,6 +41,8 @@ class SubmittedTurn:
 
     request: TurnRequest
     submitter: Submitter
+    # Turns of its rollout may follow, until `RolloutDispatcher.finish`.
+    more: bool = False
     state: RequestState = RequestState.PENDING
 
 
@@ -68,6 +71,8 @@ class EngineQueue:
     # Methods and their arguments that it has not been sent yet.
     orders: deque[tuple[Order, list[Any]]] = field(default_factory=deque)
     stats: EngineStats = field(default_factory=EngineStats)
+    # Rollouts that it began, and of which turns may follow.
+    episodes: WeakSet[RolloutId] = field(default_factory=WeakSet)
     # Why it must be replaced.
     lost: Exception | None = None
 

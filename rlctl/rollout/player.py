@@ -126,6 +126,7 @@ class EpisodePlayer:
         with self._moving, self._changed:
             plays = [play for each in ids if (play := self._plays.pop(each, None))]
         self._engines.abort([each.id for play in plays for each in play.requests.values()])
+        self._engines.finish([play.start.id for play in plays])
         for play in plays:
             self.aborted_tokens += play.sampled
             self._pool.close(play.start.id)
@@ -232,7 +233,7 @@ class EpisodePlayer:
 
     def _submit(self, play: Play, requests: list[TurnRequest]) -> None:
         play.requests |= {each.id.turn: each for each in requests}
-        self._engines.submit(requests, self, ahead=play.ahead)
+        self._engines.submit(requests, self, ahead=play.ahead, more=True)
 
     def _received(self, play: Play, turn: int, completion: Completion) -> None:
         """Take a turn from an engine."""
@@ -347,6 +348,7 @@ class EpisodePlayer:
             del self._plays[play.start.id]
         # Without effect where a failure ended it.
         self._pool.close(play.start.id)
+        self._engines.finish([play.start.id])
         one = play.conversation
         rows = [] if failure else one.rows()
         if failure := failure or self._too_long(play, rows):

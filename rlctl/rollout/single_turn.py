@@ -11,8 +11,13 @@ from rlctl.rollout.types import Rollout, RolloutStart, RolloutTaker
 class Engines(Protocol):
     """Interface that a player needs of `RolloutDispatcher`."""
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
+    ) -> None:
         """Sample requests."""
+
+    def finish(self, rollouts: Collection[RolloutId]) -> None:
+        """Learn that no turn of these rollouts follows."""
 
     def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
         """Stop sampling requests."""

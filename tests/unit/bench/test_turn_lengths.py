@@ -37,10 +37,15 @@ class Asked:
     """Engines that remember what they were asked for."""
 
     def __init__(self) -> None:
-        self.requests, self.aborted = list[TurnRequest](), list[RequestId]()
+        self.requests, self.aborted, self.finished = list[TurnRequest](), list[RequestId](), list[RolloutId]()
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
+    ) -> None:
         self.requests += requests
+
+    def finish(self, rollouts: Collection[RolloutId]) -> None:
+        self.finished += rollouts
 
     def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
         self.aborted += ids
@@ -56,3 +61,5 @@ def test_engines_are_asked_for_each_turns_own_length() -> None:
     assert tuple(each.max_new_tokens for each in asked.requests) == turn_lengths(rollout(5, 2), 4, 64, 0.5)
     assert [each.id for each in asked.requests] == ids
     assert engines.abort(ids) == asked.aborted == ids
+    engines.finish([rollout(5, 2)])
+    assert asked.finished == [rollout(5, 2)]

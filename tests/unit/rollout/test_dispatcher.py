@@ -45,7 +45,7 @@ class Mine:
 class Stage:
     """A pool of fake engines at version 0, and a dispatcher; answers have the length of their `max_new_tokens`."""
 
-    def __init__(self, engines: int, at_a_time: int) -> None:
+    def __init__(self, engines: int, at_a_time: int, together: bool = False) -> None:
         FakeWorker.made = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.happen: Callable[[], None] = self.all_go_on
@@ -59,7 +59,7 @@ class Stage:
         self.pool.connect(self.refit)
         self.pool.sync(0)
         emit = self.pool._emit
-        self.dispatcher = RolloutDispatcher(self.pool, RUN, emit, self.clock)
+        self.dispatcher = RolloutDispatcher(self.pool, RUN, emit, self.clock, together=together)
 
     def threads(self) -> None:
         with self.clock.on_a_thread():
@@ -302,6 +302,15 @@ def test_tasks_sampled_in_parts_have_the_seeds_that_they_have_together() -> None
     assert seeds([range(1), range(1, 3)]) == seeds([range(3)]) != []
 
 
+def holds(stage: Stage, sequences: int) -> None:
+    """Have the caches of all engines hold so many sequences, and the dispatcher know."""
+    for worker in stage.pool.engines:
+        engine = worker.engine  # type: ignore[attr-defined]
+        engine._stats = replace(engine._stats, holds=sequences)
+    for queue in stage.dispatcher._queues:
+        queue.stats = replace(queue.stats, holds=sequences)
+
+
 def next_turn(request: TurnRequest) -> TurnRequest:
     return replace(request, id=RequestId(request.id.rollout, request.id.turn + 1))
 
@@ -323,24 +332,26 @@ class Talk:
             for active in worker.engine._requests._turns.values():  # type: ignore[attr-defined]
                 self.seen[active.request.id] = worker.name
         self.answered += [request.id for request, _ in self.mine.answers]
+        self.stage.dispatcher.finish([r.id.rollout for r, _ in self.mine.answers if r.id.turn == self.last])
         self.acting += [request for request, _ in self.mine.answers if request.id.turn < self.last]
         self.mine.answers.clear()
         ready = [each for each in self.acting if self.random.random() < 0.5]
         self.acting = [each for each in self.acting if each not in ready]
-        self.stage.dispatcher.submit([next_turn(each) for each in ready], self.mine)
+        self.stage.dispatcher.submit([next_turn(each) for each in ready], self.mine, more=True)
 
 
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.booleans(), st.integers(0, 1 << 30))
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 12), st.booleans(), st.integers(0, 1 << 30), st.booleans())
 def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
-    engines: int, at_a_time: int, count: int, dies: bool, seed: int
+    engines: int, at_a_time: int, count: int, dies: bool, seed: int, together: bool
 ) -> None:
-    stage, random, size = Stage(engines, at_a_time), Random(seed), 1 + seed % 3
+    stage, random, size = Stage(engines, at_a_time, together), Random(seed), 1 + seed % 3
+    holds(stage, random.randint(0, 3 * at_a_time))
     requests = [one for group in range(count) for one in turns(group, size, [1], random.randint(1, 4))]
     talk, most = Talk(stage, random, last=3), 0
-    stage.dispatcher.submit(requests, talk.mine)
+    stage.dispatcher.submit(requests, talk.mine, more=True)
     dies_at, moved = (random.randint(1, 12) if dies else 0), set[str]()
     for number in range(1, 400):
         if number == dies_at:
@@ -353,7 +364,8 @@ def test_the_turns_of_a_rollout_stay_on_its_engine_while_it_lives(
         most = max(most, *(len(stage.at(index)) for index in range(engines)))
     assert sorted(map(str, talk.answered)) == sorted(f"{r.id}"[:-1] + str(t) for r in requests for t in range(4))
     # A group begins while there is room for one of it; later turns, up to as many again, wait in their engine.
-    assert most <= max(2 * at_a_time, at_a_time + size - 1)
+    assert most <= max(2 * at_a_time, at_a_time + size - 1) + together * (size - 1)
+    assert not any(queue.episodes for queue in stage.dispatcher._queues)
     for request in requests:
         homes = {talk.seen[RequestId(request.id.rollout, t)] for t in range(4)}
         assert len(homes) == 1 or str(request.id.rollout) in moved
@@ -376,6 +388,37 @@ def test_later_turns_go_to_their_engine_at_once_up_to_as_many_as_it_decodes_and_
         stage.all_go_on()
     order = [request.id for request, _ in mine.answers[3:]]
     assert order.index(later[0].id) < order.index(later[1].id) and len(order) == 5
+
+
+@pytest.mark.parametrize(("together", "kept", "begun"), [(True, 3, 3), (True, 9, 4), (True, 0, 2), (False, 9, 2)])
+def test_a_step_that_is_waited_for_as_a_whole_begins_as_many_episodes_as_the_cache_holds(
+    together: bool, kept: int, begun: int
+) -> None:
+    stage, mine = Stage(1, at_a_time=2, together=together), Mine()
+    holds(stage, kept)
+    stage.dispatcher.submit([turn(group, longest=1 + group % 2) for group in range(8)], mine, more=True)
+    stage.threads()
+    assert stage.at(0) == [(group, 0) for group in range(begun)]
+    # Rollouts of one turn are as many as the engine decodes.
+    single = Stage(1, at_a_time=2, together=together)
+    holds(single, kept)
+    single.dispatcher.submit([turn(group) for group in range(8)], Mine())
+    single.threads()
+    assert len(single.at(0)) == 2
+
+
+def test_an_engine_that_has_room_begins_episodes_while_environments_answer() -> None:
+    stage, mine = Stage(1, at_a_time=2, together=True), Mine()
+    holds(stage, 3)
+    stage.dispatcher.submit([turn(group, longest=1 if group < 2 else 9) for group in range(6)], mine, more=True)
+    stage.threads()
+    stage.all_go_on()
+    # Two wait for their environment. One is sampled, so another begins, beyond what the cache holds.
+    assert [request.id.rollout.group for request, _ in mine.answers] == [0, 1]
+    assert [group for group, _ in stage.at(0)] == [2, 3]
+    stage.dispatcher.finish([request.id.rollout for request, _ in mine.answers])
+    stage.threads()
+    assert [group for group, _ in stage.at(0)] == [2, 3, 4]
 
 
 def test_nobody_remembers_the_engine_of_a_rollout_that_is_over() -> None:

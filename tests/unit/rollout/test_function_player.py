@@ -196,7 +196,9 @@ class HeldEngines(ScriptedEngines):
     # Most that were held at a time.
     most: int = 0
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
+    ) -> None:
         assert not any(each.id.turn in self.held for each in requests), "it is being sampled already"
         self.held |= {each.id.turn: (each, submitter) for each in requests}
         self.most = max(self.most, len(self.held))

@@ -39,8 +39,11 @@ class ScriptedEngines:
     says: Any
     asked: list[tuple[TurnRequest, list[int]]] = field(default_factory=list)
     aborted: list[RequestId] = field(default_factory=list)
+    finished: list[RolloutId] = field(default_factory=list)
 
-    def submit(self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False) -> None:
+    def submit(
+        self, requests: Sequence[TurnRequest], submitter: Any, *, ahead: bool = False, more: bool = False
+    ) -> None:
         for request in requests:
             tokens = self.chat._encode(self.says(request))[: request.max_new_tokens]
             self.asked.append((request, tokens))
@@ -49,6 +52,9 @@ class ScriptedEngines:
             finish = "stop" if tokens and tokens[-1] in self.chat.ends.stops else "length"
             versions = np.full(count, version, np.int32)
             submitter.completed([(request, Completion(np.array(tokens, np.int32), log_probs, versions, finish))])  # type: ignore[arg-type]
+
+    def finish(self, rollouts: Collection[RolloutId]) -> None:
+        self.finished += rollouts
 
     def abort(self, ids: Collection[RequestId]) -> list[RequestId]:
         self.aborted += ids
@@ -322,6 +328,7 @@ def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
     for _ in range(100):
         player.play_next()
     assert [rollout.id for rollout in taken.rollouts] == [start(1).id]
+    assert engines.finished == [start(0).id, start(1).id]
 
 
 def test_an_engine_that_is_lost_restarts_a_turn_and_whoever_began_the_episode_learns_that_turns_are_kept(
@@ -341,7 +348,7 @@ def test_turns_of_an_episode_that_is_ahead_are_all_ahead(tokenizer: Any) -> None
     chat, ahead = Chat(tokenizer, CHATML, None), list[bool]()
     engines, pool = ScriptedEngines(chat, lambda request: "7<|im_end|>"), ScriptedPool(lambda kind, payload: "more")
     submit = engines.submit
-    engines.submit = lambda requests, submitter, ahead=False: (  # type: ignore[method-assign]
+    engines.submit = lambda requests, submitter, ahead=False, more=False: (  # type: ignore[method-assign]
         before.append(ahead), submit(requests, submitter)
     )[1]  # fmt: skip
     before = ahead
@@ -350,3 +357,4 @@ def test_turns_of_an_episode_that_is_ahead_are_all_ahead(tokenizer: Any) -> None
     for _ in range(200):
         player.play_next()
     assert ahead == [True] * 16
+    assert engines.finished == [start(0).id]
