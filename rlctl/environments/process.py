@@ -178,11 +178,12 @@ def _resident_bytes(pid: int, deep: bool) -> int:
     """
     total, left = 0, [pid]
     while left:
-        folder = Path("/proc", str(left.pop()))
+        folder = f"/proc/{left.pop()}"
         try:
-            total += int((folder / "statm").read_text().split()[1]) * _PAGE
+            with open(f"{folder}/statm", "rb") as statm:
+                total += int(statm.read().split()[1]) * _PAGE
             if deep:
-                for task in (folder / "task").iterdir():
+                for task in Path(folder, "task").iterdir():
                     left += map(int, (task / "children").read_text().split())
         except (OSError, ValueError, IndexError):  # it has ended, or the kernel keeps no list of children
             continue

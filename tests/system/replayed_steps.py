@@ -1,17 +1,24 @@
-"""vLLM's schedulers driven without a model: requests that come, end, are given up and preempted, as a seed has it."""
+"""Engines with shortened steps and without; vLLM's schedulers driven without a model, as a seed has it."""
 
 import random
 from collections import Counter, deque
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from rlctl.generation import vllm_build
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import Engine, MakeEngine
+from rlctl.generation.requests import Completion, RequestId, TurnRequest
 from rlctl.generation.step_outputs import StepOutputs
+from rlctl.workers.group import Worker
+from tests.system.engines import collect_all
+from tests.turns import turn
 
 STOP = 1
+DEADLINE = 600.0
+ROLLOUTS = 48
 
 
 class WatchedEngine(Engine):
@@ -29,6 +36,43 @@ class WatchedEngine(Engine):
     def replay(self, ahead: bool, shortened: bool, seed: int) -> "dict[str, Any]":
         """Drive a scheduler of its own. ahead: each step is scheduled before the last one's tokens are known."""
         return self._on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class MakeWatched(MakeEngine):
+    """Builds an engine whose steps are shortened, or are vLLM's own."""
+
+    shortened: bool
+
+    def __call__(self) -> Engine:
+        if not self.shortened:
+            vllm_build.PrefixHashes = lambda core: None  # type: ignore[misc, assignment]
+            vllm_build.shorten_steps = lambda scheduler, states: StepOutputs(scheduler, states) and None
+        return WatchedEngine(self.spec)
+
+
+def conversations(engine: Worker, give_up: bool = True) -> list[Completion]:
+    """Sample three turns of each rollout, of lengths that differ. give_up: some end while they run."""
+    random, answers = np.random.default_rng(0), list[Completion]()
+    prompts = [random.integers(3, 64, random.integers(1, 60)).tolist() for _ in range(ROLLOUTS)]
+    longest = random.integers(1, 60, (3, ROLLOUTS)).tolist()
+    for number in range(3):
+        asked: list[TurnRequest] = []
+        for place, prompt in enumerate(prompts):
+            one = turn(place, 0, prompt, longest[number][place], float(place % 4 > 0), 100 * number + place)
+            asked.append(replace(one, id=RequestId(one.id.rollout, number)))
+        given_up = [each.id for each in asked[::8] if give_up]
+        kept = [each for each in asked if each.id not in given_up]
+        engine.start(Engine.submit, asked).wait(DEADLINE)
+        engine.start(Engine.abort, given_up).wait(DEADLINE)
+        found = dict(zip((each.id for each in kept), collect_all(engine, kept), strict=True))
+        answers += found.values()
+        for place, each in enumerate(asked):
+            said = found[each.id].tokens.tolist() if each.id in found else []
+            # Some histories are rewritten, in the middle or from the first token on.
+            kept_from = {1: 1, 2: len(prompts[place]) // 2}.get(place % 12, 0)
+            prompts[place] = prompts[place][kept_from:] + said + [3 + place]
+    return answers
 
 
 def count_blocks(scheduler: Any) -> dict[str, int]:
