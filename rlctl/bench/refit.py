@@ -154,6 +154,7 @@ class RefitBench(Bench):
             seed=0,
             load_format="dummy",
             extension="rlctl.bench.engine.BenchWorker",
+            turns=False,
             prefix_caching=True,
             reset_prefix_cache=True,
             recompute_kv_cache=False,

@@ -9,8 +9,9 @@ from typing import Any
 
 from rlctl.generation.next_token import whole_sequences
 
-# Tokens of the requests that are kept, at most: 36 bytes each.
-_KEPT_TOKENS = 4_000_000
+# Rollouts whose hashes are kept, over the sequences that an engine decodes: as many again are between two turns, and
+# twice as many where environments are slow. A token of each takes 36 bytes.
+_KEPT = 4
 
 
 class PrefixHashes:
@@ -22,9 +23,9 @@ class PrefixHashes:
 
     def __init__(self, core: Any) -> None:
         self._hash, self._size = core.request_block_hasher, core.scheduler.block_size
-        # By rollout: the last request that it made.
-        self._last: OrderedDict[str, Any] = OrderedDict()
-        self._most = max(1, _KEPT_TOKENS // core.scheduler.max_model_len)
+        # By rollout, of its last request: salt, tokens and hashes, which grow with the request.
+        self._last: OrderedDict[str, tuple[str | None, list[int], list[Any]]] = OrderedDict()
+        self._most = _KEPT * core.scheduler.max_num_running_reqs
         if self._hash and whole_sequences(core.scheduler.kv_cache_manager):
             core.request_block_hasher = self._begin
 
@@ -33,12 +34,11 @@ class PrefixHashes:
         # It is asked for new blocks with each token.
         request._block_hasher = self._hash
         rollout = request.request_id.rpartition("@")[0]
-        last = self._last.pop(rollout, None)
-        if last is not None and last.cache_salt == request.cache_salt:
-            hashed = len(last.block_hashes) * self._size
-            if request.prompt_token_ids[:hashed] == last._all_token_ids[:hashed]:
-                request.block_hashes.extend(last.block_hashes)
-        self._last[rollout] = request
+        salt, tokens, hashes = self._last.pop(rollout, (None, [], []))
+        hashed = len(hashes) * self._size
+        if salt == request.cache_salt and request.prompt_token_ids[:hashed] == tokens[:hashed]:
+            request.block_hashes.extend(hashes)
+        self._last[rollout] = request.cache_salt, request._all_token_ids, request.block_hashes
         if len(self._last) > self._most:
             self._last.popitem(last=False)
         return self._hash(request)

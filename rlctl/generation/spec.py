@@ -56,6 +56,8 @@ class EngineSpec:
     load_format: str
     # Class mixed into vLLM's workers, "module.Class".
     extension: str
+    # Requests that begin with a rollout's earlier turns come.
+    turns: bool
     # Requests reuse keys and values of a prefix that another one computed.
     prefix_caching: bool
     # A change of weights puts the keys and values of before out of new requests' reach.

@@ -53,7 +53,8 @@ def build_llm(spec: EngineSpec) -> Any:
     )
     core = llm.engine_core.engine_core
     shorten_steps(core.scheduler, llm.output_processor.request_states)
-    PrefixHashes(core)
+    if spec.turns:
+        PrefixHashes(core)
     _count_prefix_hits(core.scheduler.kv_cache_manager)
     return llm
 

@@ -131,7 +131,8 @@ class SamplingParts:
         """Return what samples and what plays rollouts, which `stack` closes."""
         from rlctl.rollout.dispatcher import RolloutDispatcher
 
-        together = not self.config.async_.enabled
+        # With a filter, a step is over once enough groups teach something: it does not wait for the others.
+        together = not self.config.async_.enabled and not self.config.grpo.dynamic_sampling.filter
         dispatcher = RolloutDispatcher(self.pool, self.config.run, self.session.events.emit, together=together)
         stack.callback(dispatcher.close)
         player = make_player(self.config, self.files, self.chat, dispatcher, self.environments, self.setup)

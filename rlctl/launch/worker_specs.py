@@ -113,6 +113,7 @@ def engine_spec(
         seed=config.run.seed,
         load_format="auto",
         extension="rlctl.generation.vllm_worker.RefitWorker",
+        turns=config.has_turns,
         prefix_caching=stated(generation.prefix_caching),
         reset_prefix_cache=generation.reset_prefix_cache_after_weight_updates,
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,

@@ -179,7 +179,7 @@ def _chunk(sizes: ModelSizes, memory: int) -> tuple[int, str]:
 
 
 def _in_flight(config: GrpoConfig) -> int:
-    """Return the most rollouts that an engine has begun at a time."""
+    """Return the rollouts of an engine's share of the steps that are under way."""
     rules, step = config.grpo, Resolved(config)
     flight = rules.num_prompts_per_step * rules.num_generations_per_prompt * (1 + step.max_age)
     return -(-flight // config.generation.num_engines)
@@ -244,13 +244,17 @@ def _trained(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: b
 def _kept(config: GrpoConfig) -> int:
     """Return the sequences that the cache should hold: those of a step being decoded, and episodes between two turns.
 
-    A cache for more would only be emptied, and taken back, with every sleep. While environments answer, others are
-    decoded in an episode's place: room is kept for as many again. Were the cache too small for both, each would
-    displace the other's prefix, and every turn would compute it again: 0.57 times the tokens/s (Qwen3-1.7B, 8 turns of
-    128 tokens, 512 episodes, 256 at a time, H200).
+    A cache for more would only be emptied, and taken back, with every sleep; a validation of more tasks than a step has
+    takes turns in it. Groups that replace filtered ones count, and branches of a rollout function are not known. While
+    environments answer, others are decoded in an episode's place: room is kept for as many again. Were the cache too
+    small for both, each would displace the other's prefix, and every turn would compute it again: 0.57 times the
+    tokens/s (Qwen3-1.7B, 8 turns of 128 tokens, 512 episodes, 256 at a time, H200).
     """
-    decoded = stated(config.generation.max_num_seqs)
-    return min((1 + config.has_turns) * decoded, _in_flight(config))
+    decoded, rules = stated(config.generation.max_num_seqs), config.grpo.dynamic_sampling
+    begun = int(_in_flight(config) * (1 + (rules.max_extra if rules.filter else 0)))
+    if config.rollout is not None:
+        return max(decoded, min(2 * decoded, begun))
+    return min((1 + config.has_turns) * decoded, begun)
 
 
 def _engine_needs(config: GrpoConfig, sizes: ModelSizes, longest: int, memory: int) -> int:

@@ -11,9 +11,10 @@ once, up to as many again as the engine decodes, for no other could take it, and
 a round trip to here. A rollout that ended makes room at once, not with its group: of eight answers of log-normal
 lengths (sigma 1) the longest is 3.1 times the mean, and engines would be a third full.
 
-Where a step is waited for as a whole, an engine begins as many episodes as its cache holds, up to twice what it
-decodes, and they go on side by side: else those that begin last would be alone in the engine at the end. Where steps
-overlap there is no such end, and an episode that ends early has younger tokens.
+Where a step is waited for as a whole, an engine begins episodes until its cache is full, at most twice what it decodes,
+and they go on side by side: else those that begin last would be alone in the engine at the end. It begins more while
+environments are slow, rather than decode fewer. Where steps overlap there is no such end, and an episode that ends
+early has younger tokens.
 
 Each engine has two threads: one collects, one sends orders, so that nobody waits for an engine that hangs or is slow
 (70 ms to begin 512 rollouts of the tiny model). Everything that can stop a run (replacing an engine, giving up) happens
@@ -313,8 +314,10 @@ class RolloutDispatcher:
         with self._changed:
             if finished.stats != queue.stats:
                 queue.last = self._clock.now()
-            queue.stats = finished.stats
+            holds, queue.stats = queue.stats.holds, finished.stats
             if not finished.ids:
+                if holds != queue.stats.holds:
+                    self._hand_out()
                 return True
             pairs = [(queue.requests.get(each), one) for each, one in zip(finished.ids, finished.columns.unpack())]
             wanted = [(one, answer) for one, answer in pairs if one and one.state is RequestState.SAMPLING]

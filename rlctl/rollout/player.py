@@ -233,7 +233,7 @@ class EpisodePlayer:
 
     def _submit(self, play: Play, requests: list[TurnRequest]) -> None:
         play.requests |= {each.id.turn: each for each in requests}
-        self._engines.submit(requests, self, ahead=play.ahead, more=True)
+        self._engines.submit(requests, self, ahead=play.ahead, more=self._limits.max_turns > 1)
 
     def _received(self, play: Play, turn: int, completion: Completion) -> None:
         """Take a turn from an engine."""

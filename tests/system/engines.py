@@ -38,6 +38,7 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         seed=0,
         load_format="auto",
         extension="rlctl.generation.vllm_worker.RefitWorker",
+        turns=True,
         prefix_caching=True,
         reset_prefix_cache=True,
         recompute_kv_cache=False,

@@ -98,6 +98,9 @@ class Replay:
         self._depth, self._random = 2 if ahead else 1, random.Random(seed)
         self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
         self.steps, self.preemptions = list[Any](), 0
+        # What was left to vLLM: calls for slots, and tokens.
+        self._asked = self._appended = 0
+        self._count_what_is_left()
         if shortened:
             vllm_build.shorten_steps(self._scheduler, self._states)
         else:
@@ -117,7 +120,22 @@ class Replay:
                 outputs = self._scheduler.update_from_output(*queue.popleft()).get(0)
                 ended = [self._end(each) for each in outputs.outputs] if outputs else []
             self.steps.append((dict(scheduled.num_scheduled_tokens), ended, count_blocks(self._scheduler)))
-        return {"steps": self.steps, "preemptions": self.preemptions}
+        left = {"asked": self._asked, "appended": self._appended}
+        return {"steps": self.steps, "preemptions": self.preemptions, "left": left}
+
+    def _count_what_is_left(self) -> None:
+        manager, scheduler = self._scheduler.kv_cache_manager, self._scheduler
+        allocate, update = manager.allocate_slots, scheduler.update_from_output
+
+        def asked(*arguments: Any, **named: Any) -> Any:
+            self._asked += 1
+            return allocate(*arguments, **named)
+
+        def updated(scheduled: Any, sampled: Any) -> Any:
+            self._appended += len(scheduled.num_scheduled_tokens)
+            return update(scheduled, sampled)
+
+        manager.allocate_slots, scheduler.update_from_output = asked, updated
 
     def _come_and_go(self) -> None:
         from vllm import SamplingParams
@@ -135,6 +153,9 @@ class Replay:
             request = Request(name, prompt, params, None, cache_salt="v0", block_hasher=self._hasher)
             self._scheduler.add_request(request)
         running = [each.request_id for each in self._scheduler.running]
+        if self._random.random() < 0.01:
+            # As a change of weights that recomputes what runs; tokens may be under way.
+            self._scheduler.reset_prefix_cache(reset_running_requests=True)
         if running and self._random.random() < 0.05:
             name = self._random.choice(running)
             del self._states[name]
