@@ -79,6 +79,7 @@ class NextTokens:
             if request is None or len(new) != 1 or not self._goes_on(request, new[0]):
                 others[name] = count
                 continue
+            # vLLM 0.32 has this count, 0.25 has not.
             if hasattr(request, "num_in_flight_tokens"):
                 request.num_in_flight_tokens -= count
             request.append_output_token_ids(new[0])

@@ -9,8 +9,8 @@ from typing import Any
 
 from rlctl.generation.next_token import whole_sequences
 
-# Rollouts whose hashes are kept, over the sequences that an engine decodes: as many again are between two turns, and
-# twice as many where environments are slow. A token of each takes 36 bytes.
+# Rollouts whose hashes are kept, for each sequence that an engine decodes. Most rollouts wait: for the engine, or for
+# their environment. A token of a rollout takes 36 bytes.
 _KEPT = 4
 
 
@@ -31,7 +31,7 @@ class PrefixHashes:
 
     def _begin(self, request: Any) -> Any:
         """Give a request the hashes that its rollout's last one has; return the others."""
-        # It is asked for new blocks with each token.
+        # vLLM calls it again with each token, when only its own is needed.
         request._block_hasher = self._hash
         rollout = request.request_id.rpartition("@")[0]
         salt, tokens, hashes = self._last.pop(rollout, (None, [], []))

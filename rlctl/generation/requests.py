@@ -48,7 +48,7 @@ class RequestId:
     turn: int = 0
 
     def __str__(self) -> str:
-        """Name the request where vLLM wants a string: `train-12.0#3@0`. Before the @ is the same in all turns."""
+        """Name the request where vLLM wants a string: `train-12.0#3@0`. A rollout's turns differ after the @."""
         one = self.rollout
         return f"{one.purpose}-{one.group}.{one.attempt}#{one.index}@{self.turn}"
 

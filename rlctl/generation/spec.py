@@ -56,7 +56,7 @@ class EngineSpec:
     load_format: str
     # Class mixed into vLLM's workers, "module.Class".
     extension: str
-    # Requests that begin with a rollout's earlier turns come.
+    # Rollouts have several turns, each a request that begins with the turns before it.
     turns: bool
     # Requests reuse keys and values of a prefix that another one computed.
     prefix_caching: bool

@@ -244,10 +244,12 @@ def _trained(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: b
 def _kept(config: GrpoConfig) -> int:
     """Return the sequences that the cache should hold: those of a step being decoded, and episodes between two turns.
 
-    A cache for more would only be emptied, and taken back, with every sleep; a validation of more tasks than a step has
-    takes turns in it. Groups that replace filtered ones count, and branches of a rollout function are not known. While
-    environments answer, others are decoded in an episode's place: room is kept for as many again. Were the cache too
-    small for both, each would displace the other's prefix, and every turn would compute it again: 0.57 times the
+    A larger cache would only be emptied, and taken back, with every sleep. Groups that replace filtered ones count. A
+    rollout function may sample several branches, how many is not known: its cache is as for `max_num_seqs` rollouts.
+    A validation may have more rollouts than the cache holds; some then wait.
+
+    While environments answer, others are decoded in an episode's place: room is kept for as many again. Were the cache
+    too small for both, each would displace the other's prefix, and every turn would compute it again: 0.57 times the
     tokens/s (Qwen3-1.7B, 8 turns of 128 tokens, 512 episodes, 256 at a time, H200).
     """
     decoded, rules = stated(config.generation.max_num_seqs), config.grpo.dynamic_sampling

@@ -55,7 +55,10 @@ class RolloutDispatcher:
     def __init__(
         self, pool: GeneratorPool, run: RunSection, emit: Emit, clock: Clock | None = None, *, together: bool = False
     ) -> None:
-        """together: all that is submitted is waited for as a whole, as a synchronous step is."""
+        """Start two threads for each engine.
+
+        together: all that is submitted is waited for as a whole, as a synchronous step is.
+        """
         self._together = together
         self._pool, self._deadline_s, self._clock = pool, run.deadline_s, clock or Clock()
         self._patience = Patience(self._clock, run, emit)
@@ -102,7 +105,8 @@ class RolloutDispatcher:
             for rollout in rollouts:
                 if home := self._homes.get(rollout):
                     home.episodes.discard(rollout)
-            self._hand_out()
+            if self._pending:
+                self._hand_out()
 
     def sample(
         self,

@@ -3,7 +3,7 @@
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +11,12 @@ import numpy as np
 from rlctl.generation import vllm_build
 from rlctl.generation.engine import Engine, MakeEngine
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
+from rlctl.generation.spec import EngineSpec, environment
 from rlctl.generation.step_outputs import StepOutputs
-from rlctl.workers.group import Worker
+from rlctl.workers.group import Worker, WorkerSpec
 from tests.system.engines import collect_all
 from tests.turns import turn
+from tests.unit.generation.test_step_outputs import state
 
 STOP = 1
 DEADLINE = 600.0
@@ -51,7 +53,27 @@ class MakeWatched(MakeEngine):
         return WatchedEngine(self.spec)
 
 
-def conversations(engine: Worker, give_up: bool = True) -> list[Completion]:
+def two_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker]:
+    """Start an engine with shortened steps and one without."""
+    made = []
+    for name, shortened in (("shortened", True), ("plain", False)):
+        make, log = MakeWatched(spec, shortened), str(logs / f"{name}.log")
+        made.append(Worker(WorkerSpec(name, make, environment(spec.device, devices), log, 4)))
+    return made
+
+
+def check_conversations(engines: list[Worker], give_up: bool) -> None:
+    """Check that both engines sample the same bits, end alike, and treat their caches alike."""
+    ours, plain = (conversations(engine, give_up) for engine in engines)
+    assert {"stop", "length"} == {each.finish for each in ours}
+    for one, other in zip(ours, plain, strict=True):
+        assert (one.tokens.tolist(), one.finish) == (other.tokens.tolist(), other.finish)
+        assert np.array_equal(one.log_probs, other.log_probs)
+    (shortened,), (own,) = (engine.start(WatchedEngine.blocks).wait(DEADLINE) for engine in engines)
+    assert shortened == own and own["found"] > 500
+
+
+def conversations(engine: Worker, give_up: bool) -> list[Completion]:
     """Sample three turns of each rollout, of lengths that differ. give_up: some end while they run."""
     random, answers = np.random.default_rng(0), list[Completion]()
     prompts = [random.integers(3, 64, random.integers(1, 60)).tolist() for _ in range(ROLLOUTS)]
@@ -105,7 +127,7 @@ class Replay:
             vllm_build.shorten_steps(self._scheduler, self._states)
         else:
             StepOutputs(self._scheduler, self._states)
-        self._hasher = like_hasher(like)
+        self._hasher = block_hasher(like)
 
     def run(self) -> "dict[str, Any]":
         queue = deque[tuple[Any, Any]]()
@@ -180,12 +202,7 @@ class Replay:
         return output.request_id, output.new_token_ids, kept, output.finish_reason
 
 
-def state() -> Any:
-    """Return what the output processor keeps of a request, as far as it is read."""
-    return SimpleNamespace(logprobs_processor=SimpleNamespace(logprobs=SimpleNamespace(logprobs=[])))
-
-
-def like_hasher(scheduler: Any) -> Any:
+def block_hasher(scheduler: Any) -> Any:
     """Return the function that names the full blocks of a request."""
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
