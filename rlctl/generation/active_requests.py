@@ -1,4 +1,4 @@
-"""Requests that an engine is sampling, one record each, from `submit` until `collect` hands them out.
+r"""Requests that an engine is sampling, one record each, from `submit` until `collect` hands them out.
 
     submit -> RUNNING -- last token ------> DONE ---- collect --> gone
                  |  \--- engine poisoned -> FAILED -- collect raises --> gone

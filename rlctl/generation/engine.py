@@ -17,7 +17,7 @@ from typing import Any, Literal
 from rlctl.generation.active_requests import ActiveRequests, EngineStats, FinishedTurns, stall
 from rlctl.generation.requests import PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import EngineSpec
-from rlctl.generation.vllm_build import begun, build_llm, cached_sequences, sampling_params
+from rlctl.generation.vllm_build import add_request, begun, build_llm, cached_sequences, vllm_request
 from rlctl.generation.weight_loader import LoadMode
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import EngineReport, Header, Mode, ReceiveReport, TransportSpec, Untouched
@@ -79,9 +79,11 @@ class Engine(ReceivesWeights):
         self._on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
-        """Begin to sample; `collect` hands out each answer. Returns at once. Raises RuntimeError if poisoned, or if
-        its weights were dropped."""
-        self._on_thread(lambda: self._add(requests))
+        """Begin to sample; `collect` hands out each answer. Returns at once. Raises ValueError for a prompt that does
+        not fit the model, and RuntimeError if poisoned, or if its weights were dropped."""
+        # On the caller's thread: the engine's steps while vLLM checks the requests.
+        checked = [vllm_request(self._llm, self._spec, request) for request in requests]
+        self._on_thread(lambda: self._add(requests, checked))
 
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call; wait at most that long for one. Raises what ended a
@@ -207,24 +209,25 @@ class Engine(ReceivesWeights):
     def _scheduler(self) -> Any:
         return self._llm.engine_core.engine_core.scheduler
 
-    def _add(self, requests: list[TurnRequest]) -> None:
+    def _add(self, requests: list[TurnRequest], checked: list[Any]) -> None:
         self._require_sound()
         if self._dropped:
             raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
-        for request in requests:
-            self._enter(self._requests.add(request, self._version), request)
+        for request, own in zip(requests, checked, strict=True):
+            self._requests.add(request, self._version)
+            self._enter(own)
 
     def _require_sound(self) -> None:
         if self._state is RefitState.POISONED:
             raise RuntimeError(f"this engine must not be used: {self._poisoned}")
 
-    def _enter(self, name: str, request: TurnRequest) -> None:
-        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_tokens}
+    def _enter(self, request: Any) -> None:
+        """Hand a request to vLLM. request: from `vllm_request`."""
         if self._spec.reset_prefix_cache:
             # The salt keeps prefixes that older weights computed out of reach. vLLM's own reset does nothing while
             # requests run, or begins all of them again.
-            prompt["cache_salt"] = f"v{self._version}"
-        self._llm.add_request(name, prompt, sampling_params(self._spec, request))
+            request.cache_salt = f"v{self._version}"
+        add_request(self._llm, request)
 
     def _stage(self, header: Header) -> list[ReceiveReport]:
         """Receive beside the live weights while requests go on. Raises Untouched."""
@@ -297,7 +300,8 @@ class Engine(ReceivesWeights):
         if fresh:
             self._llm.abort_request(fresh)
         for name in fresh:
-            self._enter(name, self._requests.restart(name, self._version))
+            again = self._requests.restart(name, self._version)
+            self._enter(vllm_request(self._llm, self._spec, again))
         late = 0 if self._spec.recompute_kv_cache else 1
         return [
             (name, request.num_output_tokens + late * request.num_output_placeholders)

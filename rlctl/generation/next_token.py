@@ -1,14 +1,27 @@
 """One more token for each request that goes on, without the work that vLLM does for all that a request might need.
 
 Nearly all requests of a step need nothing but their next token: they do not end, and their last block has room. vLLM
-asks four layers for blocks each time, and makes an output for each token.
+looks at some fifty properties of each, asks four layers for blocks, and makes an output for each token.
 """
 
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-# Arguments with which vLLM asks for the slots of a request that is running.
-_RUNNING = {"num_lookahead_tokens": 0}
+if TYPE_CHECKING:
+    from rlctl.generation.step_outputs import SampledTokens
+
+# What rlctl's engines have not. A scheduler that has any of it, in vLLM 0.25 or 0.32, is left alone.
+_FEATURES = (
+    "connector",
+    "ec_connector",
+    "lora_config",
+    "use_pp",
+    "num_spec_tokens",
+    "defer_block_free",
+    "need_mamba_block_aligned_split",
+    "enable_return_routed_experts",
+    "aux_output_connector",
+)
 
 
 def whole_sequences(manager: Any) -> Any | None:
@@ -17,88 +30,145 @@ def whole_sequences(manager: Any) -> Any | None:
     return kinds[0] if [type(kind).__name__ for kind in kinds] == ["FullAttentionManager"] else None
 
 
-class NextSlots:
-    """Stands before a cache manager's `allocate_slots` and `cache_blocks`, and answers where nothing is to be done.
-
-    Made for vLLM 0.25 and 0.32, and models whose layers all attend to the whole sequence; others are left alone.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        """Take the place of both methods of vLLM's KVCacheManager."""
-        if (whole := whole_sequences(manager)) is None:
-            return
-        self._blocks, self._size = whole.req_to_blocks, int(whole.block_size)
-        self._cached: dict[str, int] = whole.num_cached_block
-        self._caching, self._none = bool(manager.enable_caching), manager.empty_kv_cache_blocks
-        self._allocate_slots, manager.allocate_slots = manager.allocate_slots, self._allocate
-        self._cache_blocks, manager.cache_blocks = manager.cache_blocks, self._cache
-
-    def _allocate(self, request: Any, num_new_tokens: int, **named: Any) -> Any:
-        """Do vLLM's work, unless the token has room in the request's last block and fills none."""
-        if num_new_tokens == 1 and named == _RUNNING:
-            tokens = request.num_computed_tokens + 1
-            has_room = tokens <= len(self._blocks.get(request.request_id, ())) * self._size
-            if has_room and not self._fills(request, min(tokens, request.num_tokens)):
-                return self._none
-        return self._allocate_slots(request, num_new_tokens, **named)
-
-    def _cache(self, request: Any, num_computed_tokens: int) -> None:
-        if self._fills(request, num_computed_tokens):
-            self._cache_blocks(request, num_computed_tokens)
-
-    def _fills(self, request: Any, tokens: int) -> bool:
-        """Return whether `tokens` fill a block that other requests cannot find yet."""
-        return self._caching and tokens // self._size > self._cached.get(request.request_id, 0)
-
-
 class NextTokens:
-    """Takes in the tokens of requests that go on, and leaves the others to vLLM's scheduler.
+    """Stands before a scheduler's `schedule`, and takes in the tokens of requests that go on.
 
-    Made for vLLM 0.25 and 0.32: it does what their schedulers do for a running request that got one more token.
+    Made for vLLM 0.25 and 0.32, requests of `sampling_params`, and models whose layers all attend to the whole
+    sequence; of others it takes nothing in. It does what vLLM's schedulers do for a running request that gets one more
+    token, in their order.
     """
 
     def __init__(self, scheduler: Any) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.core.sched.interface import PauseState
         from vllm.v1.request import RequestStatus
 
-        self._scheduler, self._running = scheduler, RequestStatus.RUNNING
+        self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
+        self._running, self._unpaused = RequestStatus.RUNNING, PauseState.UNPAUSED
         # The next step is scheduled before this one's tokens are known: they have placeholders meanwhile.
         self._ahead = isinstance(scheduler, AsyncScheduler)
+        whole = whole_sequences(self._manager)
+        self._on = whole is not None and not any(getattr(scheduler, name, None) for name in _FEATURES)
+        if whole is not None and self._on:
+            self._blocks, self._size = whole.req_to_blocks, int(whole.block_size)
+            self._cached: dict[str, int] = whole.num_cached_block
+            self._caching = bool(self._manager.enable_caching)
+            self._schedule, scheduler.schedule = scheduler.schedule, self._schedule_next
 
-    def take(self, scheduled: Any, sampled: Any) -> tuple[Any, list[tuple[str, int]]]:
-        """Append the step's token to each request that has one already and surely goes on.
+    def _schedule_next(self, throttle_prefills: bool = False) -> Any:
+        """Give the running requests a token each, and have vLLM schedule those that wait, with what they leave."""
+        scheduler = self._scheduler
+        held = throttle_prefills or scheduler._pause_state != self._unpaused
+        if held or not (going := self._going()):
+            return self._schedule(throttle_prefills)
+        names, new_blocks, computed, sampled = self._advance(going)
+        scheduler.max_num_scheduled_tokens -= len(names)
+        try:
+            step = self._schedule(throttle_prefills)
+        finally:
+            scheduler.max_num_scheduled_tokens += len(names)
+        cached = step.scheduled_cached_reqs
+        cached.req_ids = names + cached.req_ids
+        cached.new_block_ids = new_blocks + cached.new_block_ids
+        cached.num_computed_tokens = computed + cached.num_computed_tokens
+        cached.num_output_tokens = sampled + cached.num_output_tokens
+        step.num_scheduled_tokens = dict.fromkeys(names, 1) | step.num_scheduled_tokens
+        step.total_num_scheduled_tokens += len(names)
+        if not scheduler.use_v2_model_runner:
+            scheduler.prev_step_scheduled_req_ids.update(names)
+        return step
 
-        Returns the step without those requests, for `update_from_output`, and their names and tokens.
-        """
-        if scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids:
-            return scheduled, []
-        row, tokens, others, taken = sampled.req_id_to_index, sampled.sampled_token_ids, dict[str, int](), []
-        requests, cache_blocks = self._scheduler.requests, self._scheduler.kv_cache_manager.cache_blocks
-        for name, count in scheduled.num_scheduled_tokens.items():
-            request, new = requests.get(name), tokens[row[name]]
-            if request is None or len(new) != 1 or not self._goes_on(request, new[0]):
-                others[name] = count
+    def _going(self) -> list[Any]:
+        """Return the running requests that get one token; none where vLLM has more to decide about one of them."""
+        scheduler, blocks, size = self._scheduler, self._blocks, self._size
+        before = None if scheduler.use_v2_model_runner else scheduler.prev_step_scheduled_req_ids
+        going, short, longest = [], 0, scheduler.max_model_len
+        for request in scheduler.running:
+            computed, ahead = request.num_computed_tokens, request.num_output_placeholders
+            missing = len(request._all_token_ids) + ahead - computed
+            if missing != 1 or request.is_prefill_chunk or request.use_structured_output:
+                return []
+            if before is not None and request.request_id not in before:
+                return []
+            if computed + 1 >= longest or (ahead and len(request._output_token_ids) + 1 >= request.max_tokens):
+                # Its last token is under way: vLLM passes it over too.
                 continue
+            short += computed >= len(blocks[request.request_id]) * size
+            going.append(request)
+        enough = short <= self._manager.block_pool.get_num_free_blocks()
+        return going if enough and len(going) <= scheduler.max_num_scheduled_tokens else []
+
+    def _advance(self, going: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
+        """Give each request a token. Return names, blocks that are new, tokens computed before, and tokens sampled."""
+        manager, blocks, size, cached = self._manager, self._blocks, self._size, self._cached
+        # vLLM passes a request over until the step of this number.
+        later = self._scheduler.current_step + 2
+        names, new_blocks, computed, sampled = list[str](), list[Any](), list[int](), list[int]()
+        for request in going:
+            name, before, ahead = request.request_id, request.num_computed_tokens, request.num_output_placeholders
+            names.append(name)
+            computed.append(before)
+            sampled.append(len(request._output_token_ids) + ahead)
+            known = before + 1 - ahead
+            if before < len(blocks[name]) * size and not (self._caching and known // size > cached.get(name, 0)):
+                new_blocks.append(None)
+            else:
+                found = manager.allocate_slots(request, 1, num_lookahead_tokens=self._scheduler.num_lookahead_tokens)
+                new_blocks.append(found.get_block_ids(allow_none=True))
+            request.num_computed_tokens = before + 1
+            request.next_decode_eligible_step = later
+            if self._ahead:
+                request.num_output_placeholders = ahead + 1
             # vLLM 0.32 has this count, 0.25 has not.
             if hasattr(request, "num_in_flight_tokens"):
+                request.num_in_flight_tokens += 1
+        return names, new_blocks, computed, sampled
+
+    def take(self, scheduled: Any, sampled: Any, log_probs: list[float], kept: "dict[str, SampledTokens]") -> Any:
+        """Append the step's token to each request that has one already and surely goes on, and to what is `kept` of it.
+
+        log_probs: of each row of `sampled`. Returns the step without those requests, for `update_from_output`.
+        """
+        if not self._on or scheduled.scheduled_spec_decode_tokens or not sampled.sampled_token_ids:
+            return scheduled
+        scheduler, size, cached = self._scheduler, self._size, self._cached
+        row, tokens, others = sampled.req_id_to_index, sampled.sampled_token_ids, dict[str, int]()
+        requests, longest = scheduler.requests, scheduler.max_model_len
+        for name, count in scheduled.num_scheduled_tokens.items():
+            request, place = requests.get(name), row[name]
+            new = tokens[place]
+            if request is None or len(new) != 1 or not self._goes_on(request, new[0], longest):
+                others[name] = count
+                continue
+            (token,) = new
+            request._output_token_ids.append(token)
+            request._all_token_ids.append(token)
+            length = len(request._all_token_ids)
+            if length % size == 0:
+                request.update_block_hashes()
+            if hasattr(request, "num_in_flight_tokens"):
                 request.num_in_flight_tokens -= count
-            request.append_output_token_ids(new[0])
             if self._ahead:
                 request.num_output_placeholders -= 1
-                cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
-            taken.append((name, new[0]))
-        if taken:
-            scheduled = copy(scheduled)
-            scheduled.num_scheduled_tokens = others
-        return scheduled, taken
+                known = request.num_computed_tokens - request.num_output_placeholders
+                if self._caching and known // size > cached.get(name, 0):
+                    self._manager.cache_blocks(request, known)
+            own = kept[name]
+            own.tokens.append(token)
+            own.log_probs.append(log_probs[place])
+        if len(others) == len(scheduled.num_scheduled_tokens):
+            return scheduled
+        scheduled = copy(scheduled)
+        scheduled.num_scheduled_tokens = others
+        return scheduled
 
-    def _goes_on(self, request: Any, token: int) -> bool:
+    def _goes_on(self, request: Any, token: int, longest: int) -> bool:
         """Return whether a request runs, has a token already, and another is sampled after `token`."""
-        sampled, params = len(request._output_token_ids), request.sampling_params
+        params = request.sampling_params
         return (
-            0 < sampled < request.max_tokens - 1
+            0 < len(request._output_token_ids) < request.max_tokens - 1
             and request.status is self._running
-            and len(request._all_token_ids) + 1 < self._scheduler.max_model_len
+            and len(request._all_token_ids) + 1 < longest
             and token != params.eos_token_id
             and token not in params.stop_token_ids
             # Tokens that were sampled before it was preempted, and are yet to come: in vLLM 0.32, and in 0.25.

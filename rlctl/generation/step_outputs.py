@@ -43,11 +43,7 @@ class StepOutputs:
         log_probs = [] if lists is None else lists.logprobs[:, 0].tolist()
         row, running = sampled.req_id_to_index, self._running
         if self._next:
-            scheduled, taken = self._next.take(scheduled, sampled)
-            for name, token in taken:
-                own = running[name]
-                own.tokens.append(token)
-                own.log_probs.append(log_probs[row[name]])
+            scheduled = self._next.take(scheduled, sampled, log_probs, running)
         outputs = self._update(scheduled, sampled)
         for each in outputs.values():
             ended = []

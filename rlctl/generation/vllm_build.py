@@ -4,7 +4,7 @@ import gc
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.generation.next_token import NextSlots, NextTokens
+from rlctl.generation.next_token import NextTokens
 from rlctl.generation.prefix_hashes import PrefixHashes
 from rlctl.generation.requests import TurnRequest
 from rlctl.generation.spec import VLLM_FIELDS, EngineSpec
@@ -53,6 +53,7 @@ def build_llm(spec: EngineSpec) -> Any:
     )
     core = llm.engine_core.engine_core
     shorten_steps(core.scheduler, llm.output_processor.request_states)
+    shorten_device_steps(llm)
     if spec.turns:
         PrefixHashes(core)
     _count_prefix_hits(core.scheduler.kv_cache_manager)
@@ -62,7 +63,11 @@ def build_llm(spec: EngineSpec) -> Any:
 def shorten_steps(scheduler: Any, states: Mapping[str, Any]) -> None:
     """Spare a step what vLLM does for each token of each request. states: of the output processor, by request."""
     StepOutputs(scheduler, states, NextTokens(scheduler))
-    NextSlots(scheduler.kv_cache_manager)
+
+
+def shorten_device_steps(llm: Any) -> None:
+    """Spare a step what vLLM does on the device and to it, see `device_step`."""
+    llm.collective_rpc("rl_shorten_steps")
 
 
 def cached_sequences(llm: Any) -> int:
@@ -103,7 +108,21 @@ def begun(request: Any) -> bool:
     return bool(request.num_computed_tokens or request.num_output_tokens or request.num_preemptions)
 
 
-def sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
+def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
+    """Return a turn as vLLM's own request. Raises ValueError for a prompt that does not fit the model."""
+    prompt = {"type": "token", "prompt_token_ids": request.prompt_tokens}
+    params = _sampling_params(spec, request)
+    return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
+
+
+def add_request(llm: Any, request: Any) -> None:
+    """Begin to sample a request. vLLM's `LLMEngine.add_request` would check it here, while no step is made."""
+    llm.input_processor.assign_request_id(request)
+    llm.output_processor.add_request(request, None)
+    llm.engine_core.add_request(request)
+
+
+def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
     """Return vLLM's parameters of one request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from rlctl.generation.device_step import shorten_device_steps
 from rlctl.generation.param_layout import UnsupportedLayout, find_regions
 from rlctl.generation.weight_loader import LoadMode, WeightReceiver, choose_loading
 from rlctl.refit.param_slices import ParamSlice
@@ -57,6 +58,10 @@ class RefitWorker:
     device: torch.device
     _rl_receiver: WeightReceiver | None = None
     _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
+
+    def rl_shorten_steps(self) -> None:
+        """Spare the steps to come what rlctl does not need of them."""
+        shorten_device_steps(self.model_runner)
 
     @answered
     def rl_room(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.system.engines import spec_for
-from tests.system.replayed_steps import DEADLINE, check_conversations, two_engines
+from tests.system.replayed_steps import DEADLINE, check_conversations, check_schedules, two_engines
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +29,9 @@ def test_a_shortened_step_samples_what_vllms_own_samples(ray_here: Path, tmp_pat
             engine.built().wait(DEADLINE)
         # Nothing is given up, which would happen at another step in each.
         check_conversations(engines, give_up=False)
+        for ahead in (False, True):
+            # vLLM has other schedulers on GPUs than on a CPU: those of another version.
+            check_schedules(engines, ahead)
     finally:
         for engine in engines:
             engine.kill()

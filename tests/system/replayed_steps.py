@@ -50,6 +50,7 @@ class MakeWatched(MakeEngine):
         if not self.shortened:
             vllm_build.PrefixHashes = lambda core: None  # type: ignore[misc, assignment]
             vllm_build.shorten_steps = lambda scheduler, states: StepOutputs(scheduler, states) and None
+            vllm_build.shorten_device_steps = lambda llm: None
         return WatchedEngine(self.spec)
 
 
@@ -71,6 +72,20 @@ def check_conversations(engines: list[Worker], give_up: bool) -> None:
         assert np.array_equal(one.log_probs, other.log_probs)
     (shortened,), (own,) = (engine.start(WatchedEngine.blocks).wait(DEADLINE) for engine in engines)
     assert shortened == own and own["found"] > 500
+
+
+def check_schedules(engines: list[Worker], ahead: bool) -> None:
+    """Check that schedulers with shortened steps and without tell the device the same, step by step. ahead: each step
+    is scheduled before the last one's tokens are known."""
+    for seed in range(3):
+        (ours,), (plain,) = (
+            engines[0].start(WatchedEngine.replay, ahead, shortened, seed).wait(DEADLINE) for shortened in (True, False)
+        )
+        assert ours["preemptions"] == plain["preemptions"] > 0
+        for what, least in (("asked", 4), ("scheduled", 2), ("appended", 4)):
+            assert least * ours["left"][what] < plain["left"][what], what
+        for number, (one, other) in enumerate(zip(ours["steps"], plain["steps"], strict=True)):
+            assert one == other, f"step {number}"
 
 
 def conversations(engine: Worker, give_up: bool) -> list[Completion]:
@@ -97,6 +112,18 @@ def conversations(engine: Worker, give_up: bool) -> list[Completion]:
     return answers
 
 
+def told(scheduled: Any) -> tuple[Any, ...]:
+    """Return what a step tells the device, in its order."""
+    cached, new = scheduled.scheduled_cached_reqs, scheduled.scheduled_new_reqs
+    assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
+    return (
+        list(scheduled.num_scheduled_tokens.items()),
+        (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens),
+        [(each.req_id, each.block_ids, each.num_computed_tokens) for each in new],
+        (sorted(cached.resumed_req_ids), dict(cached.all_token_ids), sorted(scheduled.finished_req_ids)),
+    )
+
+
 def count_blocks(scheduler: Any) -> dict[str, int]:
     pool = scheduler.kv_cache_manager.block_pool
     return {"free": pool.get_num_free_blocks(), "findable": len(pool.cached_block_hash_to_block)}
@@ -120,8 +147,8 @@ class Replay:
         self._depth, self._random = 2 if ahead else 1, random.Random(seed)
         self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
         self.steps, self.preemptions = list[Any](), 0
-        # What was left to vLLM: calls for slots, and tokens.
-        self._asked = self._appended = 0
+        # What was left to vLLM: calls for slots, requests that go on, and tokens.
+        self._asked = self._scheduled = self._appended = 0
         self._count_what_is_left()
         if shortened:
             vllm_build.shorten_steps(self._scheduler, self._states)
@@ -141,23 +168,29 @@ class Replay:
             if len(queue) == self._depth:
                 outputs = self._scheduler.update_from_output(*queue.popleft()).get(0)
                 ended = [self._end(each) for each in outputs.outputs] if outputs else []
-            self.steps.append((dict(scheduled.num_scheduled_tokens), ended, count_blocks(self._scheduler)))
-        left = {"asked": self._asked, "appended": self._appended}
+            self.steps.append((told(scheduled), ended, count_blocks(self._scheduler)))
+        left = {"asked": self._asked, "scheduled": self._scheduled, "appended": self._appended}
         return {"steps": self.steps, "preemptions": self.preemptions, "left": left}
 
     def _count_what_is_left(self) -> None:
         manager, scheduler = self._scheduler.kv_cache_manager, self._scheduler
         allocate, update = manager.allocate_slots, scheduler.update_from_output
+        describe = scheduler._make_cached_request_data
 
         def asked(*arguments: Any, **named: Any) -> Any:
             self._asked += 1
             return allocate(*arguments, **named)
+
+        def described(running: list[Any], *arguments: Any) -> Any:
+            self._scheduled += len(running)
+            return describe(running, *arguments)
 
         def updated(scheduled: Any, sampled: Any) -> Any:
             self._appended += len(scheduled.num_scheduled_tokens)
             return update(scheduled, sampled)
 
         manager.allocate_slots, scheduler.update_from_output = asked, updated
+        scheduler._make_cached_request_data = described
 
     def _come_and_go(self) -> None:
         from vllm import SamplingParams

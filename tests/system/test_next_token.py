@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.workers.group import Worker
 from tests.system.engines import spec_for
-from tests.system.replayed_steps import DEADLINE, WatchedEngine, check_conversations, two_engines
+from tests.system.replayed_steps import DEADLINE, check_conversations, check_schedules, two_engines
 from tests.tiny_models import make_model
 
 
@@ -34,11 +34,4 @@ def test_a_shortened_step_samples_what_vllms_own_samples(engines: list[Worker]) 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_shortened_step_schedules_ends_and_caches_as_vllms_own(engines: list[Worker], ahead: bool) -> None:
     # No model runs: the schedulers that GPUs have are there on a CPU too.
-    for seed in range(3):
-        (ours,), (plain,) = (
-            engines[0].start(WatchedEngine.replay, ahead, shortened, seed).wait(DEADLINE) for shortened in (True, False)
-        )
-        assert ours["preemptions"] == plain["preemptions"] > 0
-        assert all(4 * ours["left"][what] < plain["left"][what] for what in ("asked", "appended"))
-        for number, (one, other) in enumerate(zip(ours["steps"], plain["steps"], strict=True)):
-            assert one == other, f"step {number}"
+    check_schedules(engines, ahead)

@@ -17,8 +17,9 @@ def engine() -> Any:
     """Without vLLM, and without its thread."""
     one: Any = Engine.__new__(Engine)
     one._requests, one._poisoned, one._version, one._stats = ActiveRequests(), "", 4, EngineStats()
+    one._spec = one._llm = None
     one._state, one._overwrites, one._dropped = RefitState.SERVING, False, False
-    one._on_thread, one._enter = lambda work: work(), lambda name, request: None
+    one._on_thread, one._enter = lambda work: work(), lambda request: None
     return one
 
 
@@ -37,7 +38,7 @@ def test_what_runs_ends_with_the_refit_that_failed() -> None:
         one.collect(0.0)
     assert one._version == 4 and one._state is RefitState.POISONED
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
-        one._add([turn(1)])
+        one._add([turn(1)], [None])
 
 
 class Sleeper:
@@ -56,6 +57,11 @@ class Sleeper:
         if method == "rl_open":
             return [LoadMode("staged", "", 0, each) for each in self._overwrites]
         return [RefitError("arrived changed") if method == "rl_staged" else 0 for _ in self._overwrites]
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlctl.generation.engine.vllm_request", lambda llm, spec, request: None)
 
 
 HEADER = Header(5, "digest", "all")

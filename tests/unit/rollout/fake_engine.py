@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import pytest
+
+from rlctl.generation import engine
 from rlctl.generation.active_requests import ActiveRequests, EngineStats, FinishedTurns
 from rlctl.generation.engine import Engine, RefitState
+from rlctl.generation.requests import TurnRequest
 from rlctl.refit.protocol import Header, RefitReport, Untouched
 from rlctl.refit.refit import EngineEnd, EnginesLost
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
@@ -48,9 +52,6 @@ class FakeModel:
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.broken = False
 
-    def add_request(self, name: str, prompt: dict[str, Any], length: int) -> None:
-        self.running[name] = Running(name, length)
-
     def abort_request(self, names: list[str]) -> None:
         for name in names:
             self.running.pop(name, None)
@@ -70,8 +71,18 @@ class FakeModel:
         return ended
 
 
+def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> None:
+    """Have engines hand requests to a `FakeModel`. length: tokens of an answer."""
+
+    def begin(model: FakeModel, request: Running) -> None:
+        model.running[request.external_req_id] = request
+
+    patch.setattr(engine, "vllm_request", lambda llm, spec, request: Running(str(request.id), length(request)))
+    patch.setattr(engine, "add_request", begin)
+
+
 class SteppedEngine(Engine):
-    """The engine without its thread: it steps when it is told to. `sampling_params` gives the length of an answer."""
+    """The engine without its thread: it steps when it is told to. `answer` comes first."""
 
     def __init__(self) -> None:
         self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)

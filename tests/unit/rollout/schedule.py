@@ -30,7 +30,7 @@ from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.rollout_function import FunctionRequest
-from rlctl.generation import active_requests, engine, pool
+from rlctl.generation import active_requests, pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import rollout_seed
 from rlctl.preflight.load import load
@@ -43,7 +43,7 @@ from rlctl.rollout.groups import GroupRecord, GroupState
 from rlctl.rollout.player import EpisodeLimits, EpisodePlayer
 from rlctl.rollout.single_turn import SingleTurnPlayer
 from rlctl.rollout.types import RolloutGroup, Sampling
-from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker
+from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
 
 DEADLINE, EXPLAIN = 12.0, 3.0
 ROWS = [Task(f"r{i}", [5, 9], "", None) for i in range(7)]
@@ -500,7 +500,7 @@ def fakes() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "Worker", FakeWorker)
-        patch.setattr(engine, "sampling_params", lambda spec, request: length(request.seed))
+        answer(patch, lambda request: length(request.seed))
         patch.setattr(active_requests, "GATHER_S", 0.0)
         patch.setattr(buffer, "save_groups", save)
         patch.setattr(buffer, "load_groups", lambda folder: dict(files.get(str(folder), {})))

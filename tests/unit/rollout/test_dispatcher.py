@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.data.tasks import Task
-from rlctl.generation import active_requests, engine, pool
+from rlctl.generation import active_requests, pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.types import Sampling
 from tests.turns import turn, turns
-from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker
+from tests.unit.rollout.fake_engine import FakeRefit, FakeWorker, answer
 
 DEADLINE = 10.0
 RUN: Any = SimpleNamespace(deadline_s=DEADLINE, explain_after_s=2.0)
@@ -83,7 +83,7 @@ class Stage:
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "Worker", FakeWorker)
-    monkeypatch.setattr(engine, "sampling_params", lambda spec, request: request.max_new_tokens)
+    answer(monkeypatch, lambda request: request.max_new_tokens)
     monkeypatch.setattr(active_requests, "GATHER_S", 0.0)
 
 

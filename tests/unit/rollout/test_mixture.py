@@ -8,7 +8,8 @@ import pytest
 from rlctl.data.cursor import TaskSource
 from rlctl.data.mixture import MixedCursor
 from rlctl.data.tasks import Task
-from rlctl.generation import engine
+from rlctl.generation.requests import TurnRequest
+from tests.unit.rollout.fake_engine import answer
 from tests.unit.rollout.schedule import Schedule, fakes
 
 STEPS, PROMPTS = 200, 6
@@ -44,7 +45,7 @@ class Mixed(Schedule):
         self.trained.update(group.task.source for group in groups)
 
 
-def length_by_source(spec: Any, request: Any) -> int:
+def length_by_source(request: TurnRequest) -> int:
     row = int(request.id.rollout.task.partition("-r")[2])
     return 20 if TASKS[row].source == "slow" else 1
 
@@ -54,7 +55,7 @@ def test_realised_shares_are_within_one_percent_though_a_source_is_twenty_times_
     max_age: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fakes():
-        monkeypatch.setattr(engine, "sampling_params", length_by_source)
+        answer(monkeypatch, length_by_source)
         run = Mixed(3, max_age)
         run.run()
     assert sum(run.trained.values()) == STEPS * PROMPTS
