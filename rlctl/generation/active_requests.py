@@ -8,7 +8,7 @@ Pure bookkeeping but for the lock: the engine's thread changes records, a caller
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import pairwise
@@ -20,8 +20,11 @@ from numpy.typing import NDArray
 
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 
-# Answers of so many seconds leave together while others run: a call of the driver's costs it about 1 ms.
+# Answers of so many seconds leave together while others run: a call of the driver's costs it about 1 ms, and the
+# engine's process as much, in which its steps stand still.
 GATHER_S = 0.02
+# So many times as many seconds, while so many requests wait in the engine for each answer: no step lacks any then.
+_LONGEST, _SPARE = 5, 2
 # Steps before a change of weights that tell the ordinary gap.
 _BEFORE = 64
 
@@ -120,13 +123,14 @@ class ActiveRequests:
 
     def __init__(self) -> None:
         self._turns: dict[str, ActiveTurn] = {}
+        # Those of them that are DONE or FAILED.
+        self._ended: dict[str, ActiveTurn] = {}
         self._failure: Exception | None = None
         self._changed = threading.Condition()
 
     def __bool__(self) -> bool:
         """Return whether any request is running."""
-        with self._changed:
-            return any(turn.state is TurnState.RUNNING for turn in self._turns.values())
+        return len(self._ended) < len(self._turns)
 
     def add(self, request: TurnRequest, version: int) -> str:
         """Add a request that is sampled by `version` from its first token on; return its name. Raises ValueError if it
@@ -154,30 +158,35 @@ class ActiveRequests:
         with self._changed:
             turn = self._turns[name]
             turn.state, turn.output = TurnState.DONE, output
-            self._changed.notify_all()
+            self._ended[name] = turn
+            # Those between the first and the last wake nobody.
+            if len(self._ended) == 1 or not self:
+                self._changed.notify_all()
 
     def abort(self, ids: Iterable[RequestId]) -> dict[str, ActiveTurn]:
         """Forget requests, finished or not; return those that there were, by name."""
         with self._changed:
             found = {name: self._turns.pop(name, None) for name in map(str, ids)}
+            for name in found:
+                self._ended.pop(name, None)
             return {name: turn for name, turn in found.items() if turn}
 
     def fail(self, error: Exception) -> None:
         """End what runs with an error, which the next `collect` raises."""
         with self._changed:
             self._failure = error
-            for turn in self._turns.values():
+            for name, turn in self._turns.items():
                 if turn.state is TurnState.RUNNING:
-                    turn.state = TurnState.FAILED
+                    turn.state, self._ended[name] = TurnState.FAILED, turn
             self._changed.notify_all()
 
-    def collect(self, patience_s: float) -> list[ActiveTurn]:
+    def collect(self, patience_s: float, waiting: Callable[[], int] = lambda: 0) -> list[ActiveTurn]:
         """Wait until a request is DONE, but no longer than that, and take all that are. Raises what `fail` was given
-        if it ended a request."""
+        if it ended a request. waiting: returns how many requests of the engine have not begun."""
         with self._changed:
-            if self._changed.wait_for(self._ended, patience_s):
-                self._changed.wait_for(lambda: not self, GATHER_S)
-            ended = self._ended()
+            if self._changed.wait_for(lambda: self._ended, patience_s):
+                self._gather(waiting)
+            ended, self._ended = self._ended, {}
             if self._failure and any(turn.state is TurnState.FAILED for turn in ended.values()):
                 self._turns.clear()
                 raise self._failure
@@ -185,5 +194,8 @@ class ActiveRequests:
                 del self._turns[name]
             return list(ended.values())
 
-    def _ended(self) -> dict[str, ActiveTurn]:
-        return {name: turn for name, turn in self._turns.items() if turn.state is not TurnState.RUNNING}
+    def _gather(self, waiting: Callable[[], int]) -> None:
+        """Wait for answers that leave together with the one that is there."""
+        for _ in range(_LONGEST):
+            if self._changed.wait_for(lambda: not self, GATHER_S) or waiting() < _SPARE * len(self._ended):
+                return

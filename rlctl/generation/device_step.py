@@ -7,6 +7,8 @@ vocabulary. A step of 128 sequences takes 4 to 6 ms of host (Qwen3-1.7B, H200).
 
 from typing import Any
 
+import numpy as np
+
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
 
 
@@ -23,7 +25,7 @@ class StateWrites:
 
     def __init__(self, runner: Any) -> None:
         """Take the place of the runner's own writes."""
-        from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter
+        from vllm.v1.worker.gpu import buffer_utils
 
         self._states, self._tables, self._device = runner.req_states, runner.block_tables, runner.device
         # All of int32, as the kernel has it.
@@ -33,7 +35,8 @@ class StateWrites:
             self._states.num_computed_tokens,
             *self._tables.block_tables,
         ]
-        self._writer = FusedStagedWriter(runner.device, len(self._tensors) * self._states.max_num_reqs)
+        buffer_utils.async_tensor_h2d = _copy_to_device
+        self._writer = buffer_utils.FusedStagedWriter(runner.device, len(self._tensors) * self._states.max_num_reqs)
         self._addresses, self._layout = list[int](), self._make_layout([])
         self._add_requests, runner.add_requests = runner.add_requests, self._add
         self._states.apply_staged_writes = self._write_lengths
@@ -65,6 +68,15 @@ class StateWrites:
             torch.tensor(addresses, dtype=torch.uint64, device=self._device),
             torch.tensor(strides, dtype=torch.int64, device=self._device),
         )
+
+
+def _copy_to_device(data: Any, device: Any, dtype: Any = None) -> Any:
+    """Copy a list to the device as vLLM does. torch takes three times as long as numpy to read one."""
+    import torch
+    from vllm.utils.torch_utils import async_tensor_h2d
+
+    read = np.array(data, np.int32) if dtype is torch.int32 and isinstance(data, list) else data
+    return async_tensor_h2d(read, device, dtype)
 
 
 def _skip_what_none_asks_for(runner: Any) -> None:

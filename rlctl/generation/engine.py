@@ -88,7 +88,7 @@ class Engine(ReceivesWeights):
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call; wait at most that long for one. Raises what ended a
         request otherwise than by its last token or by `abort`."""
-        turns = self._requests.collect(patience_s)
+        turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting))
         columns = PackedCompletions.pack([turn.completion() for turn in turns])
         return FinishedTurns([turn.request.id for turn in turns], columns, replace(self._stats, at=time.monotonic()))
 

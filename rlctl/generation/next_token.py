@@ -33,7 +33,7 @@ def whole_sequences(manager: Any) -> Any | None:
 class NextTokens:
     """Stands before a scheduler's `schedule`, and takes in the tokens of requests that go on.
 
-    Made for vLLM 0.25 and 0.32, requests of `sampling_params`, and models whose layers all attend to the whole
+    Made for vLLM 0.25 and 0.32, requests of `vllm_request`, and models whose layers all attend to the whole
     sequence; of others it takes nothing in. It does what vLLM's schedulers do for a running request that gets one more
     token, in their order.
     """
@@ -41,12 +41,16 @@ class NextTokens:
     def __init__(self, scheduler: Any) -> None:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.interface import PauseState
-        from vllm.v1.request import RequestStatus
+        from vllm.v1.request import Request, RequestStatus
 
         self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
         self._running, self._unpaused = RequestStatus.RUNNING, PauseState.UNPAUSED
         # The next step is scheduled before this one's tokens are known: they have placeholders meanwhile.
         self._ahead = isinstance(scheduler, AsyncScheduler)
+        # What vLLM 0.32 has, and 0.25 has not.
+        self._counts_in_flight = "num_in_flight_tokens" in Request.__init__.__code__.co_names
+        # Tokens that were sampled before a request was preempted, and are yet to come.
+        self._stale = "num_stale_output_tokens" if self._counts_in_flight else "async_tokens_to_discard"
         whole = whole_sequences(self._manager)
         self._on = whole is not None and not any(getattr(scheduler, name, None) for name in _FEATURES)
         if whole is not None and self._on:
@@ -86,9 +90,7 @@ class NextTokens:
         for request in scheduler.running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             missing = len(request._all_token_ids) + ahead - computed
-            if missing != 1 or request.is_prefill_chunk or request.use_structured_output:
-                return []
-            if before is not None and request.request_id not in before:
+            if missing != 1 or request.is_prefill_chunk or (before is not None and request.request_id not in before):
                 return []
             if computed + 1 >= longest or (ahead and len(request._output_token_ids) + 1 >= request.max_tokens):
                 # Its last token is under way: vLLM passes it over too.
@@ -100,7 +102,8 @@ class NextTokens:
 
     def _advance(self, going: list[Any]) -> tuple[list[str], list[Any], list[int], list[int]]:
         """Give each request a token. Return names, blocks that are new, tokens computed before, and tokens sampled."""
-        manager, blocks, size, cached = self._manager, self._blocks, self._size, self._cached
+        manager, blocks, size, cached, caching = self._manager, self._blocks, self._size, self._cached, self._caching
+        lookahead, is_ahead = self._scheduler.num_lookahead_tokens, self._ahead
         # vLLM passes a request over until the step of this number.
         later = self._scheduler.current_step + 2
         names, new_blocks, computed, sampled = list[str](), list[Any](), list[int](), list[int]()
@@ -110,17 +113,16 @@ class NextTokens:
             computed.append(before)
             sampled.append(len(request._output_token_ids) + ahead)
             known = before + 1 - ahead
-            if before < len(blocks[name]) * size and not (self._caching and known // size > cached.get(name, 0)):
+            if before < len(blocks[name]) * size and not (caching and known // size > cached.get(name, 0)):
                 new_blocks.append(None)
             else:
-                found = manager.allocate_slots(request, 1, num_lookahead_tokens=self._scheduler.num_lookahead_tokens)
+                found = manager.allocate_slots(request, 1, num_lookahead_tokens=lookahead)
                 new_blocks.append(found.get_block_ids(allow_none=True))
             request.num_computed_tokens = before + 1
             request.next_decode_eligible_step = later
-            if self._ahead:
+            if is_ahead:
                 request.num_output_placeholders = ahead + 1
-            # vLLM 0.32 has this count, 0.25 has not.
-            if hasattr(request, "num_in_flight_tokens"):
+            if self._counts_in_flight:
                 request.num_in_flight_tokens += 1
         return names, new_blocks, computed, sampled
 
@@ -146,7 +148,7 @@ class NextTokens:
             length = len(request._all_token_ids)
             if length % size == 0:
                 request.update_block_hashes()
-            if hasattr(request, "num_in_flight_tokens"):
+            if self._counts_in_flight:
                 request.num_in_flight_tokens -= count
             if self._ahead:
                 request.num_output_placeholders -= 1
@@ -171,7 +173,5 @@ class NextTokens:
             and len(request._all_token_ids) + 1 < longest
             and token != params.eos_token_id
             and token not in params.stop_token_ids
-            # Tokens that were sampled before it was preempted, and are yet to come: in vLLM 0.32, and in 0.25.
-            and not getattr(request, "num_stale_output_tokens", 0)
-            and not getattr(request, "async_tokens_to_discard", 0)
+            and not getattr(request, self._stale)
         )

@@ -157,7 +157,7 @@ class RolloutDispatcher:
                 for each in share:
                     each.state = RequestState.ABORTING
                 if share:
-                    queue.order(Engine.abort, [each.request.id for each in share])
+                    queue.order(Engine.abort, [each.request.id for each in share], self._clock.now())
                     stopped += [each.request.id for each in share]
             self._changed.notify_all()
             end = self._clock.now() + _ABORT_S
@@ -267,7 +267,7 @@ class RolloutDispatcher:
                 self._homes[rollout] = queue
                 loads[queue] += each.request.max_new_tokens
             queue.last = self._clock.now()
-            queue.order(Engine.submit, [each.request for each in group])
+            queue.order(Engine.submit, [each.request for each in group], queue.last)
         self._pending.extendleft(reversed(waiting))
         self._changed.notify_all()
 
@@ -287,7 +287,11 @@ class RolloutDispatcher:
             if queue.lost or not queue.orders:
                 self._clock.wait(self._changed, _POLL_S)
                 return True
+            if (left := queue.gathers(self._pool.at_a_time) - self._clock.now()) > 0:
+                self._clock.wait(self._changed, left)
+                return True
             method, what = queue.orders.popleft()
+            queue.ordered = self._clock.now()
         try:
             (answer,) = queue.worker.start(method, what).wait(self._deadline_s)
         except _LOST as error:

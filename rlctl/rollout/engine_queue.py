@@ -12,6 +12,9 @@ from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.workers.group import Worker
 
+# Requests of so many seconds are sent together to an engine that has more than it decodes.
+_GATHER_S = 0.1
+
 Answer = tuple[TurnRequest, Completion]
 Order = Callable[[Engine, list[Any]], int | None]
 
@@ -68,8 +71,9 @@ class EngineQueue:
     last: float
     # SAMPLING and ABORTING ones.
     requests: dict[RequestId, SubmittedTurn] = field(default_factory=dict)
-    # Methods and their arguments that it has not been sent yet.
+    # Methods and their arguments that it has not been sent yet, and since when the first of them waits.
     orders: deque[tuple[Order, list[Any]]] = field(default_factory=deque)
+    ordered: float = 0.0
     stats: EngineStats = field(default_factory=EngineStats)
     # Rollouts that it began, and of which turns may follow.
     episodes: WeakSet[RolloutId] = field(default_factory=WeakSet)
@@ -80,9 +84,20 @@ class EngineQueue:
         """Return what somebody waits for."""
         return [each for each in self.requests.values() if each.state is RequestState.SAMPLING]
 
-    def order(self, method: Order, what: list[Any]) -> None:
+    def order(self, method: Order, what: list[Any], now: float) -> None:
         """Queue an order; join it to the one before if that is of its kind."""
+        if not self.orders:
+            self.ordered = now
         if self.orders and self.orders[-1][0] == method:
             self.orders[-1][1].extend(what)
         else:
             self.orders.append((method, what))
+
+    def gathers(self, at_a_time: int) -> float:
+        """Return until when the first order waits for others like it: at once where the engine might lack work.
+
+        at_a_time: requests that the engine decodes. Others wait in it then, and each call costs it 1 ms of its steps.
+        """
+        (method, what), *others = self.orders
+        spare = len(self.requests) - len(what) - at_a_time
+        return self.ordered + (_GATHER_S if method == Engine.submit and not others and spare >= len(what) else 0.0)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlctl.generation import active_requests
 from rlctl.generation.active_requests import ActiveRequests, ActiveTurn
 from tests.turns import turn, turns
 
@@ -104,6 +105,25 @@ def test_answers_are_handed_out_once_without_waiting_for_their_group() -> None:
     (one,) = requests.collect(1.0)
     assert (one.request.id.rollout.index, one.completion().finish) == (1, "length")
     assert requests.collect(0.0) == []
+    assert requests
+
+
+@pytest.mark.parametrize(("waiting", "together"), [(12, 5), (7, 3), (1, 1), (0, 1)])
+def test_answers_gather_while_requests_enough_wait_in_the_engine(
+    waiting: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(active_requests, "GATHER_S", 0.0)
+    requests, names = begun(*range(8))
+    requests.finish(names[0], Output([7]))
+    to_end = iter(names[1:])
+
+    def look() -> int:
+        """Say how many wait; another request ends meanwhile."""
+        requests.finish(next(to_end), Output([7]))
+        return waiting
+
+    # Each look sees one answer more; the fifth is the last.
+    assert len(requests.collect(0.0, look)) == 1 + together
     assert requests
 
 

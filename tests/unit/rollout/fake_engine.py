@@ -47,7 +47,7 @@ class FakeModel:
         self.weights = [-1, -1]
         self.running: dict[str, Running] = {}
         cache = SimpleNamespace(prefix_cache_stats=SimpleNamespace(queries=0, hits=0))
-        scheduler = SimpleNamespace(requests=self.running, running=self.running, kv_cache_manager=cache)
+        scheduler = SimpleNamespace(requests=self.running, running=self.running, waiting=[], kv_cache_manager=cache)
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.broken = False

@@ -430,3 +430,34 @@ def test_nobody_remembers_the_engine_of_a_rollout_that_is_over() -> None:
     mine.answers.clear()
     gc.collect()
     assert len(stage.dispatcher._homes) == 0
+
+
+def test_requests_gather_on_their_way_to_an_engine_that_has_more_than_it_decodes() -> None:
+    stage, mine = Stage(1, at_a_time=4, together=True), Mine()
+    holds(stage, 100)
+    stage.dispatcher.submit([turn(group, longest=9) for group in range(6)], mine, more=True)
+    stage.threads()
+    # The engine has six, two of them wait in it.
+    assert len(stage.at(0)) == 6
+
+    def later(group: int) -> None:
+        first = turn(group, longest=9)
+        stage.dispatcher.submit([replace(first, id=RequestId(first.id.rollout, 1))], mine, more=True)
+
+    later(6)
+    stage.clock.time += 0.06
+    later(7)
+    stage.threads()
+    assert len(stage.at(0)) == 6 and len(stage.dispatcher._queues[0].orders) == 1
+    stage.clock.time += 0.06
+    stage.threads()
+    assert [group for group, _ in stage.at(0)] == [*range(8)]
+    # What is given up is told at once, and what was ordered before it goes before it.
+    stage.dispatcher.abort([turn(0).id, turn(1).id])
+    stage.dispatcher.abort([turn(2).id, turn(3).id])
+    stage.threads()
+    assert [group for group, _ in stage.at(0)] == [4, 5, 6, 7]
+    # The engine has four, all that it decodes: the fifth must not wait.
+    later(8)
+    stage.threads()
+    assert [group for group, _ in stage.at(0)] == [4, 5, 6, 7, 8]
