@@ -24,7 +24,7 @@ from rlctl.generation.requests import Completion, PackedCompletions, RequestId, 
 # engine's process as much, in which its steps stand still.
 GATHER_S = 0.02
 # So many times as many seconds, while so many requests wait in the engine for each answer: no step lacks any then.
-_LONGEST, _SPARE = 5, 2
+_LONGEST, _SPARE = 10, 2
 # Steps before a change of weights that tell the ordinary gap.
 _BEFORE = 64
 

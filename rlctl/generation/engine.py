@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,6 +27,10 @@ from rlctl.utils.code_cache import keep_code
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
+# Requests that enter vLLM in one step where it has more than it decodes, and how many more it has then.
+_ENTER, _SPARE = 2, 16
+# Whoever calls the engine lets its thread go on after so many requests, for so many seconds.
+_TOGETHER, _YIELD_S = 4, 1e-4
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class Engine(ReceivesWeights):
         self._spec = spec
         self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._requests = ActiveRequests()
+        # Those of them that vLLM has not been handed yet.
+        self._entering: deque[Any] = deque()
         self._stats = EngineStats()
         self._version = spec.version
         self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
@@ -81,15 +87,15 @@ class Engine(ReceivesWeights):
     def submit(self, requests: list[TurnRequest]) -> None:
         """Begin to sample; `collect` hands out each answer. Returns at once. Raises ValueError for a prompt that does
         not fit the model, and RuntimeError if poisoned, or if its weights were dropped."""
-        # On the caller's thread: the engine's steps while vLLM checks the requests.
-        checked = [vllm_request(self._llm, self._spec, request) for request in requests]
+        # On the caller's thread: the engine makes steps while vLLM checks the requests.
+        checked = self._beside(lambda request: vllm_request(self._llm, self._spec, request), requests)
         self._on_thread(lambda: self._add(requests, checked))
 
     def collect(self, patience_s: float) -> FinishedTurns:
         """Return the answers that ended since the last call; wait at most that long for one. Raises what ended a
         request otherwise than by its last token or by `abort`."""
-        turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting))
-        columns = PackedCompletions.pack([turn.completion() for turn in turns])
+        turns = self._requests.collect(patience_s, lambda: len(self._scheduler.waiting) + len(self._entering))
+        columns = PackedCompletions.pack(self._beside(lambda turn: turn.completion(), turns))
         return FinishedTurns([turn.request.id for turn in turns], columns, replace(self._stats, at=time.monotonic()))
 
     def abort(self, ids: list[RequestId]) -> int:
@@ -98,6 +104,7 @@ class Engine(ReceivesWeights):
         def stop() -> int:
             sampled = {name: request.num_output_tokens for request, name in self._scheduled()}
             turns = self._requests.abort(ids)
+            self._entering = deque(each for each in self._entering if each.request_id not in turns)
             self._llm.abort_request(list(turns))
             return sum(
                 len(turn.output.token_ids) if turn.output else sampled.get(name, 0) for name, turn in turns.items()
@@ -158,6 +165,19 @@ class Engine(ReceivesWeights):
         answers: list[Any] = self._on_thread(lambda: self._llm.collective_rpc(method, args=args))
         return answers
 
+    def _beside(self, work: Callable[[Any], Any], each: Sequence[Any]) -> list[Any]:
+        """Return what `work` makes of each, on the caller's thread.
+
+        Python lets the engine's thread go on after 5 ms of another's, which is a whole step; so this one stands back
+        in between.
+        """
+        made = list[Any]()
+        for number, one in enumerate(each, 1):
+            made.append(work(one))
+            if number % _TOGETHER == 0 and self._requests:
+                time.sleep(_YIELD_S)
+        return made
+
     def _on_thread(self, work: Callable[[], Any]) -> Any:
         future: Future[Any] = Future()
         self._commands.put((work, future))
@@ -189,6 +209,7 @@ class Engine(ReceivesWeights):
 
     def _step(self) -> None:
         begin = time.perf_counter()
+        self._let_in()
         try:
             outputs = self._llm.step()
         except Exception as error:
@@ -213,9 +234,17 @@ class Engine(ReceivesWeights):
         self._require_sound()
         if self._dropped:
             raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
-        for request, own in zip(requests, checked, strict=True):
+        for request in requests:
             self._requests.add(request, self._version)
-            self._enter(own)
+        self._entering.extend(checked)
+
+    def _let_in(self) -> None:
+        """Hand requests to vLLM: all that it has a place for, and few in each step of those that would wait there."""
+        scheduler, left = self._scheduler, _ENTER
+        room = scheduler.max_num_running_reqs + _SPARE - len(scheduler.running) - len(scheduler.waiting)
+        while self._entering and (room > 0 or left > 0):
+            self._enter(self._entering.popleft())
+            room, left = room - 1, left - 1
 
     def _require_sound(self) -> None:
         if self._state is RefitState.POISONED:
@@ -265,6 +294,7 @@ class Engine(ReceivesWeights):
     def _poison(self, why: str, error: Exception) -> None:
         """Sample nothing from now on, and end what runs with the error."""
         self._state, self._poisoned = RefitState.POISONED, why
+        self._entering.clear()
         self._requests.fail(error)
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
@@ -302,6 +332,8 @@ class Engine(ReceivesWeights):
         for name in fresh:
             again = self._requests.restart(name, self._version)
             self._enter(vllm_request(self._llm, self._spec, again))
+        for request in self._entering:
+            self._requests.restart(request.request_id, self._version)
         late = 0 if self._spec.recompute_kv_cache else 1
         return [
             (name, request.num_output_tokens + late * request.num_output_placeholders)

@@ -13,7 +13,7 @@ from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequ
 from rlctl.workers.group import Worker
 
 # Requests of so many seconds are sent together to an engine that has more than it decodes.
-_GATHER_S = 0.1
+_GATHER_S = 0.2
 
 Answer = tuple[TurnRequest, Completion]
 Order = Callable[[Engine, list[Any]], int | None]

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,8 @@ def check_schedules(engines: list[Worker], ahead: bool) -> None:
             engines[0].start(WatchedEngine.replay, ahead, shortened, seed).wait(DEADLINE) for shortened in (True, False)
         )
         assert ours["preemptions"] == plain["preemptions"] > 0
-        for what, least in (("asked", 4), ("scheduled", 2), ("appended", 4)):
-            assert least * ours["left"][what] < plain["left"][what], what
+        for what in ("asked", "scheduled", "appended"):
+            assert seed or 4 * ours["left"][what] < plain["left"][what], what
         for number, (one, other) in enumerate(zip(ours["steps"], plain["steps"], strict=True)):
             assert one == other, f"step {number}"
 
@@ -144,6 +145,11 @@ class Replay:
             structured_output_manager=like.structured_output_manager,
             block_size=like.block_size,
         )
+        if seed:
+            # Long prompts take several steps, and then not even the requests that run fit one step.
+            self._scheduler.max_num_scheduled_tokens = 64 if seed == 1 else 20
+            self._scheduler.scheduler_config = copy(self._scheduler.scheduler_config)
+            self._scheduler.scheduler_config.enable_chunked_prefill = True
         self._depth, self._random = 2 if ahead else 1, random.Random(seed)
         self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
         self.steps, self.preemptions = list[Any](), 0
@@ -200,7 +206,7 @@ class Replay:
             self._begun += 1
             name, group = f"r{self._begun}", self._random.randrange(6)
             shared = random.Random(group)
-            prompt = [shared.randrange(3, 64) for _ in range(self._random.randrange(1, 150))]
+            prompt = [shared.randrange(3, 64) for _ in range(self._random.randrange(1, 180))]
             params = SamplingParams(
                 max_tokens=self._random.randrange(1, 100), stop_token_ids=[STOP], logprobs=0, flat_logprobs=True
             )
@@ -223,6 +229,9 @@ class Replay:
         names = sorted(scheduled.num_scheduled_tokens, reverse=True)
         tokens, log_probs = [], np.zeros((len(names), 1), np.float32)
         for row, name in enumerate(names):
+            if self._scheduler.requests[name].is_prefill_chunk:
+                tokens.append([])
+                continue
             own = random.Random(f"{name} {self._sampled[name]}")
             self._sampled[name] += 1
             tokens.append([STOP if own.random() < 0.02 else own.randrange(3, 64)])

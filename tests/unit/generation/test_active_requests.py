@@ -108,12 +108,12 @@ def test_answers_are_handed_out_once_without_waiting_for_their_group() -> None:
     assert requests
 
 
-@pytest.mark.parametrize(("waiting", "together"), [(12, 5), (7, 3), (1, 1), (0, 1)])
+@pytest.mark.parametrize(("waiting", "together"), [(99, 10), (7, 3), (1, 1), (0, 1)])
 def test_answers_gather_while_requests_enough_wait_in_the_engine(
     waiting: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(active_requests, "GATHER_S", 0.0)
-    requests, names = begun(*range(8))
+    requests, names = begun(*range(14))
     requests.finish(names[0], Output([7]))
     to_end = iter(names[1:])
 
@@ -122,7 +122,7 @@ def test_answers_gather_while_requests_enough_wait_in_the_engine(
         requests.finish(next(to_end), Output([7]))
         return waiting
 
-    # Each look sees one answer more; the fifth is the last.
+    # Each look sees one answer more; the tenth is the last.
     assert len(requests.collect(0.0, look)) == 1 + together
     assert requests
 

@@ -1,6 +1,7 @@
 """An engine whose weights may be a mixture, or were dropped, samples no more; its workers' answers are read to the
 last."""
 
+from collections import deque
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def engine() -> Any:
     """Without vLLM, and without its thread."""
     one: Any = Engine.__new__(Engine)
     one._requests, one._poisoned, one._version, one._stats = ActiveRequests(), "", 4, EngineStats()
-    one._spec = one._llm = None
+    one._spec, one._llm, one._entering = None, None, deque()
     one._state, one._overwrites, one._dropped = RefitState.SERVING, False, False
     one._on_thread, one._enter = lambda work: work(), lambda request: None
     return one

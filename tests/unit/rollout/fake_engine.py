@@ -39,6 +39,10 @@ class Running:
 
     num_computed_tokens = num_output_tokens
 
+    @property
+    def request_id(self) -> str:
+        return self.external_req_id
+
 
 class FakeModel:
     """vLLM, as far as the engine touches it; weights in two tensors, which a refit replaces one after the other."""
@@ -47,7 +51,9 @@ class FakeModel:
         self.weights = [-1, -1]
         self.running: dict[str, Running] = {}
         cache = SimpleNamespace(prefix_cache_stats=SimpleNamespace(queries=0, hits=0))
-        scheduler = SimpleNamespace(requests=self.running, running=self.running, waiting=[], kv_cache_manager=cache)
+        scheduler = SimpleNamespace(
+            requests=self.running, running=self.running, waiting=[], kv_cache_manager=cache, max_num_running_reqs=4
+        )
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self.output_processor = SimpleNamespace(request_states=self.running)
         self.broken = False
@@ -86,7 +92,7 @@ class SteppedEngine(Engine):
 
     def __init__(self) -> None:
         self._spec: Any = SimpleNamespace(recompute_kv_cache=False, reset_prefix_cache=True)
-        self._requests, self._stats = ActiveRequests(), EngineStats()
+        self._requests, self._entering, self._stats = ActiveRequests(), deque(), EngineStats()
         self._version, self._poisoned, self._llm = -1, "", FakeModel()
         self._state = RefitState.SERVING
         self._steps = deque(maxlen=1)

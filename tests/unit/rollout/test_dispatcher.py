@@ -445,11 +445,11 @@ def test_requests_gather_on_their_way_to_an_engine_that_has_more_than_it_decodes
         stage.dispatcher.submit([replace(first, id=RequestId(first.id.rollout, 1))], mine, more=True)
 
     later(6)
-    stage.clock.time += 0.06
+    stage.clock.time += 0.12
     later(7)
     stage.threads()
     assert len(stage.at(0)) == 6 and len(stage.dispatcher._queues[0].orders) == 1
-    stage.clock.time += 0.06
+    stage.clock.time += 0.12
     stage.threads()
     assert [group for group, _ in stage.at(0)] == [*range(8)]
     # What is given up is told at once, and what was ordered before it goes before it.
