@@ -5,10 +5,8 @@ looks at some fifty properties of each, asks four layers for blocks, and makes a
 """
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlctl.generation.step_outputs import SampledTokens
+from dataclasses import dataclass, field
+from typing import Any
 
 # What rlctl's engines have not. A scheduler that has any of it, in vLLM 0.25 or 0.32, is left alone.
 _FEATURES = (
@@ -28,6 +26,14 @@ def whole_sequences(manager: Any) -> Any | None:
     """Return the one kind of blocks that `manager` has, where all layers attend to the whole sequence; else None."""
     kinds = manager.coordinator.single_type_managers
     return kinds[0] if [type(kind).__name__ for kind in kinds] == ["FullAttentionManager"] else None
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """Tokens of one request and their log-probs, in the order in which they were sampled."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
 
 
 class NextTokens:
@@ -126,7 +132,7 @@ class NextTokens:
                 request.num_in_flight_tokens += 1
         return names, new_blocks, computed, sampled
 
-    def take(self, scheduled: Any, sampled: Any, log_probs: list[float], kept: "dict[str, SampledTokens]") -> Any:
+    def take(self, scheduled: Any, sampled: Any, log_probs: list[float], kept: dict[str, SampledTokens]) -> Any:
         """Append the step's token to each request that has one already and surely goes on, and to what is `kept` of it.
 
         log_probs: of each row of `sampled`. Returns the step without those requests, for `update_from_output`.

@@ -146,10 +146,12 @@ class Replay:
             block_size=like.block_size,
         )
         if seed:
-            # Long prompts take several steps, and then not even the requests that run fit one step.
-            self._scheduler.max_num_scheduled_tokens = 64 if seed == 1 else 20
+            # Long prompts take several steps.
+            self._scheduler.max_num_scheduled_tokens = 64
             self._scheduler.scheduler_config = copy(self._scheduler.scheduler_config)
             self._scheduler.scheduler_config.enable_chunked_prefill = True
+        # Not even the requests that run fit into some steps.
+        self._narrow = seed == 2
         self._depth, self._random = 2 if ahead else 1, random.Random(seed)
         self._sampled, self._states, self._begun = Counter[str](), dict[str, Any](), 0
         self.steps, self.preemptions = list[Any](), 0
@@ -167,6 +169,8 @@ class Replay:
         for step in range(600):
             if step < 500:
                 self._come_and_go()
+            if self._narrow:
+                self._scheduler.max_num_scheduled_tokens = self._random.choice((8, 64, 64))
             scheduled = self._scheduler.schedule()
             self.preemptions += len(scheduled.preempted_req_ids or ())
             queue.append((scheduled, self._sample(scheduled)))
