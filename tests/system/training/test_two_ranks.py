@@ -72,7 +72,8 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
     with trainer(run / kind, tmp_path) as one:
         whole = share(DATA, 64)
         for metrics in ranks[0]["trained"]:
-            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=1e-6)
+            # Ranks add in another order, which is 1.4e-6 of the gradient's norm on some processors.
+            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=5e-6)
         for rank in ranks:
             assert_close(rank["weights"], weights(one), atol=1e-6)
         assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS), atol=1e-6)
