@@ -72,12 +72,12 @@ def test_two_ranks_train_as_one(kind: Kind, run: Path, tmp_path: Path) -> None:
     with trainer(run / kind, tmp_path) as one:
         whole = share(DATA, 64)
         for metrics in ranks[0]["trained"]:
-            # Ranks add in another order, which is 1.4e-6 of the gradient's norm on some processors.
-            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=5e-6)
+            assert_close(metrics, one.train(whole, LOSS, totals(DATA)), atol=1e-6)
         for rank in ranks:
             assert_close(rank["weights"], weights(one), atol=1e-6)
         assert_close(ranks[0]["lopsided"], one.evaluate([DATA], LOSS), atol=1e-6)
-        assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=1e-6)
+        # Its weights are not the same to the last bit: the gradient's norm differs by 1.4e-6 of it on some processors.
+        assert_close(ranks[0]["next"], one.train([DATA], LOSS, totals(DATA)), atol=5e-6)
         assert_close(ranks[0]["rollouts"], train_rollouts(one, DATA, 100), atol=1e-5)
         assert ranks[0]["rollouts"] == ranks[1]["rollouts"] and ranks[0]["rollouts"]["train/grad_norm"] > 0
 
