@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 
-# Answers of so many seconds leave together while others run: a call of the driver's costs it about 1 ms, and the
-# engine's process as much, in which its steps stand still.
+# Answers of so many seconds leave together while others run: a call costs the driver about 1 ms, and takes time of the
+# engine's process, in which its steps stand still.
 GATHER_S = 0.02
 # So many times as many seconds, while so many requests wait in the engine for each answer: no step lacks any then.
 _LONGEST, _SPARE = 10, 2

@@ -96,7 +96,7 @@ class EngineQueue:
     def gathers(self, at_a_time: int) -> float:
         """Return until when the first order waits for others like it: at once where the engine might lack work.
 
-        at_a_time: requests that the engine decodes. Others wait in it then, and each call costs it 1 ms of its steps.
+        at_a_time: requests that the engine decodes. Others wait in it then, and each call takes time of its steps.
         """
         (method, what), *others = self.orders
         spare = len(self.requests) - len(what) - at_a_time
