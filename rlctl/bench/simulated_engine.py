@@ -2,7 +2,7 @@
 
 An engine decodes in steps, one token a sequence, as vLLM does. A step takes `base` seconds and `per_sequence` more for
 each sequence in it. The cost of a prompt is in that of its sequence's tokens. A key-value cache that is too small is
-not simulated.
+not simulated, nor are answers that gather for longer than `GATHER_S`.
 """
 
 import heapq

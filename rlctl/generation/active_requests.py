@@ -23,8 +23,9 @@ from rlctl.generation.requests import Completion, PackedCompletions, RequestId, 
 # Answers of so many seconds leave together while others run: a call costs the driver about 1 ms, and takes time of the
 # engine's process, in which its steps stand still.
 GATHER_S = 0.02
-# So many times as many seconds, while so many requests wait in the engine for each answer: no step lacks any then.
-_LONGEST, _SPARE = 10, 2
+# They gather so many times as long, until there are so many, while so many requests wait in the engine for each answer:
+# no step lacks any then.
+_LONGEST, ENOUGH, _SPARE = 10, 32, 2
 # Steps before a change of weights that tell the ordinary gap.
 _BEFORE = 64
 
@@ -130,6 +131,7 @@ class ActiveRequests:
 
     def __bool__(self) -> bool:
         """Return whether any request is running."""
+        # Without the lock, since the engine's thread asks in each step. A request that ends meanwhile costs one step.
         return len(self._ended) < len(self._turns)
 
     def add(self, request: TurnRequest, version: int) -> str:
@@ -197,5 +199,7 @@ class ActiveRequests:
     def _gather(self, waiting: Callable[[], int]) -> None:
         """Wait for answers that leave together with the one that is there."""
         for _ in range(_LONGEST):
-            if self._changed.wait_for(lambda: not self, GATHER_S) or waiting() < _SPARE * len(self._ended):
+            if self._changed.wait_for(lambda: not self, GATHER_S):
+                return
+            if not 0 < len(self._ended) < ENOUGH or waiting() < _SPARE * len(self._ended):
                 return

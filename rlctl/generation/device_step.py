@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_RUNNER, _VERSION = "vllm.v1.worker.gpu.model_runner", "0.25."
 
 
 def shorten_device_steps(runner: Any) -> None:
     """Spare a worker's steps that work. Made for the second model runner of vLLM 0.25; others are left alone."""
-    if type(runner).__module__ == _RUNNER:
+    import vllm
+
+    if type(runner).__module__ == _RUNNER and vllm.__version__.startswith(_VERSION):
         StateWrites(runner)
         _skip_what_none_asks_for(runner)
         _keep_log_probs_alone()

@@ -27,8 +27,8 @@ from rlctl.utils.code_cache import keep_code
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
-# Requests that enter vLLM in one step where it has more than it decodes, and how many more it has then.
-_ENTER, _SPARE = 2, 16
+# vLLM has so many requests more than it decodes at a time. Beyond them so many enter in a step.
+_SPARE, _ENTER = 16, 2
 # Whoever calls the engine lets its thread go on after so many requests, for so many seconds.
 _TOGETHER, _YIELD_S = 4, 1e-4
 
@@ -85,8 +85,11 @@ class Engine(ReceivesWeights):
         self._on_thread(lambda: None)
 
     def submit(self, requests: list[TurnRequest]) -> None:
-        """Begin to sample; `collect` hands out each answer. Returns at once. Raises ValueError for a prompt that does
-        not fit the model, and RuntimeError if poisoned, or if its weights were dropped."""
+        """Begin to sample; `collect` hands out each answer. Returns at once.
+
+        Raises ValueError for a prompt that does not fit the model and for a request that is being sampled already, and
+        RuntimeError if poisoned, or if its weights were dropped.
+        """
         # On the caller's thread: the engine makes steps while vLLM checks the requests.
         checked = self._beside(lambda request: vllm_request(self._llm, self._spec, request), requests)
         self._on_thread(lambda: self._add(requests, checked))
@@ -209,8 +212,8 @@ class Engine(ReceivesWeights):
 
     def _step(self) -> None:
         begin = time.perf_counter()
-        self._let_in()
         try:
+            self._let_in()
             outputs = self._llm.step()
         except Exception as error:
             # The thread lives on: whoever asks next gets an answer, not silence.
@@ -234,9 +237,9 @@ class Engine(ReceivesWeights):
         self._require_sound()
         if self._dropped:
             raise RuntimeError("this engine's weights were dropped when it fell asleep: a refit must come first")
-        for request in requests:
+        for request, own in zip(requests, checked, strict=True):
             self._requests.add(request, self._version)
-        self._entering.extend(checked)
+            self._entering.append(own)
 
     def _let_in(self) -> None:
         """Hand requests to vLLM: all that it has a place for, and few in each step of those that would wait there."""

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from rlctl.generation.active_requests import EngineStats
+from rlctl.generation.active_requests import ENOUGH, EngineStats
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.workers.group import Worker
@@ -99,5 +99,6 @@ class EngineQueue:
         at_a_time: requests that the engine decodes. Others wait in it then, and each call takes time of its steps.
         """
         (method, what), *others = self.orders
+        waits = method == Engine.submit and not others and len(what) < ENOUGH
         spare = len(self.requests) - len(what) - at_a_time
-        return self.ordered + (_GATHER_S if method == Engine.submit and not others and spare >= len(what) else 0.0)
+        return self.ordered + (_GATHER_S if waits and spare >= len(what) else 0.0)

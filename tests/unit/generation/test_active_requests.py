@@ -125,6 +125,12 @@ def test_answers_gather_while_requests_enough_wait_in_the_engine(
     # Each look sees one answer more; the tenth is the last.
     assert len(requests.collect(0.0, look)) == 1 + together
     assert requests
+    # So many are enough.
+    monkeypatch.setattr(active_requests, "ENOUGH", 2)
+    requests, names = begun(*range(4))
+    requests.finish(names[0], Output([7]))
+    to_end = iter(names[1:])
+    assert len(requests.collect(0.0, look)) == 2
 
 
 def test_a_failure_ends_what_runs_and_whoever_collects_learns_of_it() -> None:

@@ -12,6 +12,7 @@ from rlctl.generation.vllm_worker import answered
 from rlctl.generation.weight_loader import LoadMode
 from rlctl.refit.protocol import Header, RefitError, Untouched
 from tests.turns import turn, turns
+from tests.unit.rollout.fake_engine import SteppedEngine, answer
 
 
 def engine() -> Any:
@@ -40,6 +41,49 @@ def test_what_runs_ends_with_the_refit_that_failed() -> None:
     assert one._version == 4 and one._state is RefitState.POISONED
     with pytest.raises(RuntimeError, match="must not be used: the refit to version 5 failed"):
         one._add([turn(1)], [None])
+
+
+def stepped(monkeypatch: pytest.MonkeyPatch) -> SteppedEngine:
+    """An engine at version 4, whose model has room for four sequences, and for 16 that wait."""
+    answer(monkeypatch, lambda request: 3)
+    one = SteppedEngine()
+    one.serve(4, Header(4, "digest", "all"), torn=False)
+    return one
+
+
+def test_requests_enter_a_few_a_step_and_each_is_answered_by_the_weights_that_it_met(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = stepped(monkeypatch)
+    one.submit([turn(number) for number in range(30)])
+    one.step()
+    assert len(one._llm.running) == 20 and len(one._entering) == 10
+    # The last two are given up, and the last one is asked for again.
+    assert one.abort([turn(28).id, turn(29).id]) == 0
+    one.submit([turn(29)])
+    one.serve(5, Header(5, "digest", "all"), torn=False)
+    found = dict[str, list[int]]()
+    while one._requests:
+        one.step()
+        turns = one.collect(0.0)
+        found |= {str(name): done.versions.tolist() for name, done in zip(turns.ids, turns.columns.unpack())}
+    versions = [[4, 5, 5]] * 20 + [[5, 5, 5]] * 8
+    assert found == {str(turn(number).id): versions[number] for number in range(28)} | {str(turn(29).id): [5, 5, 5]}
+
+
+def test_what_has_not_entered_ends_with_an_engine_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(llm: Any, request: Any) -> None:
+        raise MemoryError("no room for a request")
+
+    one = stepped(monkeypatch)
+    monkeypatch.setattr("rlctl.generation.engine.add_request", fail)
+    one.submit([turn(0), turn(1)])
+    one.step()
+    assert not one._requests and not one._entering
+    with pytest.raises(MemoryError, match="no room for a request"):
+        one.collect(0.0)
+    with pytest.raises(RuntimeError, match="must not be used: vLLM failed in a step"):
+        one.submit([turn(2)])
 
 
 class Sleeper:
