@@ -42,11 +42,11 @@ def stopped_it_saves(run: Run) -> None:
     family = psutil.Process(run.process.pid).children(recursive=True)
     command = [sys.executable, "-m", "rlctl", "runs", "stop", str(run.path)]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    assert said == f"hurt ends after its step, and is saved; watch: rlctl runs dash {run.path}\n"
+    assert said == f"hurt-async ends after its step, and is saved; watch: rlctl runs dash {run.path}\n"
     assert run.end() == 130
     # A stop is called one, everywhere.
     text = run.text()
-    assert "asked to stop: finishing this step and saving; again: stop now" in text and "hurt stopped" in text
+    assert "asked to stop: finishing this step and saving; again: stop now" in text and "hurt-async stopped" in text
     assert "Ctrl-C" not in text and "interrupted" not in text
     assert run.wait_for_event("run_ended")["status"] == "stopped"
     assert survivors(family) == []
@@ -57,11 +57,11 @@ def stopped_it_saves(run: Run) -> None:
 @pytest.mark.slow
 def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path) -> None:
     last, moments = 24, random.Random(11)
-    run = Run(tmp_path, "hurt", *SETTINGS, f"grpo.num_steps={last}", "checkpoint.every=0", "validation.every=0")
+    run = Run(tmp_path, "hurt-async", *SETTINGS, f"grpo.num_steps={last}", "checkpoint.every=0", "validation.every=0")
     after_some_steps(run, moments, last)
     without_its_engine_it_goes_on(run)
     stopped_it_saves(run)
-    run = Run(tmp_path, "hurt", resume=True)
+    run = Run(tmp_path, "hurt-async", resume=True)
     assert run.end() == 0, run.text()
     keeps_both(run, last)
 
@@ -71,14 +71,14 @@ def test_a_killed_engine_and_a_resume_after_a_stop_break_neither(tmp_path: Path)
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_engine_and_driver_killed_again_and_again(tmp_path: Path) -> None:
     last, moments = 10 * KILLS, random.Random(11)
-    run = Run(tmp_path, "hurt", *SETTINGS, *CHECKPOINTS, f"grpo.num_steps={last}")
+    run = Run(tmp_path, "hurt-async", *SETTINGS, *CHECKPOINTS, f"grpo.num_steps={last}")
     for attempt in range(KILLS):
         after_some_steps(run, moments, last)
         if attempt % 2 == 0:
             without_its_engine_it_goes_on(run)
         else:
             assert survivors(run.kill()) == []
-            run = Run(tmp_path, "hurt", resume=True)
+            run = Run(tmp_path, "hurt-async", resume=True)
     assert run.end() == 0, run.text()
     keeps_both(run, last)
 
@@ -104,4 +104,4 @@ def keeps_both(run: Run, last: int) -> None:
     assert all(len(numbers) == 1 for numbers in ended.values())
     drawn = Cursor(ROWS, 0, True).draw(last * PROMPTS)
     assert set(ended) == {f"e{draw.epoch}-r{draw.row}" for draw in drawn}
-    assert in_transit("hurt") == []
+    assert in_transit("hurt-async") == []

@@ -78,8 +78,8 @@ def whole_and_no_older_than(run: Run, age: int) -> int:
 @pytest.mark.timeout(900 + 120 * KILLS)
 def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    run = Run(tmp_path, "hurt", *SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
-    run = hurt(run, lambda: Run(tmp_path, "hurt", resume=True), STEPS)
+    run = Run(tmp_path, "hurt-episodes", *SETTINGS, *data(tmp_path), *ASYNCHRONOUS)
+    run = hurt(run, lambda: Run(tmp_path, "hurt-episodes", resume=True), STEPS)
     assert run.end() == 0, run.text()
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
@@ -88,7 +88,7 @@ def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_pa
     assert all(len(numbers) == 1 for numbers in ended.values())
     assert set(ended) == {f"e{each.epoch}-r{each.row}" for each in Cursor(ROWS, 0, True).draw(STEPS * PROMPTS)}
     assert whole_and_no_older_than(run, AGE) > 0
-    assert in_transit("hurt") == []
+    assert in_transit("hurt-episodes") == []
 
 
 @pytest.mark.long  # repetitions
@@ -97,17 +97,17 @@ def test_an_asynchronous_run_of_episodes_loses_none_and_trains_none_twice(tmp_pa
 def test_a_synchronous_run_of_episodes_equals_one_that_nothing_happened_to_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     settings = (*SETTINGS, *data(tmp_path), "grpo.num_steps=100000")
-    run = Run(tmp_path, "hurt", *settings)
-    run = hurt(run, lambda: Run(tmp_path, "hurt", resume=True), 100000)
+    run = Run(tmp_path, "hurt-episodes", *settings)
+    run = hurt(run, lambda: Run(tmp_path, "hurt-episodes", resume=True), 100000)
     run.wait_for_step(max(step["step"] for step in run.steps()) + 4)
     run.interrupt()
     assert run.end() == 130
     # The interrupt may have saved another step than the second, fourth, and so on.
     last = len(run.steps()) // 2 * 2
-    whole = Run(tmp_path, "whole", *settings)
+    whole = Run(tmp_path, "whole-episodes", *settings)
     whole.wait_for_event("checkpoint", step=last)
     whole.interrupt()
     assert whole.end() == 130
     same(run, whole, last)
     assert whole_and_no_older_than(run, 0) > 0
-    assert in_transit("hurt") == in_transit("whole") == []
+    assert in_transit("hurt-episodes") == in_transit("whole-episodes") == []

@@ -12,7 +12,7 @@ from tests.faults.runs import Run, in_transit, outcomes
 @pytest.mark.long  # variant of test_async.py and test_resume.py, in one run
 @pytest.mark.slow
 def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> None:
-    run = Run(tmp_path, "hurt", "grpo.num_steps=100000", "checkpoint.every=2")
+    run = Run(tmp_path, "hurt-processes", "grpo.num_steps=100000", "checkpoint.every=2")
     pids = run.wait_for_event("processes")
     run.wait_for_step(3)
     os.kill(pids["engine-0"], signal.SIGKILL)
@@ -29,7 +29,7 @@ def test_an_engine_is_replaced_and_a_dead_trainer_is_named(tmp_path: Path) -> No
     ended = outcomes(run.path)
     assert all(len(set(steps)) == 1 for steps in ended.values())
     assert len(ended) == 8 * len(steps)
-    assert in_transit("hurt") == []
+    assert in_transit("hurt-processes") == []
 
 
 @pytest.mark.long  # variant: a setting

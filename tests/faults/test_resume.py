@@ -90,21 +90,21 @@ def runs_stop(run: Run) -> str:
 
 @pytest.mark.slow
 def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
-    run = Run(tmp_path, "hurt", *SETTINGS)
+    run = Run(tmp_path, "hurt-resume", *SETTINGS)
     run.wait_for_event("run_started")
-    second = Run(tmp_path, "hurt", resume=True)
+    second = Run(tmp_path, "hurt-resume", resume=True)
     assert second.end() == 2
     assert f"is still running (process {run.process.pid})" in second.text()
     killed(run, random.Random(7))
-    run = Run(tmp_path, "hurt", resume=True)
+    run = Run(tmp_path, "hurt-resume", resume=True)
     last = run.wait_for_event("checkpoint")["step"]
     without_its_trainer_it_ends_with_one_line(run)
 
-    whole = Run(tmp_path, "whole", *SETTINGS)
+    whole = Run(tmp_path, "whole-resume", *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
     same(run, whole, last)
     interrupted_twice_it_stops_at_once(whole, ctrl_c, "interrupted")
-    assert in_transit("hurt") == in_transit("whole") == []
+    assert in_transit("hurt-resume") == in_transit("whole-resume") == []
 
 
 @pytest.mark.long  # repetitions
@@ -123,7 +123,7 @@ def test_killed_again_and_again_equals_uninterrupted(tmp_path: Path) -> None:
     last = run.wait_for_event("checkpoint")["step"]
     first, second = interrupted_twice_it_stops_at_once(run, runs_stop, "stopped")
     assert first.startswith("killed ends after its step, and is saved") and second == "killed ends now\n"
-    whole = Run(tmp_path, "whole", *SETTINGS)
+    whole = Run(tmp_path, "whole-resume", *SETTINGS)
     whole.wait_for_event("checkpoint", step=last)
     whole.interrupt()
     assert whole.end() == 130

@@ -37,12 +37,12 @@ def mix(folder: Path) -> list[str]:
 
 
 def killed_twice(folder: Path, kind: str, settings: list[str], kills: tuple[int, int]) -> Run:
-    run = Run(folder, "hurt", *settings, kind=kind)
+    run = Run(folder, "hurt-sources", *settings, kind=kind)
     for number, step in enumerate(kills):
         run.wait_for_step(step)
         time.sleep(0.1 * number)
         assert survivors(run.kill()) == []
-        run = Run(folder, "hurt", resume=True, kind=kind)
+        run = Run(folder, "hurt-sources", resume=True, kind=kind)
     assert run.end() == 0, run.text()
     return run
 
@@ -57,7 +57,7 @@ def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path)
     steps = ["grpo.num_steps=18", "checkpoint.every=6", "checkpoint.keep_last=3", "validation.every=6"]
     settings = [*steps, *mix(tmp_path), f"rewards=[{{name: {tmp_path}/slow.py:exact}}]"]
     hurt = killed_twice(tmp_path, "grpo", settings, (9, 14))
-    whole = Run(tmp_path, "whole", *settings)
+    whole = Run(tmp_path, "whole-sources", *settings)
     assert whole.end() == 0, whole.text()
     same(hurt, whole, 18)
     shares = {name: [step[f"source/{name}/share"] for step in hurt.steps()] for name in WEIGHTS}
@@ -65,7 +65,7 @@ def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path)
         # Of 144 prompts, to within two.
         assert abs(Fraction(sum(shares[name])) / 18 - Fraction(weight, 6)) <= Fraction(2, 144)
     print(f"weights {weights_of(hurt, 18)} and {weights_of(whole, 18)}; shares {shares}")
-    assert in_transit("hurt") == in_transit("whole") == []
+    assert in_transit("hurt-sources") == in_transit("whole-sources") == []
 
 
 @pytest.mark.long  # two runs
@@ -73,7 +73,7 @@ def test_a_mix_of_prompts_with_a_slow_source_resumes_bit_for_bit(tmp_path: Path)
 def test_a_mix_of_samples_resumes_bit_for_bit(tmp_path: Path) -> None:
     settings = ["sft.num_steps=60", "sft.batch_size=16", "checkpoint.every=20", "validation.every=20", *mix(tmp_path)]
     hurt = killed_twice(tmp_path, "sft", settings, (30, 50))
-    whole = Run(tmp_path, "whole", *settings, kind="sft")
+    whole = Run(tmp_path, "whole-sources", *settings, kind="sft")
     assert whole.end() == 0, whole.text()
     ours, theirs = ([lasting(step) for step in run.steps()] for run in (hurt, whole))
     assert ours == theirs and len(ours) == 60

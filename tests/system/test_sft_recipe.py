@@ -49,11 +49,11 @@ def test_answers_are_measured_beside_the_loss(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figure(tmp_path: Path) -> None:
     steps = ("sft.num_steps=200", "validation.every=100", "checkpoint.every=100", "checkpoint.keep_last=2")
-    whole = Run(tmp_path, "whole", *steps, *RECIPE, kind="sft")
-    hurt = Run(tmp_path, "hurt", *steps, *RECIPE, kind="sft")
+    whole = Run(tmp_path, "whole-sft", *steps, *RECIPE, kind="sft")
+    hurt = Run(tmp_path, "hurt-sft", *steps, *RECIPE, kind="sft")
     hurt.wait_for_step(130)
     assert survivors(hurt.kill()) == []
-    hurt = Run(tmp_path, "hurt", resume=True, kind="sft")
+    hurt = Run(tmp_path, "hurt-sft", resume=True, kind="sft")
     assert hurt.start() == 100
     assert hurt.end() == 0, hurt.text()
     assert whole.end() == 0, whole.text()
@@ -72,7 +72,7 @@ def test_accuracy_rises_and_neither_a_kill_nor_an_evaluation_gives_another_figur
     # The run's own recipe needs no name.
     (own,) = evaluate(checkpoint, cwd=tmp_path)
     assert own["figures"]["metrics"] == metrics
-    assert in_transit("hurt") == in_transit("whole") == []
+    assert in_transit("hurt-sft") == in_transit("whole-sft") == []
 
 
 @pytest.mark.long  # a run, with a graph and a game
