@@ -23,9 +23,13 @@ from rlctl.generation.requests import Completion, PackedCompletions, RequestId, 
 # Answers of so many seconds leave together while others run: a call costs the driver about 1 ms, and takes time of the
 # engine's process, in which its steps stand still.
 GATHER_S = 0.02
-# They gather so many times as long, until there are so many, while so many requests wait in the engine for each answer:
-# no step lacks any then.
-_LONGEST, ENOUGH, _SPARE = 10, 32, 2
+# They gather in so many such rounds while requests enough wait in the engine, since no step lacks any then.
+_ROUNDS = 10
+GATHER_MOST_S = _ROUNDS * GATHER_S
+# Requests that are enough, for each answer.
+_WAITING = 2
+# Answers, or requests, that gather at most.
+ENOUGH = 32
 # Steps before a change of weights that tell the ordinary gap.
 _BEFORE = 64
 
@@ -198,8 +202,8 @@ class ActiveRequests:
 
     def _gather(self, waiting: Callable[[], int]) -> None:
         """Wait for answers that leave together with the one that is there."""
-        for _ in range(_LONGEST):
+        for _ in range(_ROUNDS):
             if self._changed.wait_for(lambda: not self, GATHER_S):
                 return
-            if not 0 < len(self._ended) < ENOUGH or waiting() < _SPARE * len(self._ended):
+            if not 0 < len(self._ended) < ENOUGH or waiting() < _WAITING * len(self._ended):
                 return

@@ -1,8 +1,8 @@
-"""A step on the device without what no request of rlctl's needs, where the host is what a step waits for.
+"""Steps of vLLM's model runner without the work that no request of rlctl's needs.
 
-vLLM writes the state of a request that begins by four kernels, each with lists and copies of its own; writes sampling
-parameters in every step; looks for penalties, biases and banned words; and ranks each sampled token among the whole
-vocabulary. A step of 128 sequences takes 4 to 6 ms of host (Qwen3-1.7B, H200).
+vLLM writes the state of a new request by four kernels, each with lists and copies of its own. In every step it writes
+sampling parameters, looks for penalties, biases and banned words, and ranks each sampled token among the whole
+vocabulary. The device waits for that: a step of 128 sequences takes the host 4 to 6 ms (Qwen3-1.7B, H200).
 """
 
 from typing import Any

@@ -27,8 +27,10 @@ from rlctl.utils.code_cache import keep_code
 _IDLE_POLL_S = 0.05
 _STAGED_POLL_S = 0.002
 _STEPS_REMEMBERED = 4096
-# vLLM has so many requests more than it decodes at a time. Beyond them so many enter in a step.
-_SPARE, _ENTER = 16, 2
+# Requests that vLLM has beyond those that it decodes at a time.
+_SPARE = 16
+# Requests that enter vLLM in a step, where it has those.
+_ENTER = 2
 # Whoever calls the engine lets its thread go on after so many requests, for so many seconds.
 _TOGETHER, _YIELD_S = 4, 1e-4
 
@@ -243,11 +245,10 @@ class Engine(ReceivesWeights):
 
     def _let_in(self) -> None:
         """Hand requests to vLLM: all that it has a place for, and few in each step of those that would wait there."""
-        scheduler, left = self._scheduler, _ENTER
+        scheduler = self._scheduler
         room = scheduler.max_num_running_reqs + _SPARE - len(scheduler.running) - len(scheduler.waiting)
-        while self._entering and (room > 0 or left > 0):
+        for _ in range(min(len(self._entering), max(room, _ENTER))):
             self._enter(self._entering.popleft())
-            room, left = room - 1, left - 1
 
     def _require_sound(self) -> None:
         if self._state is RefitState.POISONED:

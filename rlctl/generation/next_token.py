@@ -118,6 +118,7 @@ class NextTokens:
             names.append(name)
             computed.append(before)
             sampled.append(len(request._output_token_ids) + ahead)
+            # Tokens whose keys and values the cache will have, and that are known: whether they fill one more block.
             known = before + 1 - ahead
             if before < len(blocks[name]) * size and not (caching and known // size > cached.get(name, 0)):
                 new_blocks.append(None)
@@ -151,8 +152,7 @@ class NextTokens:
             (token,) = new
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
-            length = len(request._all_token_ids)
-            if length % size == 0:
+            if len(request._all_token_ids) % size == 0:
                 request.update_block_hashes()
             if self._counts_in_flight:
                 request.num_in_flight_tokens -= count

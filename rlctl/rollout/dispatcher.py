@@ -6,9 +6,9 @@
 
 The rollouts of a group go to one engine, where they share their prompt's prefix. An engine gets no more new rollouts
 than it decodes at a time, and one group ahead; the rest is PENDING here, so that a free engine finds work whatever long
-tail another is at. A later turn goes before new groups, to the engine of the turn before, which has its prefix: at
-once, up to as many again as the engine decodes, for no other could take it, and what waits in the engine begins without
-a round trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout
+tail another is at. A later turn goes before new groups, to the engine of the turn before, which has its prefix: up
+to as many again as the engine decodes, for no other could take it, and what waits in the engine begins without a round
+trip to here. Where some wait there, answers and turns travel several together, up to 0.2 s later. A rollout
 that ended makes room by itself, not with its group: of eight answers of log-normal lengths (sigma 1) the longest is 3.1
 times the mean, and engines would be a third full.
 

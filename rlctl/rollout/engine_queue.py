@@ -7,13 +7,10 @@ from enum import Enum, auto
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from rlctl.generation.active_requests import ENOUGH, EngineStats
+from rlctl.generation.active_requests import ENOUGH, GATHER_MOST_S, EngineStats
 from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.workers.group import Worker
-
-# Requests of so many seconds are sent together to an engine that has more than it decodes.
-_GATHER_S = 0.2
 
 Answer = tuple[TurnRequest, Completion]
 Order = Callable[[Engine, list[Any]], int | None]
@@ -94,11 +91,12 @@ class EngineQueue:
             self.orders.append((method, what))
 
     def gathers(self, at_a_time: int) -> float:
-        """Return until when the first order waits for others like it: at once where the engine might lack work.
+        """Return until when the first order waits for others like it, by the clock of `order`.
 
-        at_a_time: requests that the engine decodes. Others wait in it then, and each call takes time of its steps.
+        at_a_time: requests that the engine decodes. Only an engine that has more is made to wait: each call takes time
+        of its steps.
         """
         (method, what), *others = self.orders
         waits = method == Engine.submit and not others and len(what) < ENOUGH
         spare = len(self.requests) - len(what) - at_a_time
-        return self.ordered + (_GATHER_S if waits and spare >= len(what) else 0.0)
+        return self.ordered + (GATHER_MOST_S if waits and spare >= len(what) else 0.0)
