@@ -40,7 +40,7 @@ def engines(
     assert isinstance(tuned.config, GrpoConfig)
     config = tuned.config
     with ExitStack() as stack:
-        reaper = stack.enter_context(local_ray(logs))
+        reaper = stack.enter_context(local_ray(logs, deadline_s=config.run.deadline_s))
         folder: Callable[[str, str | None], str] = lambda prefix, root: str(  # noqa: E731
             stack.enter_context(reaper.folder(prefix, root))
         )

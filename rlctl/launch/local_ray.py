@@ -4,15 +4,17 @@ A private Ray starts and ends with the driver. Tokens are on, Ray's dashboard is
 run's log folder.
 """
 
-import functools
+import itertools
 import logging
 import os
 import secrets
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,18 @@ _OBJECT_STORE_BYTES = 1 << 30
 # Ray refuses a smaller one.
 _LEAST_STORE_BYTES = 75 << 20
 # Ray gives its own node 30 s, a constant of its code, which is too short on a machine that is busy for a moment.
-_ATTEMPTS = 2
+_ATTEMPTS, _ATTEMPT_S = 2, 30.0
 # Bytes of a Unix socket's path at most, and of Ray's own part of it, with the name of the folder.
 _SOCKET_BYTES, _RAYS_BYTES = 107, 84
 _NEEDED, _LOOK_S = ("gcs_server", "raylet"), 0.5
 # Methods by which Ray's head starts its autoscaler, its log monitor and the server of its dashboard.
 _UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
+_CLUSTER_SWITCH = "ENABLE_RAY_CLUSTER"
 _TOO_SLOW = "timed out during startup"
+
+
+class RayTooSlow(RuntimeError):
+    """Ray's own processes did not come up in the time that Ray gives them."""
 
 
 @contextmanager
@@ -51,13 +58,15 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
     logger = logging.getLogger("ray")
     logger.handlers, logger.propagate = [logging.FileHandler(logs / "ray.log")], False
     # Ray reads the switch of loopback at its import, which may have been before.
-    clustered, handler = ray_constants.ENABLE_RAY_CLUSTER, signal.getsignal(signal.SIGTERM)
+    clustered, handler = getattr(ray_constants, _CLUSTER_SWITCH, None), signal.getsignal(signal.SIGTERM)
     try:
-        ray_constants.ENABLE_RAY_CLUSTER = clustered and not loopback
+        if clustered is not None:
+            setattr(ray_constants, _CLUSTER_SWITCH, clustered and not loopback)
         try:
             ray.init(log_to_driver=False, configure_logging=False, **options)
         finally:
-            ray_constants.ENABLE_RAY_CLUSTER = clustered
+            if clustered is not None:
+                setattr(ray_constants, _CLUSTER_SWITCH, clustered)
             # Ray's own handler ends the process at once: a run that is to stop would not be saved.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
@@ -67,10 +76,12 @@ def ray_session(logs: Path, *, loopback: bool = False, **options: Any) -> Iterat
 
 
 @contextmanager
-def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Iterator[Reaper]:
+def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None, deadline_s: float = 0.0) -> Iterator[Reaper]:
     """Run a private Ray until the block is left. Yields the reaper that guards its folders.
 
-    lost: called once, from another thread, with the reason when a process is gone that Ray cannot do without.
+    A start that takes Ray's own 30 s is tried again: once, and for as long as another attempt ends before `deadline_s`
+    (`run.deadline_s` of a run). lost: called once, from another thread, with the reason when a process is gone that Ray
+    cannot do without. Raises RayTooSlow after the last attempt.
     """
     with ExitStack() as stack:
         reaper = Reaper()
@@ -80,7 +91,8 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Ite
         token.touch(0o600, exist_ok=False)
         token.write_text(_secret())
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-        for attempt in range(1, _ATTEMPTS + 1):
+        begin = time.monotonic()
+        for attempt in itertools.count(1):
             started = stack.enter_context(ExitStack())
             try:
                 folder = started.enter_context(reaper.folder("rlctl-", _root()))
@@ -98,11 +110,20 @@ def local_ray(logs: Path, lost: Callable[[str], None] = lambda why: None) -> Ite
                     started.enter_context(session)
                 break
             except Exception as error:
-                if _TOO_SLOW not in str(error) or attempt == _ATTEMPTS:
-                    raise
                 started.close()
+                if _TOO_SLOW not in str(error):
+                    raise
+                spent = time.monotonic() - begin
+                if attempt >= _ATTEMPTS and spent + _ATTEMPT_S > deadline_s:
+                    raise RayTooSlow(_too_slow(attempt, spent, deadline_s, logs)) from error
         stack.enter_context(_watched(lost))
         yield reaper
+
+
+def _too_slow(attempts: int, spent_s: float, deadline_s: float, logs: Path) -> str:
+    tried = f"Ray did not start within its own {_ATTEMPT_S:.0f} s, {attempts} times in {spent_s:.0f} s"
+    knob = f", or raise run.deadline_s={deadline_s:g}" if deadline_s else ""
+    return f"{tried}: this machine is too busy or too slow for it; end other programs{knob}. Ray's log: {logs}/ray.log"
 
 
 @contextmanager
@@ -173,14 +194,18 @@ def _without_unused() -> Iterator[None]:
     """Have a Ray that starts in the block leave out the processes that a private one has no use for.
 
     Ray has no switch for them, and they take 2 s of CPU at every start: an autoscaler, a log monitor that would send
-    output to the driver, and the server of a dashboard that is off, for statistics of usage that are off too.
+    output to the driver, and the server of a dashboard that is off, for statistics of usage that are off too. These
+    methods are private: a Ray without one of them starts in its own way.
     """
-    from ray._private.node import Node
-
+    try:
+        from ray._private.node import Node
+    except ImportError:
+        yield
+        return
     with ExitStack() as stack:
-        for name in _UNUSED:
+        for name in filter(partial(hasattr, Node), _UNUSED):
             stack.callback(setattr, Node, name, getattr(Node, name))
-            setattr(Node, name, lambda self, **options: None)
+            setattr(Node, name, lambda self, *arguments, **options: None)
         yield
 
 
@@ -194,7 +219,7 @@ def _inherited(folder: Path) -> dict[str, str]:
     return LOOPBACK_ONLY | faces | patience | {"TMPDIR": str(folder)}
 
 
-@functools.cache
+@cache
 def _secret() -> str:
     # Ray reads it once a process: a second Ray in this process must have the same.
     return secrets.token_hex(32)

@@ -129,7 +129,7 @@ class LocalRuntime:
                 sweep([each.path])
                 session.events.emit("warning", what=f"removed what a killed run left: {each}")
             with session.starting("ray"):
-                reaper = stack.enter_context(local_ray(session.logs, session.lose))
+                reaper = stack.enter_context(local_ray(session.logs, session.lose, session.config.run.deadline_s))
             yield Allocation(
                 placement, [None], lambda prefix, root: str(stack.enter_context(reaper.folder(prefix, root)))
             )

@@ -1,14 +1,21 @@
-"""Ray's own processes are looked after: those of this Ray, not what an attempt before it has left."""
+"""A private Ray: its processes are watched, a slow start is explained, and private methods may be missing."""
 
 import shutil
 import subprocess
+import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from rlctl.launch.local_ray import _NEEDED, _watched
+from rlctl.launch import local_ray as module
+from rlctl.launch.local_ray import _NEEDED, _UNUSED, RayTooSlow, _watched, _without_unused, local_ray
+
+import ray  # isort: skip  (rlctl sets what Ray reads at its import)
 from tests.waiting import until
 
 
@@ -40,3 +47,40 @@ def test_the_ended_processes_of_a_first_attempt_are_not_missed(tmp_path: Path) -
         for each in (*first, *second):
             each.kill()
             each.wait()
+
+
+def test_a_start_that_stays_too_slow_ends_with_the_key_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    def init(**options: Any) -> None:
+        started.append(Path(options["_temp_dir"]))
+        raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(ray, "init", init)
+    # 15 s from one look at the clock to the next.
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=count(0, 15).__next__))
+    with pytest.raises(RayTooSlow) as error, local_ray(tmp_path, deadline_s=45):
+        pass
+    assert str(error.value) == (
+        "Ray did not start within its own 30 s, 2 times in 30 s: this machine is too busy or too slow for it; end "
+        f"other programs, or raise run.deadline_s=45. Ray's log: {tmp_path}/ray.log"
+    )
+    assert not any(folder.exists() for folder in started)
+
+
+@pytest.mark.parametrize("gone", ["a method", "the module"])
+def test_a_ray_without_the_private_methods_starts_in_its_own_way(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private.node import Node
+
+    own = {name: getattr(Node, name) for name in _UNUSED}
+    if gone == "the module":
+        monkeypatch.setitem(sys.modules, "ray._private.node", None)
+    else:
+        monkeypatch.delattr(Node, _UNUSED[0])
+    with _without_unused():
+        kept = [name for name in own if getattr(Node, name, None) is own[name]]
+        assert kept == (list(own) if gone == "the module" else [])
+    monkeypatch.undo()
+    assert {name: getattr(Node, name) for name in _UNUSED} == own
