@@ -63,6 +63,8 @@ def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "failed", str(times), f"{cause}; left out, no reward of 0"
     if figures["unscored_tasks"]:
         yield "no score", str(figures["unscored_tasks"]), "tasks left out, for all of their rewards failed"
+    if "missing" in result:
+        yield "missing", "", result["missing"]
     if "path" in result:
         yield "kept in", "", result["path"]
 

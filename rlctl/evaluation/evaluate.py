@@ -11,7 +11,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.load import load_chat
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
-from rlctl.evaluation.store import EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.store import DamagedResult, EvaluationFolder, digest_of, digest_of_rows
 from rlctl.evaluation.target import Target, digest_of_weights
 from rlctl.grpo.group_record import group_records
 from rlctl.grpo.validation import Validation
@@ -25,6 +25,8 @@ from rlctl.rollout.scoring import GroupScorer, sample_item
 from rlctl.rollout.types import RolloutGroup
 from rlctl.utils.files import write_whole
 
+# Damaged parts that are told one by one.
+_MOST_LINES = 5
 # (name of the data set, tasks done, all of its tasks)
 Progress = Callable[[str, int, int], None]
 
@@ -57,15 +59,23 @@ class Evaluation:
         self.sets = [self._data_set(name, each, root, weights) for name, each in settings.items()]
 
     def run(self, save_every: int, progress: Progress) -> list[dict[str, Any]]:
-        """Return the result of each data set. What was sampled before is not sampled again.
+        """Return the result of each data set. Answers that are kept as they were written are not sampled again.
 
         save_every: tasks between two savings. Raises PlacementError, RewardError,
         UnusableEnvironmentError, EvaluationError, RuntimeError.
         """
-        left = [each for each in self.sets if each.folder.result() is None]
+        left = [each for each in self.sets if not self._has_result(each.folder)]
         if left:
             self._sample(left, save_every, progress)
         return [result for each in self.sets if (result := each.folder.result())]
+
+    def _has_result(self, folder: EvaluationFolder) -> bool:
+        """Return True for a whole result. One that is damaged is told, and made again from the answers."""
+        try:
+            return folder.result() is not None
+        except DamagedResult as error:
+            self._emit("warning", what=f"{error}; the result is made again from its answers")
+            return False
 
     def _sample(self, sets: Sequence[DataSet], save_every: int, progress: Progress) -> None:
         # Slow imports, not needed to show what is done already.
@@ -73,6 +83,9 @@ class Evaluation:
 
         config, logs = sets[0].config, sets[0].folder.path / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        for each in sets:
+            with each.folder.claimed():
+                self._tell(each.folder.drop_damaged())
         with ExitStack() as stack:
             environments = setup = None
             if config.has_turns:
@@ -104,6 +117,13 @@ class Evaluation:
                 data.folder.save(places, validation.groups(self.target.step, places))
                 done += len(places)
                 progress(data.name, done, count)
+
+    def _tell(self, damage: Sequence[str]) -> None:
+        """Warn of damaged parts, of the first few by name."""
+        for line in damage[:_MOST_LINES]:
+            self._emit("warning", what=line)
+        if len(damage) > _MOST_LINES:
+            self._emit("warning", what=f"{len(damage) - _MOST_LINES} more parts are damaged and sampled again")
 
     def _finish(self, data: DataSet) -> None:
         groups = data.folder.groups(data.tasks)

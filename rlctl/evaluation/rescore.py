@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from rlctl.config.schema import GrpoConfig
+from rlctl.dashboard.formats import count
 from rlctl.data.load import part_of
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
-from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.store import DamagedResult, EvaluationError, EvaluationFolder, digest_of, digest_of_rows
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.preflight.load import Composed
 from rlctl.rewards.base import RewardInput
@@ -21,7 +23,7 @@ from rlctl.rollout.patience import Emit
 from rlctl.rollout.scoring import sample_item
 from rlctl.rollout.types import Rollout, RolloutGroup
 from rlctl.run.run_dir import RunDir, RunDirError, find_run
-from rlctl.telemetry.jsonl import Record
+from rlctl.telemetry.jsonl import Record, damaged_lines, read_records
 from rlctl.telemetry.rollouts_file import index, read_groups
 from rlctl.utils.files import write_whole
 
@@ -41,15 +43,21 @@ class StoredAnswers:
     root: Path
     # Settings that the answers were sampled with, where they are known.
     sampled: dict[str, Any]
+    # A line on answers that are not in the file any more; empty for none.
+    missing: str = ""
 
 
 def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
     """Return the answers of an evaluation's folder, or the held-out ones of a run, by name or path.
 
-    step: of a run; None: the newest with answers. Raises EvaluationError.
+    step: of a run; None: the newest with answers. Raises EvaluationError, also for answers that are damaged.
     """
     folder = source.parent if source.name == "rollouts.jsonl" else source
-    evaluation = EvaluationFolder(folder).result()
+    try:
+        evaluation = EvaluationFolder(folder).result()
+    except DamagedResult as error:
+        remedy = "the command that made the evaluation makes it again from its answers"
+        raise EvaluationError(f"{error}; nothing is scored; {remedy}") from None
     if evaluation is not None:
         groups = list(read_groups(folder / "rollouts.jsonl", index(folder / "rollouts.jsonl")))
         facts = (evaluation["target"], evaluation["data"])
@@ -67,7 +75,22 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
         raise EvaluationError(f"{run.rollouts}: no held-out answers {which}; {there}")
     chosen = steps[-1] if step is None else step
     groups = list(read_groups(run.rollouts, [place for place in places if place.step == chosen]))
-    return StoredAnswers(groups, chosen, run.config, f"{run.name} step {chosen}", "validation", run.path / "evals", {})
+    target, missing = f"{run.name} step {chosen}", _missing(run, chosen, len(groups))
+    return StoredAnswers(groups, chosen, run.config, target, "validation", run.path / "evals", {}, missing)
+
+
+def _missing(run: RunDir, step: int, found: int) -> str:
+    """Return a line if the run's config has more answers of this validation recorded than were found."""
+    validations = [each for each in read_records(run.metrics) if each["kind"] == "validation" and each["step"] == step]
+    try:
+        most = yaml.safe_load(run.config.read_text(encoding="utf-8"))["telemetry"]["groups_per_validation"]
+        recorded = min(int(most), int(validations[-1]["validation/prompts"]))
+    except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError):
+        return ""  # Nothing says how many there were.
+    if found >= recorded:
+        return ""
+    damaged = count(damaged_lines(run.rollouts), "damaged line")
+    return f"{run.rollouts}: {found} of the {recorded} tasks recorded at step {step} are there; {damaged}"
 
 
 def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: Emit) -> dict[str, Any]:
@@ -91,6 +114,9 @@ def rescore(answers: StoredAnswers, composed: Composed, to: Path | None, emit: E
         scores = iter(scorer.score(items))
     scored = [replace(g, rollouts=[replace(one, score=next(scores)) for one in g.rollouts]) for g in groups]
     facts = {"target": answers.target, "step": answers.step, "data": answers.data, "path": str(folder.path)}
+    if answers.missing:
+        facts["missing"] = answers.missing
+        emit("warning", what=answers.missing)
     records = [_rescored(record, group) for record, group in zip(answers.groups, scored)]
     result = result_of(scored, config, rows, {**facts, **answers.sampled, "rescored": True})
     folder.finish(records, result)

@@ -1,7 +1,8 @@
 """The folder of one evaluation: answers in parts, whole or not there at all, and the result once all are there.
 
-`NAME/{config.yaml, parts/FIRST-LAST/, rollouts.jsonl, result.json}`. Its name ends with a digest of all that the
-answers depend on: the same command finds what was sampled before it was killed, and samples only the rest.
+`NAME/{config.yaml, parts/FIRST-LAST/, rollouts.jsonl, result.json, manifest.json}`. Its name ends with a digest of all
+that the answers depend on: the same command finds the answers that were sampled before it was killed, and samples only
+the rest. Each part has a manifest, and so has the result: a file is used only as it was written.
 """
 
 import fcntl
@@ -15,18 +16,26 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rlctl.dashboard.formats import count
 from rlctl.data.tasks import Task
 from rlctl.rollout.buffer_checkpoint import load_groups, save_groups
 from rlctl.rollout.types import RolloutGroup
+from rlctl.run.manifest import find_damage, write_manifest
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.files import sync, write_whole
 
 # Sections of a config on which no answer depends.
 _ASIDE = ("kind", "run", "trainer", "placement", "checkpoint", "health", "telemetry", "grpo", "async", "refit")
+# Files of a finished evaluation, the last one last.
+_FINISHED = ("rollouts.jsonl", "result.json")
 
 
 class EvaluationError(ValueError):
     """An evaluation that cannot be begun or read; one line for the user."""
+
+
+class DamagedResult(EvaluationError):
+    """A result with a file that is not as it was written; one line that names it."""
 
 
 def digest_of(config: Mapping[str, Any], weights: str, rows: str) -> str:
@@ -77,6 +86,7 @@ class EvaluationFolder:
         temporary = self._parts / f"tmp_{name}"
         temporary.mkdir()
         save_groups(temporary, {place: group.rollouts for place, group in zip(places, groups)})
+        write_manifest(temporary)
         for file in temporary.iterdir():
             sync(file)
         temporary.replace(self._parts / name)
@@ -86,15 +96,28 @@ class EvaluationFolder:
         """Return the places of the tasks whose groups are kept."""
         return {place for part in self._listed() for place in part}
 
+    def drop_damaged(self) -> list[str]:
+        """Remove each part that is not as it was written; return a line on each. Only while the folder is claimed."""
+        lines = []
+        for folder, places in zip(self._folders(), list(self._listed())):
+            if damage := find_damage(folder):
+                (path, what), more = next(iter(damage.items())), len(damage) - 1
+                further = f" (and {more} more)" if more else ""
+                lines.append(f"{path}: {what}{further}; sampled again: {count(len(places), 'task')}")
+                shutil.rmtree(folder)
+        return lines
+
     def groups(self, tasks: Sequence[Task]) -> list[RolloutGroup]:
-        """Return the kept groups in the order of their places. tasks: all of the evaluation's."""
+        """Return the group of each task. tasks: all of the evaluation's. Raises EvaluationError for any without one."""
         found = {place: rollouts for folder in self._folders() for place, rollouts in load_groups(folder).items()}
+        if lost := [task.id for place, task in enumerate(tasks) if place not in found]:
+            raise EvaluationError(f"{self._parts}: no answers to {len(lost)} of {len(tasks)} tasks, first {lost[0]}")
         return [RolloutGroup(tasks[place], found[place]) for place in sorted(found)]
 
-    def missing(self, count: int, size: int) -> list[range]:
-        """Return what is left of `count` places, in ranges of at most `size`."""
+    def missing(self, total: int, size: int) -> list[range]:
+        """Return the places without kept groups, of `total`, in ranges of at most `size`."""
         kept, found = self.places(), list[range]()
-        for place in (each for each in range(count) if each not in kept):
+        for place in (each for each in range(total) if each not in kept):
             if found and found[-1].stop == place and len(found[-1]) < size:
                 found[-1] = range(found[-1].start, place + 1)
             else:
@@ -102,23 +125,26 @@ class EvaluationFolder:
         return found
 
     def finish(self, records: Sequence[Record], result: Mapping[str, Any]) -> None:
-        """Write the answers for readers, and then the result."""
+        """Write the answers for readers, the result, and the manifest of both."""
         lines = (json.dumps(record, ensure_ascii=False) for record in records)
         write_whole(self.path / "rollouts.jsonl", "".join(f"{line}\n" for line in lines))
         write_whole(self.path / "result.json", json.dumps(result, indent=1) + "\n")
+        write_manifest(self.path, _FINISHED)
 
     def result(self) -> dict[str, Any] | None:
-        """Return the result; None before the end. Raises EvaluationError for a file that is not one."""
+        """Return the result; None before the end. Raises DamagedResult for a file that is not as it was written."""
         file = self.path / "result.json"
+        if not file.is_file():
+            return None
+        for path, what in find_damage(self.path).items():
+            raise DamagedResult(f"{path}: {what}")
         try:
             found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
             if not (found["by_task"] and found["rows"] and found["figures"]):
                 raise KeyError
             return found
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError):
-            raise EvaluationError(f"{file}: not the result of an evaluation") from None
+        except (OSError, ValueError, KeyError, TypeError):
+            raise DamagedResult(f"{file}: not the result of an evaluation") from None
 
     def _folders(self) -> list[Path]:
         return sorted(path for path in self._parts.glob("*-*") if re.fullmatch(r"\d+-\d+", path.name))

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: sizes and digests of its files in `manifest.json`, and the search for damage.
+"""The manifest of a checkpoint or an evaluation: sizes and digests of its files in `manifest.json`; damage is found.
 
 A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that all cores work on one large file.
 """
@@ -6,12 +6,13 @@ A file's digest is the SHA-256 of the SHA-256s of its pieces of 64 MiB, so that 
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from rlctl.utils.cores import usable_cores
+from rlctl.utils.files import write_whole
 
 MANIFEST = "manifest.json"
 _PIECE = 64 << 20
@@ -20,15 +21,16 @@ _READ = 4 << 20
 _MOST_THREADS = 16
 
 
-def write_manifest(folder: Path) -> None:
-    """Write the manifest of all files in `folder`. Raises OSError."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def write_manifest(folder: Path, names: Sequence[str] | None = None) -> None:
+    """Write the manifest of these files in `folder`, of all for None. Raises OSError."""
+    if names is None:
+        names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     digests = _digests([folder / name for name in names])
     if failed := [error for error in digests.values() if isinstance(error, OSError)]:
         raise failed[0]
     files = {name: {"bytes": (folder / name).stat().st_size, "digest": digests[folder / name]} for name in names}
     content = {"digest": f"sha256 of the sha256s of pieces of {_PIECE} bytes", "files": files}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=1))
+    write_whole(folder / MANIFEST, json.dumps(content, indent=1))
 
 
 def size_of(folder: Path) -> int:

@@ -1,14 +1,17 @@
-"""An evaluation's folder: parts whole or not at all, the rest found, one process at a time; what names it."""
+"""An evaluation's folder: parts as they were written or not at all, the rest found, one process at a time; its name."""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlctl.data.tasks import Task
-from rlctl.evaluation.store import EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.store import DamagedResult, EvaluationError, EvaluationFolder, digest_of, digest_of_rows
 from rlctl.rollout.types import RolloutGroup
+from rlctl.run.manifest import write_manifest
 from tests.unit.evaluation.test_figures import rollout
 
 TASKS = [Task(f"r{n}", [1], "", "2", {"answer": "2"}) for n in range(7)]
@@ -30,10 +33,12 @@ def test_parts_come_back_as_they_were_and_the_rest_is_missing(tmp_path: Path) ->
         folder.save(range(1), groups(range(1)))
     again = EvaluationFolder(tmp_path / "one")
     assert again.missing(7, 10) == [range(1, 2), range(5, 7)]
-    found = again.groups(TASKS)
-    assert [group.task.id for group in found] == ["r0", "r2", "r3", "r4"]
-    assert [group.rollouts[0].num_sampled for group in found] == [1, 3, 4, 5]
-    assert [group.rollouts[0].reward for group in found] == [0.0, 0.0, 1.0, 0.0]
+    with again.claimed():
+        again.save(range(1, 2), groups(range(1, 2)))
+    found = again.groups(TASKS[:5])
+    assert [group.task.id for group in found] == ["r0", "r1", "r2", "r3", "r4"]
+    assert [group.rollouts[0].num_sampled for group in found] == [1, 2, 3, 4, 5]
+    assert [group.rollouts[0].reward for group in found] == [0.0, 1.0, 0.0, 1.0, 0.0]
 
 
 def test_a_part_that_was_half_written_is_sampled_again(tmp_path: Path) -> None:
@@ -59,6 +64,7 @@ def test_a_result_is_there_when_all_of_it_is(tmp_path: Path) -> None:
     folder = EvaluationFolder(tmp_path)
     assert folder.result() is None
     (tmp_path / "result.json").write_text("{}")
+    write_manifest(tmp_path, ["result.json"])
     with pytest.raises(EvaluationError, match=r"result\.json: not the result of an evaluation"):
         folder.result()
     result = {"rows": "r", "by_task": [{"task": "r0"}], "figures": {"tasks": 1}}
@@ -96,3 +102,52 @@ def test_rows_have_one_digest_whatever_tokens_they_are() -> None:
     others = [Task(task.id, [7, 7], "another template", task.answer, task.row) for task in TASKS]
     assert digest_of_rows(others) == digest_of_rows(TASKS)
     assert digest_of_rows(TASKS[1:]) != digest_of_rows(TASKS)
+
+
+def kept_parts(path: Path) -> EvaluationFolder:
+    folder = EvaluationFolder(path)
+    with folder.claimed():
+        folder.save(range(3), groups(range(3)))
+        folder.save(range(3, 7), groups(range(3, 7)))
+    return folder
+
+
+def altered(path: Path) -> None:
+    path.write_text(path.read_text().replace('"value": 1.0', '"value": 0.5'))
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("groups.npz", Path.unlink, "missing"),
+    ("groups.json", altered, "its bytes are not those that were written"),
+    ("groups.npz", lambda path: os.truncate(path, 100), "cut to 100 of "),
+    ("manifest.json", Path.unlink, "missing, so that nothing says"),
+]
+
+
+@pytest.mark.parametrize(("name", "hurt", "said"), DAMAGE)
+def test_a_damaged_part_is_named_with_its_path_and_is_missing_again(
+    tmp_path: Path, name: str, hurt: Callable[[Path], None], said: str
+) -> None:
+    folder = kept_parts(tmp_path)
+    hurt(tmp_path / "parts/000003-000006" / name)
+    with folder.claimed():
+        (line,) = folder.drop_damaged()
+        assert line.startswith(f"{tmp_path}/parts/000003-000006/{name}: {said}")
+        assert line.endswith("; sampled again: 4 tasks")
+        assert folder.missing(7, 10) == [range(3, 7)]
+        with pytest.raises(EvaluationError, match=r"parts: no answers to 4 of 7 tasks, first r3"):
+            folder.groups(TASKS)
+        folder.save(range(3, 7), groups(range(3, 7)))
+        assert folder.drop_damaged() == []
+    assert [group.task.id for group in folder.groups(TASKS)] == [task.id for task in TASKS]
+
+
+@pytest.mark.parametrize("name", ["result.json", "rollouts.jsonl", "manifest.json"])
+def test_a_result_counts_only_as_it_was_written(tmp_path: Path, name: str) -> None:
+    folder = EvaluationFolder(tmp_path)
+    folder.finish([{"task": f"r{n}"} for n in range(10)], {"rows": "r", "by_task": [{}], "figures": {"tasks": 10}})
+    file = tmp_path / name
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[: len(lines) // 2])) if name != "manifest.json" else file.unlink()
+    with pytest.raises(DamagedResult, match=rf"{name}: (cut to|missing)"):
+        folder.result()
