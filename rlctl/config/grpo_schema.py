@@ -109,12 +109,14 @@ class GenerationSection:
     max_new_tokens: int = spec("The longest answer, in tokens.", ge=1)
     temperature: float = spec("The sampling temperature. Log-probs are those of the tempered distribution.", gt=0)
     top_p: float = spec(
-        "Nucleus sampling: the smallest set of tokens of this probability. Below 1 the gap to the trainer's log-probs "
-        "grows.",
+        "Nucleus sampling: the smallest set of tokens of this probability. Below 1 the engine's log-probs are larger "
+        "than the trainer's by the probability that is cut, and each token weighs less by as much.",
         gt=0,
         le=1,
     )
-    top_k: int = spec("Sample among this many of the likeliest tokens. 0 samples among all.", ge=0)
+    top_k: int = spec(
+        "Sample among this many of the likeliest tokens. 0 samples among all. Log-probs are as under top_p.", ge=0
+    )
     stop_token_ids: list[int] = spec(
         "Tokens that end an answer, besides those of the model, the tokenizer and the chat template.", ge=0
     )

@@ -273,13 +273,14 @@ class HealthSection:
 @dataclass
 class GrpoHealthSection(HealthSection):
     max_token_mult_prob_error: float = spec(
-        "Warn if token_mult_prob_error is above this. A synchronous run judges all tokens of a step, an asynchronous "
-        "one those of parity_every, since the tokens of its steps are of older weights.",
+        "Warn if token_mult_prob_error is above this. A synchronous run judges all tokens of a step. An "
+        "asynchronous one, and one with top_p or top_k, judges those of parity_every: the tokens of its steps are of "
+        "older weights, or of a cut distribution.",
         gt=1,
     )
     parity_every: int = spec(
-        "Only in an asynchronous run: the steps between comparisons of trainer and engines on a few tokens that are "
-        "sampled under equal weights. 0 compares never.",
+        "Only in an asynchronous run, and with top_p or top_k: the steps between comparisons of trainer and engines on "
+        "a few tokens that are sampled under equal weights, from the whole distribution. 0 compares never.",
         ge=0,
     )
     max_non_finite_rollouts: float = spec(

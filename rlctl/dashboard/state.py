@@ -107,6 +107,13 @@ class RunState:
     sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views that show one
     checkpoint_metric: str = ""
     mismatch_bound: float = float("inf")  # health.max_token_mult_prob_error
+    cuts_distribution: bool = False  # generation.top_p or top_k are set
+
+    @property
+    def judged_mismatch(self) -> str:
+        """Metric that the bound is for, over tokens that the whole distribution of equal weights sampled."""
+        apart = self.cuts_distribution or "age/max" in self.last
+        return "mismatch/parity" if apart else "mismatch/token_mult_prob_error"
 
     @property
     def algorithm(self) -> str:
@@ -266,7 +273,7 @@ class RunReader:
         self._newest_metrics = max((record["time"] for record in unseen), default=self._newest_metrics)
         self._newest = max([self._newest, *(record["time"] for record in [*events[-1:], *metrics[-1:]])])
         if not state.checkpoint_metric:
-            state.checkpoint_metric, state.mismatch_bound = _from_config(self._config)
+            state.checkpoint_metric, state.mismatch_bound, state.cuts_distribution = _from_config(self._config)
         if state.end:
             state.status, state.now = state.end.get("status", "failed"), float(state.end["time"])
         else:
@@ -311,13 +318,15 @@ def _modified(path: Path) -> float:
         return 0.0
 
 
-def _from_config(config: Path) -> tuple[str, float]:
-    """Return (checkpoint.metric, bound on the mismatch); the bound is infinite where there is none."""
+def _from_config(config: Path) -> tuple[str, float, bool]:
+    """Return checkpoint.metric, the bound on the mismatch, infinite without one, and if top_p or top_k are set."""
     import yaml
 
     try:
         loaded: Any = yaml.safe_load(config.read_text())
         bound = (loaded.get("health") or {}).get("max_token_mult_prob_error", "inf")
-        return str(loaded["checkpoint"]["metric"]), float(bound)
+        sampling = loaded.get("generation") or {}
+        cuts = float(sampling.get("top_p", 1)) < 1 or int(sampling.get("top_k", 0)) > 0
+        return str(loaded["checkpoint"]["metric"]), float(bound), cuts
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
-        return "", float("inf")
+        return "", float("inf"), False

@@ -87,8 +87,9 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         newest = state.checkpoints[max(state.checkpoints)]
         yield "checkpoint", str(newest.get("path", f"step {newest['step']}"))
     yield from _speed(state)
-    # Where older weights sample, the largest value tells how far training went in between, and no error.
-    if (mismatch := state.values("mismatch/token_mult_prob_error")) and not any(state.values("age/max")):
+    # Where older weights sample, or a cut distribution, the largest value is no error.
+    apart = any(state.values("age/max")) or state.cuts_distribution
+    if (mismatch := state.values("mismatch/token_mult_prob_error")) and not apart:
         yield "mismatch", f"{error_factor(max(mismatch))} at most (1 is exact)"
     if parity := state.values("mismatch/parity"):
         yield "parity", f"{error_factor(max(parity))} at most (1 is exact), under equal weights"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Finish = Literal["stop", "length", "abort"]
 FINISHES: tuple[Finish, ...] = ("stop", "length", "abort")
+# parity: trainer and engine are compared, so the engine samples from the whole distribution, without top_p and top_k.
 Purpose = Literal["train", "validation", "parity"]
 # Streams of seeds that must not share draws; a group that is resampled has one of its own.
 _STREAMS: dict[Purpose, int] = {"train": 0, "validation": 1, "parity": 2}

@@ -45,6 +45,7 @@ class EngineSpec:
     # Key-value cache of each device. None: what `gpu_memory_utilization` leaves, as vLLM measures it.
     kv_cache_mib: int | None
     enforce_eager: bool
+    # Cuts of the distribution. Greedy and parity requests have none.
     top_p: float
     top_k: int
     # Tokens that end an answer, and are kept in it.

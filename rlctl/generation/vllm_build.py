@@ -128,11 +128,13 @@ def _sampling_params(spec: EngineSpec, request: TurnRequest) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     greedy, forced = request.temperature == 0, spec.forced_lengths
+    # Trainer and engine are compared on whole distributions: the trainer does not know what top_p and top_k cut.
+    whole = greedy or request.id.rollout.purpose == "parity"
     longest = request.max_new_tokens
     return SamplingParams(
         temperature=request.temperature,
-        top_p=1.0 if greedy else spec.top_p,
-        top_k=0 if greedy else spec.top_k,
+        top_p=1.0 if whole else spec.top_p,
+        top_k=0 if whole else spec.top_k,
         seed=None if greedy else request.seed,
         max_tokens=forced.draw(request.seed, longest) if forced else longest,
         ignore_eos=forced is not None,

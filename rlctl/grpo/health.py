@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.resolved import Resolved
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, gradient_jump
 
-# Of tokens that were sampled and compared under equal weights; in an asynchronous run the step's own
-# `mismatch/token_mult_prob_error` holds the tokens' age too.
+# Of tokens that were sampled and compared under equal weights, from the whole distribution. A step's own
+# `mismatch/token_mult_prob_error` holds the tokens' age in an asynchronous run, and else what top_p and top_k cut.
 PARITY = "mismatch/parity"
 MISMATCH = "mismatch/token_mult_prob_error"
 
@@ -26,7 +27,7 @@ class FailedRewards(Ceiling):
 def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
     """Return the checks of a run. cause: returns what most rewards that failed failed of."""
     bounds = config.health
-    mismatch = PARITY if config.async_.enabled else MISMATCH
+    mismatch = PARITY if Resolved(config).compares_apart else MISMATCH
     checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
         Ceiling(

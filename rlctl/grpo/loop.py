@@ -18,7 +18,7 @@ from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.grpo.losses.base import make_loss
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.grpo.overlong import training_score
-from rlctl.grpo.parity_check import parity
+from rlctl.grpo.parity_check import compare, sample_parity
 from rlctl.grpo.step import GrpoStep
 from rlctl.grpo.validation import Validation
 from rlctl.preflight.resolved import Resolved
@@ -73,7 +73,8 @@ class GrpoLoop(Loop):
             refit = parts.pool.sync(version + 1)
             self._buffer.advance(version + 1)
         self.done = version + 1
-        self._check_parity(step)
+        if self._config.async_.enabled:
+            self._compare_parity(step, self._sample_parity(step, self.done))
         step.measured |= self._skipped_updates(self.done, step.skipped_updates)
         step.record(self._buffer, refit)
         self._say_not_replaced(step)
@@ -99,9 +100,11 @@ class GrpoLoop(Loop):
             return
         groups = self._buffer.take(step.version, step.waiting)
         batch = step.batch(groups)
+        compared = [] if self._config.async_.enabled else self._sample_parity(step, step.version)
         if self._parts.pool.sleeps:
             with step.phase("sleep"):
                 self._parts.pool.rest()
+        self._compare_parity(step, compared)
         # All of the step's log-probs are computed before its first update changes the weights.
         if self._needs_log_probs and batch.sequences:
             with step.phase("log_probs"):
@@ -140,15 +143,24 @@ class GrpoLoop(Loop):
         which = f"step {step.version + 1}, update {len(step.updates) + 1} of {self._config.grpo.updates_per_step}"
         return HealthStop(f"{which}: {error}, as the updates before made them; {self._parts.recorder.newest}")
 
-    def _check_parity(self, step: GrpoStep) -> None:
-        """Measure the mismatch under equal weights, every `health.parity_every` steps of an asynchronous run. A
-        synchronous run's own tokens tell it."""
+    def _sample_parity(self, step: GrpoStep, version: int) -> list[TrainingSample]:
+        """Sample tokens of `version` to compare with the trainer's; none in steps without a comparison.
+
+        Every `health.parity_every` steps there is one, in a run whose own tokens do not tell the mismatch.
+        """
         every = self._config.health.parity_every
-        if self._config.async_.enabled and every and self.done % every == 0:
+        if not Resolved(self._config).compares_apart or not every or (step.version + 1) % every:
+            return []
+        with step.phase("parity"):
+            tasks = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)
+            return sample_parity(self._config, self._parts, tasks, version)
+
+    def _compare_parity(self, step: GrpoStep, samples: list[TrainingSample]) -> None:
+        """Record the mismatch of the samples, whose version the trainer still has."""
+        if samples:
             with step.phase("parity"):
-                tasks = self._parts.validation or self._parts.source.ahead(0, self._config.grpo.num_prompts_per_step)
-                if gap := parity(self._config, self._parts, tasks, self.done):
-                    step.measured[PARITY] = gap.token_mult_prob_error
+                gap = compare(self._parts, samples)
+            step.measured[PARITY] = gap.token_mult_prob_error
 
     def validate(self) -> None:
         """Measure every held-out task, greedy or by k samples of each. A rollout whose reward fails counts apart."""

@@ -9,6 +9,7 @@ from rlctl.grpo.batch import training_sample
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.logprob_mismatch import Mismatch, mismatch
 from rlctl.rollout.types import Sampling
+from rlctl.training.micro_batching import TrainingSample
 
 # At least so many prompts in all, and of each engine.
 PROMPTS, PER_ENGINE, TOKENS = 8, 2, 16
@@ -28,9 +29,10 @@ def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version:
     than the dtype's bound although every tensor arrived intact.
     """
     parts.pool.sync(version, "all")
-    gap = parity(config, parts, tasks, version)
-    if gap is None:
+    samples = sample_parity(config, parts, tasks, version)
+    if not samples:
         raise ProbeError(f"no episode could be played; most failed of {parts.failure_cause()}")
+    gap = compare(parts, samples)
     if not gap.token_mult_prob_error <= BOUNDS[dtype]:
         raise ProbeError(
             f"trainer and generator disagree on log-probs: token_mult_prob_error {gap.token_mult_prob_error:.4f} over "
@@ -40,18 +42,20 @@ def probe(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version:
     return gap
 
 
-def parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> Mismatch | None:
-    """Sample a few tokens while trainer and generator both have `version`, and compare their log-probs.
+def sample_parity(config: GrpoConfig, parts: GrpoComponents, tasks: list[Task], version: int) -> list[TrainingSample]:
+    """Sample a few tokens from the whole distribution while trainer and generator both have `version`.
 
-    Whatever else the engines sample goes on meanwhile. Returns None if every episode failed.
+    Whatever else the engines sample goes on meanwhile. Empty if every episode failed.
     """
     tasks = tasks[: max(PROMPTS, PER_ENGINE * len(parts.pool.engines))]
     length = min(TOKENS, config.generation.max_new_tokens)
     sampling = Sampling("parity", config.run.seed, len(tasks), 1, length, config.generation.temperature)
     groups = parts.dispatcher.sample(sampling, tasks, version, player=parts.player)
     rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
-    samples = [training_sample(row, 0.0) for row in rows]
-    if not samples:
-        return None
+    return [training_sample(row, 0.0) for row in rows]
+
+
+def compare(parts: GrpoComponents, samples: list[TrainingSample]) -> Mismatch:
+    """Return the gap of the samples' log-probs to those of the trainer, which still has their version."""
     theirs = [sample.fields["rollout_log_prob"] for sample in samples]
     return mismatch(theirs, parts.trainer.log_probs(samples), [sample.mask for sample in samples])

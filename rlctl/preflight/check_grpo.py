@@ -4,7 +4,8 @@
 that switching to `recompute` corrects by itself. Under `rollout` the ratio is already taken against the policy that
 sampled, and nothing is left to correct. `updates_per_step` above 1 is fine with `rollout` for the same reason. `top_p`
 or `top_k` with `rollout` is an error: the generator then returns log-probs of the cut distribution. They are larger
-than the trainer's, so every ratio is below 1 before the policy has changed.
+than the trainer's, so every ratio is below 1 before the policy has changed. With `recompute` the importance weight
+holds the cut, and a mask's lower bound must leave room for it.
 """
 
 from contextlib import suppress
@@ -166,6 +167,9 @@ def check_corrections(config: GrpoConfig) -> Violations:
         if Resolved(config).proximal == "rollout":
             what = "needs grpo.loss.proximal=recompute: with rollout there is no such ratio"
             yield Violation(key, what, (_PROXIMAL,))
+        if (kept := config.generation.top_p) < 1 and bounds[0] >= kept:
+            what = f"the lower bound must be below generation.top_p={kept}, which takes proximal / rollout down to it"
+            yield Violation(key, f"{what}, not {bounds[0]:g}", ("generation.top_p",))
     if loss.force_on_policy_ratio and updates > 1:
         what = f"the second of {updates} updates a step is no longer of the policy that it starts from; use null"
         yield Violation("grpo.loss.force_on_policy_ratio", what, ("grpo.updates_per_step",))

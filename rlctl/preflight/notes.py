@@ -60,6 +60,7 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
         "grpo.overlong.penalty": overlong.penalty_tokens is None and "grpo.overlong.penalty_tokens is null",
         "async.streamed_training": whole,
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
+        "health.parity_every": not Resolved(config).compares_apart and "a step's own tokens tell the mismatch",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",
     }
 

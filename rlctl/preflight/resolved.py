@@ -122,11 +122,24 @@ class Resolved:
         return sampling is not None and Resolved(sampling).colocated
 
     @property
+    def cuts_distribution(self) -> bool:
+        """True if top_p or top_k cut the distribution, so that engines give larger log-probs than the trainer."""
+        return self.grpo.generation.top_p < 1 or self.grpo.generation.top_k > 0
+
+    @property
+    def compares_apart(self) -> bool:
+        """True if trainer and engines are compared on tokens that are sampled for it (`health.parity_every`).
+
+        A step's own tokens tell the gap where the whole distribution of the newest weights sampled them.
+        """
+        return self.grpo.async_.enabled or self.cuts_distribution
+
+    @property
     def proximal(self) -> Literal["rollout", "recompute"]:
         """Old policy of the loss's ratio."""
         own = self.grpo.grpo.loss.proximal
         if own == "auto":
-            return "recompute" if self.grpo.async_.enabled else "rollout"
+            return "recompute" if self.grpo.async_.enabled or self.cuts_distribution else "rollout"
         return own
 
     @property

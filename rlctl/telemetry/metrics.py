@@ -34,7 +34,8 @@ MEANING = {
     "advantage/std": "their standard deviation",
     "advantage/zero": "share of the trained rollouts whose advantage is 0: they teach nothing",
     "rollouts/non_finite": "rollouts that no update sees: a log-prob of theirs is NaN or infinite",
-    "mismatch/parity": "as mismatch/token_mult_prob_error, over a few tokens sampled and compared under equal weights",
+    "mismatch/parity": "as mismatch/token_mult_prob_error, over a few tokens sampled from the whole distribution and "
+    "compared under equal weights",
     "loss/policy": "policy loss",
     "loss/kl": "KL to the reference, nats a token",
     "loss/entropy": "entropy, nats a token",
@@ -47,7 +48,8 @@ MEANING = {
     "ratio/max": "greatest policy / old policy of a token",
     "ratio/clipped_low": "share of tokens clipped below",
     "ratio/clipped_high": "share of tokens clipped above",
-    "mismatch/token_mult_prob_error": "mean over tokens of exp|trainer - generator log-prob|; 1 is exact",
+    "mismatch/token_mult_prob_error": "mean over tokens of exp|trainer - generator log-prob|; 1 is exact; "
+    "under top_p or top_k it holds the probability that they cut",
     "mismatch/kl": "KL between generator and trainer, nats a token",
     "length/mean": "mean response, tokens",
     "length/max": "longest response, tokens",

@@ -28,6 +28,21 @@ class Notes:
 """
 
 
+@pytest.mark.slow
+def test_a_run_under_top_p_trains_and_is_judged_by_tokens_of_the_whole_distribution(tmp_path: Path) -> None:
+    cut = ("generation.top_p=0.8", "generation.top_k=12", "grpo.updates_per_step=2")
+    settings = ("trainer.dtype=bfloat16", "grpo.num_steps=2", "health.parity_every=1", "validation.every=0")
+    run = Run(tmp_path, "cut", *cut, *settings)
+    assert run.end() == 0, run.text()
+    steps = run.steps()
+    assert len(steps) == 2
+    for step in steps:
+        # The probability that is kept: each token weighs so much.
+        assert 0.8 <= step["importance/mean"] < 0.98
+        assert step["mismatch/token_mult_prob_error"] > 1.03 > step["mismatch/parity"]
+    assert not [event for event in run.events() if event["kind"] in ("warning", "health")]
+
+
 @pytest.mark.long  # combination
 @pytest.mark.slow
 def test_two_ranks_two_engines_kl_and_recomputed_log_probs(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The parity probe: agreement passes, and a generator with other weights than the trainer's stops the run."""
+"""The parity probe: agreement passes, under top_p too, and a generator with other weights stops the run."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from rlctl.data.tasks import Task
 from rlctl.generation.pool import GeneratorPool
 from rlctl.grpo.components import GrpoComponents
 from rlctl.grpo.health import PARITY, grpo_health
-from rlctl.grpo.parity_check import ProbeError, parity, probe
+from rlctl.grpo.parity_check import ProbeError, compare, probe, sample_parity
 from rlctl.preflight.load import load
 from rlctl.preflight.tuning import tune
 from rlctl.refit.refit import Refit
@@ -59,7 +59,9 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
     assert isinstance(config, GrpoConfig)
     make = MakeTrainer(replace(config.trainer, dtype="float32"), right, tmp_path / "store")
     trainer = WorkerGroup([WorkerSpec("trainer-0", make)], DEADLINE)
-    pool = GeneratorPool(spec_for(right), [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
+    # Both cut the distribution of training rollouts, whose log-probs are larger by what is cut.
+    spec = replace(spec_for(right), top_p=0.8, top_k=40)
+    pool = GeneratorPool(spec, [SEAT], str(ray_here), DEADLINE, 0, lambda *_, **__: None)
     source = WorkerGroup([WorkerSpec("source", MakeSource(wrong, FolderSource))], DEADLINE)
     with ExitStack() as stack:
         for part in (pool, source, trainer):
@@ -81,6 +83,6 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
                     probe(config, parts, PROMPTS, 1, "float32")
                 # The same in the midst of an asynchronous run, whose engine has come to hold other weights.
                 config.async_.enabled = True
-                measured = parity(config, parts, PROMPTS, 1).token_mult_prob_error
+                measured = compare(parts, sample_parity(config, parts, PROMPTS, 1)).token_mult_prob_error
                 (warning,) = grpo_health(config).look(1, {PARITY: measured})
                 assert warning.check == "mismatch" and warning.value > 1.05

@@ -112,13 +112,12 @@ def legend(state: RunState, width: int) -> str:
 
 def learning(state: RunState, width: int, height: int) -> list[Row]:
     """Draw a row for each metric: label, newest value, alarm, course."""
-    # Tokens of older weights differ from the trainer's by what it has learnt since. The bound is for tokens sampled
-    # under equal weights: the parity of an asynchronous run. Its ages panel shows the older tokens apart.
-    judged = PARITY if "age/max" in state.last else MISMATCH
+    # Tokens of older weights differ from the trainer's by what it has learnt since, those under top_p and top_k by what
+    # is cut. The bound is for the parity there. The ages panel shows older tokens apart.
     rows = []
     for metric in metrics_of(state)[: height - 2]:
         value, values = state.latest(metric.name), state.values(metric.name)
-        exceeded = metric.name == judged and value is not None and value > state.mismatch_bound
+        exceeded = metric.name == state.judged_mismatch and value is not None and value > state.mismatch_bound
         alarmed = metric.failure or exceeded
         colour = "bold red" if alarmed else metric.style
         # A series that changes by less than is shown looks constant.

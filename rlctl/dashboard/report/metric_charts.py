@@ -112,7 +112,8 @@ TABLE = (
 # Counters and sums that another chart shows.
 _LEFT_OUT = ("version", "time/step", "validation/prompts", "validation/samples", "age/share_*", "step", "time")
 # Metric with the bound of health.max_token_mult_prob_error, by if the run is asynchronous.
-# It is drawn once the metric has come this share of the way from 1 to it: further off it would flatten the curve.
+# The bound on the mismatch is drawn once the metric has come this share of the way from 1 to it: further off it would
+# flatten the curve.
 NEAR = 0.2
 BOUNDED = {True: "mismatch/parity", False: "mismatch/token_mult_prob_error"}
 
@@ -215,7 +216,7 @@ def _bound(states: Sequence[RunState], series: Sequence[MetricSeries]) -> float 
     near = [
         bound
         for each in series
-        if each.name == BOUNDED["age/max" in states[each.run].last]
+        if each.name == states[each.run].judged_mismatch
         and max(each.values) - 1 > NEAR * ((bound := states[each.run].mismatch_bound) - 1)
     ]
     return min(near, default=None)

@@ -86,8 +86,6 @@ def problems(kind: str, recipe: str, overrides: list[str] | None = None, *, resu
         ("trainer.micro_batch_tokens=100", "must hold the longest sequence, 128 tokens, not 100; raise it, or lower "
          "model.max_length or data.max_prompt_length"),
         ("generation.tensor_parallel_size=3", "must divide the model's 4 attention heads (1, 2, 4), not 3"),
-        ("generation.top_p=0.9", "with grpo.loss.proximal=rollout the ratios would be off; keep 1 or set "
-         "grpo.loss.proximal=recompute"),
         ("trainer.optimizer.betas=[0.9]", "must be two numbers, not 1"),
         ("validation.num_generations=4", "4 greedy answers are all the same; set validation.temperature above 0, or 1 "
          "here"),
@@ -269,7 +267,8 @@ def test_text_keeps_the_digits_it_was_written_with(home: Path) -> None:
 def test_combinations_that_are_fine(home: Path) -> None:
     for overrides in (
         ["grpo.updates_per_step=4"],
-        ["generation.top_p=0.9", "grpo.loss.proximal=recompute"],
+        ["generation.top_p=0.9"],
+        ["generation.top_k=20", "grpo.loss.importance_mask=[0.5, 5]"],
         ["grpo.loss.proximal=recompute", "grpo.loss.importance_cap=null"],
         ["model.path=Qwen/Qwen3-0.6B", "data.train.path=openai/gsm8k:main"],
         ["rewards=[{name: mine.py:brevity}]"],
@@ -300,6 +299,9 @@ OLD = "async.max_trajectory_age_steps=2"
         ([ASYNC, "grpo.loss.importance_cap=null"], "grpo.loss.importance_cap", "null without a mask leaves"),
         ([ASYNC, OLD, "grpo.loss={name: gspo, proximal: rollout}"], "grpo.loss.proximal", "lets training collapse"),
         (["grpo.loss=dppo", "generation.top_p=0.9"], "generation.top_p", "the ratios would be off; keep 1"),
+        (["grpo.loss=cispo", "generation.top_k=9"], "generation.top_k", "keep 0 or set grpo.loss.proximal=recompute"),
+        (["generation.top_p=0.9", "grpo.loss.sequence_mask=[0.99, 1.01]"], "grpo.loss.sequence_mask",
+         "the lower bound must be below generation.top_p=0.9, which takes proximal / rollout down to it, not 0.99"),
         (["grpo.loss.importance_mask=[0.5, 5]"], "grpo.loss.importance_mask", "needs grpo.loss.proximal=recompute"),
         ([ASYNC, "grpo.loss.sequence_mask=[2, 1]"], "grpo.loss.sequence_mask", "must be [low, high] with low below"),
         ([ASYNC, "grpo.loss.force_on_policy_ratio=true", "grpo.updates_per_step=2"],

@@ -119,8 +119,9 @@ def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again(
     assert [len(each) for each in again] == [0, 0, 1]
 
 
-def test_an_asynchronous_runs_own_tokens_are_old_and_not_judged() -> None:
-    config = load("grpo", None, ["async.enabled=true"]).config
+@pytest.mark.parametrize("override", ["async.enabled=true", "generation.top_p=0.8", "generation.top_k=20"])
+def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(override: str) -> None:
+    config = load("grpo", None, [override]).config
     assert isinstance(config, GrpoConfig)
     health = grpo_health(config)
     assert health.look(1, {"mismatch/token_mult_prob_error": 1.13, "mismatch/parity": 1.0}) == []
