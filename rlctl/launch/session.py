@@ -148,7 +148,8 @@ class Session:
         Its config becomes the run's, metrics after the checkpoint are cut off, damaged checkpoints are set aside.
         """
         if self.resumed:
-            self.run_dir.truncate_metrics(self.start)
+            # A run without a checkpoint validates step 0 again.
+            self.run_dir.truncate_metrics(self.start if self.checkpoint else -1)
             write_whole(self.run_dir.config, self.resolved)
             for path in self.damaged:
                 self.recorder.checkpoints.set_aside(path)

@@ -127,6 +127,7 @@ class RunDir:
     def truncate_metrics(self, step: int) -> None:
         """Drop the records of steps after `step` from metrics.jsonl and rollouts.jsonl: they will be repeated.
 
+        -1 drops all, also those of step 0.
         Atomic: a kill at any instant leaves the old file or the new one.
         """
         for path in (self.metrics, self.rollouts):

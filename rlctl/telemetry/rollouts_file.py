@@ -48,7 +48,7 @@ class RolloutsFile:
     def groups(self, step: int, purpose: GroupPurpose, records: Sequence[Record]) -> None:
         """Write groups. records: each with task, prompt and rollouts."""
         if self._bytes is None:
-            self._bytes = sum(place.length for place in index(self._path))
+            self._bytes = sum(place.length for place in _places(self._path))
         before = self._size()
         for record in records:
             head = {"kind": "group", "step": step, "purpose": purpose, "task": record["task"]}
@@ -62,7 +62,7 @@ class RolloutsFile:
 
     def _thin(self) -> None:
         """Leave out the groups of every second step until the others fit."""
-        places, sizes = index(self._path), Counter[int]()
+        places, sizes = _places(self._path), Counter[int]()
         for place in places:
             sizes[place.step] += place.length
         steps = sorted(sizes)
@@ -94,15 +94,22 @@ class GroupPlace:
     length: int
 
 
-def index(path: Path, start: int = 0) -> list[GroupPlace]:
-    """Return the place of each group that was written whole, from byte `start` on, in file order; none without a file.
+def index(path: Path) -> list[GroupPlace]:
+    """Return the place of each group that was written whole, in file order; none without a file.
 
-    Only the beginning of each line is parsed.
+    A task has one group in a step. A later one supersedes it, so that each rollout counts once: a step is repeated
+    after a resume. Only the beginning of each line is parsed.
     """
-    places, offset = [], start
+    places = _places(path)
+    newest = {(place.purpose, place.step, place.task): place.offset for place in places}
+    return [place for place in places if newest[place.purpose, place.step, place.task] == place.offset]
+
+
+def _places(path: Path) -> list[GroupPlace]:
+    """Return the place of each group that was written whole, superseded ones too."""
+    places, offset = [], 0
     try:
         with path.open("rb") as file:
-            file.seek(start)
             for line in file:
                 if (head := _HEAD.match(line)) and line.endswith(b"\n"):
                     task = json.loads(head[3])

@@ -48,5 +48,13 @@ def test_answers_that_a_run_has_lost_are_counted(tmp_path: Path) -> None:
     assert missing == f"{folder}/rollouts.jsonl: 3 of the 8 tasks recorded at step 0 are there; 1 damaged line"
 
 
+def test_an_answer_that_was_recorded_again_counts_once(tmp_path: Path) -> None:
+    """Runs of earlier versions repeated step 0 after a resume."""
+    twice = [group("r0", text="old"), group("r1"), group("r0", text="new"), group("r0", step=4)]
+    found = find_answers(run(tmp_path, twice, 2), tmp_path, 0)
+    assert [each["task"] for each in found.groups] == ["r1", "r0"]
+    assert found.groups[1]["rollouts"][0]["text"] == [["new", True]] and found.missing == ""
+
+
 def test_a_validation_of_fewer_tasks_than_are_recorded_lacks_none(tmp_path: Path) -> None:
     assert find_answers(run(tmp_path, [group("r0"), group("r1")], 2), tmp_path, None).missing == ""

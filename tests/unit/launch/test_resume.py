@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -92,6 +93,24 @@ def test_a_resume_that_stands_keeps_its_config_and_cuts_what_it_does_again(run: 
     assert resume(run, body, "trainer.optimizer.lr=0.5") == 0
     assert steps(run) == steps(run, "rollouts") == [1, 2, 3, 4]
     assert rate(run) == 0.5
+
+
+def test_a_run_without_a_checkpoint_keeps_no_record_of_its_first_validation(run: Path) -> None:
+    """Step 0 is validated again, so that its answers would stand there twice."""
+    shutil.rmtree(run / "checkpoints")
+    counts = []
+
+    def body(session: Session) -> None:
+        if session.resumed:
+            session.go_on()
+        with session.recorder.validation(0) as metrics:
+            session.recorder.groups(0, "validation", lambda count: [{"task": "r0", "prompt": "", "rollouts": []}])
+            metrics["validation/prompts"] = 1
+        counts.append([len(steps(run)), len(steps(run, "rollouts"))])
+
+    for _ in range(3):
+        assert resume(run, body) == 0
+    assert counts == [[1, 1]] * 3
 
 
 def test_a_damaged_checkpoint_is_said_and_set_aside_once_an_older_one_stands(
