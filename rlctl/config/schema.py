@@ -299,6 +299,12 @@ class GrpoHealthSection(HealthSection):
         le=1,
     )
     failed_reward_steps: int = spec("The steps in a row that max_failed_reward_share needs.", ge=1)
+    max_tool_raised_share: float = spec(
+        "Warn if the tools' own code raised in more than this share of a step's tool calls. The model reads such "
+        "errors, and the episodes go on. 1 warns never.",
+        ge=0,
+        le=1,
+    )
 
 
 @dataclass

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import Context, ContextVar
+from dataclasses import asdict
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, TypeVarTuple, Unpack
@@ -26,8 +27,11 @@ from rlctl.environments.contract import (
     tool_text,
 )
 from rlctl.environments.outcomes import EnvironmentFailure
-from rlctl.utils.user_code import error_text, raised_at, shortened, trace_of
+from rlctl.utils.user_code import error_text, raised_at, raised_inside, shortened, trace_of
+from rlctl.workers.user_logs import MAX_CAUSES
 
+# Causes whose traceback this process has sent.
+_traced: set[str] = set()
 # Characters of all results of an action.
 MAX_TEXT = 1 << 18
 _CUT = "... [cut: a tool may answer with {} characters]"
@@ -124,27 +128,42 @@ class Episode(threading.Thread):
         if hasattr(self._environment, "close"):
             self._finished(self._environment.close())
 
-    def _call(self, calls: list[tuple[str, dict[str, Any]]]) -> list[list[Any]]:
-        """Return [text, failed] a call, in order. Coroutines run side by side, after all others."""
+    def _call(self, calls: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+        """Return `results`, [text, failed, cause] a call in order, and `raised`, the first failure of each cause.
+
+        Coroutines run side by side, after all others. cause: of what the tool's own code raised, else empty.
+        """
         outcomes = [self._begun(name, arguments) for name, arguments in calls]
         waiting = [index for index, each in enumerate(outcomes) if inspect.iscoroutine(each)]
         if waiting:
             coroutines = [seeding.using(self._generator, outcomes[index]) for index in waiting]
             for index, outcome in zip(waiting, self._loop.gather(coroutines), strict=True):
                 outcomes[index] = outcome
-        left, results = MAX_TEXT, []
-        for outcome in outcomes:
+        left, results, raised = MAX_TEXT, [], dict[str, dict[str, Any]]()
+        for (name, _), outcome in zip(calls, outcomes, strict=True):
             if isinstance(outcome, BaseException) and (
                 isinstance(outcome, MemoryError) or not isinstance(outcome, Exception)
             ):
                 raise outcome
-            failed = isinstance(outcome, Exception)
+            failed, failure = isinstance(outcome, Exception), None
             text = f"Error: {_raised_text(outcome)}" if failed else tool_text(outcome)
+            if isinstance(outcome, Exception) and (failure := self._raised(name, outcome)):
+                raised.setdefault(failure.cause, asdict(failure))
             if len(text) > left:
                 text = text[:left] + _CUT.format(f"{MAX_TEXT:,}")
             left -= min(left, len(text))
-            results.append([text, failed])
-        return results
+            results.append([text, failed, failure.cause if failure else ""])
+        return {"results": results, "raised": list(raised.values())}
+
+    def _raised(self, name: str, error: Exception) -> EnvironmentFailure | None:
+        """Return what a tool's own code raised; None for an unknown tool, and for arguments that it does not take."""
+        if not raised_inside(error, __file__, seeding.__file__):
+            return None
+        where = raised_at(error, getattr(self._class, name, self._class), __file__)
+        cause = f"raised {type(error).__name__}" + f" at {where}" * bool(where)
+        trace = "" if cause in _traced or len(_traced) > MAX_CAUSES else trace_of(error)
+        _traced.add(cause)
+        return EnvironmentFailure("raised", cause, error_text(error), trace)
 
     def _method(self, name: str) -> Callable[..., Any]:
         """Return a method that the class may lack. Raises ContractError."""

@@ -51,6 +51,8 @@ class ToolResult:
     content: str
     # True if the tool raised, is unknown, or the call was malformed.
     failed: bool
+    # `raised KeyError at my_env.py:20`, if the tool's own code raised.
+    raised: str = ""
 
     def message(self) -> Message:
         """Return the message of role `tool`."""

@@ -40,6 +40,7 @@ MAX_PROCESSES = 4
 # Seconds between two looks at the memory of all processes; children are counted in every fifth.
 _MEMORY_EVERY_S = 0.2
 _THEN = "its episodes are played again, environment.max_retries times at most, or else left out and counted"
+_READ = "the model reads the error, and the episode goes on"
 _CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
@@ -56,8 +57,8 @@ class EnvironmentPool:
 
     specs: environments by key; with several, a row's column `environment` chooses by it. memory_mib: most resident
     memory of a process with its children. processes: at most so many; None: one a core, up to `MAX_PROCESSES`.
-    logs: folder for environments.log (output, up to a bound) and environment-errors.log (tracebacks); None: the
-    standard error. emit: writes an event at the first failure of each cause.
+    logs: folder for environments.log (output, up to a bound), environment-errors.log and tool-errors.log (tracebacks);
+    None: the standard error. emit: writes an event at the first failure of each cause.
     """
 
     def __init__(
@@ -73,6 +74,10 @@ class EnvironmentPool:
         # A process may be replaced while Ray starts, which changes this process's own.
         self._variables = dict(os.environ)
         self.failures = FailureLog("environment", logs / "environment-errors.log" if logs else None, emit, _THEN)
+        # Told of the first error of each cause. The model reads it, so that its episode goes on.
+        self.tool_errors = FailureLog(
+            "tool", logs / "tool-errors.log" if logs else None, emit, _READ, "environment/tool_raised"
+        )
         self._log = OutputLog("environment", logs / "environments.log", emit) if logs else None
         # Below here everything belongs to the loop's thread.
         self._loop = asyncio.new_event_loop()
@@ -206,15 +211,22 @@ class EnvironmentPool:
     async def _call(self, episode: Hashable, calls: list[Call]) -> list[ToolResult] | EnvironmentFailure:
         formed = [(each.name, each.arguments) for each in calls if not isinstance(each, MalformedCall)]
 
-        def checked(value: Any) -> list[tuple[str, bool]]:
-            if not isinstance(value, list) or len(value) != len(formed):
-                raise ContractError("not one result a call")
-            return [(str(text), bool(failed)) for text, failed in value]
+        def checked(value: Any) -> tuple[list[tuple[str, bool, str]], list[EnvironmentFailure]]:
+            match value:
+                case {"results": list(results), "raised": list(raised), **rest} if not rest:
+                    if len(results) == len(formed):
+                        answers = [(str(text), bool(failed), str(cause)) for text, failed, cause in results]
+                        return answers, [EnvironmentFailure(**each) for each in raised]
+            raise ContractError("not one result a call")
 
-        told = await self._act(episode, "call", formed, checked) if formed else []
+        told = await self._act(episode, "call", formed, checked) if formed else ([], [])
         if isinstance(told, EnvironmentFailure):
             return told
-        answers = iter(told)
+        results, raised = told
+        for failure in raised:
+            first = next(index for index, (*_, cause) in enumerate(results) if cause == failure.cause)
+            self.tool_errors.add(formed[first][0], failure, count=sum(cause == failure.cause for *_, cause in results))
+        answers = iter(results)
         return [
             ToolResult("", f"Error: the tool call is {each.error}", failed=True)
             if isinstance(each, MalformedCall)

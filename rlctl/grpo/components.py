@@ -46,3 +46,5 @@ class GrpoComponents:
     decode: Decode
     # What most rewards or episodes that failed failed of; empty where none did.
     failure_cause: Callable[[], str]
+    # The same of tools, whose errors the model reads.
+    tool_cause: Callable[[], str]

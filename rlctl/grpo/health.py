@@ -14,8 +14,8 @@ MISMATCH = "mismatch/token_mult_prob_error"
 
 
 @dataclass
-class FailedRewards(Ceiling):
-    """The share of a step's rollouts whose rewards failed. cause: returns what most of them failed of."""
+class FailedShare(Ceiling):
+    """The share of a step's rollouts or calls in which code of the user's failed. cause: returns the most common."""
 
     cause: Callable[[], str] = str
 
@@ -24,8 +24,8 @@ class FailedRewards(Ceiling):
         return found and (*found[:2], f"{found[2]}; most of them {self.cause()}")
 
 
-def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
-    """Return the checks of a run. cause: returns what most rewards that failed failed of."""
+def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: Callable[[], str] = str) -> Health:
+    """Return the checks of a run. cause, tool_cause: return the most common failure of rewards, and of tools."""
     bounds = config.health
     mismatch = PARITY if Resolved(config).compares_apart else MISMATCH
     checks: list[HealthCheck] = [
@@ -37,7 +37,14 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str) -> Health:
             f"{mismatch} is {{value:.4g}}, at most {{bound:g}} (health.max_token_mult_prob_error): the engine computes "
             "other log-probs than the trainer does with the same weights",
         ),
-        FailedRewards(
+        FailedShare(
+            "tool_raised",
+            "environment/tool_raised",
+            bounds.max_tool_raised_share,
+            "tools raised in {value:.0%} of their calls, at most {bound:.0%} (health.max_tool_raised_share)",
+            cause=tool_cause,
+        ),
+        FailedShare(
             "failed_rewards",
             "reward/failed_share",
             bounds.max_failed_reward_share,

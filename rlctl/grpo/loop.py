@@ -33,7 +33,7 @@ class GrpoLoop(Loop):
     """The steps of a run, see `Loop`."""
 
     def __init__(self, config: GrpoConfig, parts: GrpoComponents, stop: Callable[[], bool]) -> None:
-        health = grpo_health(config, parts.failure_cause)
+        health = grpo_health(config, parts.failure_cause, parts.tool_cause)
         super().__init__(config.grpo.num_steps, parts.recorder, parts.source.cursor, parts.trainer.save, stop, health)
         self._config, self._parts = config, parts
         self._loss, self._advantage = make_loss(config), make_advantage(config)

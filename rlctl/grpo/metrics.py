@@ -62,8 +62,9 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
         return metrics
     for name in ("turns", "tool_calls"):
         metrics[f"environment/{name}"] = float(np.mean([getattr(episode, name) for _, episode in played]))
-    calls, errors = (sum(getattr(episode, name) for _, episode in played) for name in ("tool_calls", "tool_errors"))
-    metrics["environment/tool_errors"] = errors / max(1, calls)
+    calls = sum(episode.tool_calls for _, episode in played)
+    for name in ("tool_errors", "tool_raised"):
+        metrics[f"environment/{name}"] = sum(getattr(episode, name) for _, episode in played) / max(1, calls)
     metrics["environment/seconds"] = float(np.mean([episode.environment_s for _, episode in played]))
     metrics["environment/rows"] = float(np.mean([len(one.rows) for one, _ in played]))
     endings = Counter(episode.ending for _, episode in played)

@@ -112,6 +112,7 @@ class GrpoParts:
                 monitor,
                 sampling.decode,
                 self._failure_cause,
+                self._tool_cause,
             )
             if config.run.probe or self.probe_only:
                 with session.starting("probe"):
@@ -141,3 +142,8 @@ class GrpoParts:
         """Return what most episodes, or rewards, that failed failed of; empty where none did."""
         environments, scorer = self.sampling.environments, self.sampling.scorer
         return (environments.failures.most_common() if environments else "") or scorer.failures.most_common()
+
+    def _tool_cause(self) -> str:
+        """Return the most common error of the environments' tools; empty where there was none."""
+        environments = self.sampling.environments
+        return environments.tool_errors.most_common() if environments else ""

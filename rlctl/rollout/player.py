@@ -73,6 +73,7 @@ class Play:
     asked: float | None = None
     tool_calls: int = 0
     tool_errors: int = 0
+    tool_raised: int = 0
     # Turns that engines sample, by number; more than one only of a rollout function.
     requests: dict[int, TurnRequest] = field(default_factory=dict)
     # Tokens that were sampled in this try.
@@ -271,6 +272,7 @@ class EpisodePlayer:
 
     def _tools_answered(self, play: Play, results: list[ToolResult]) -> None:
         play.tool_errors += sum(each.failed for each in results)
+        play.tool_raised += sum(bool(each.raised) for each in results)
         self._go_on(play, [each.message() for each in results])
 
     def _stepped(self, play: Play, answer: str | None) -> None:
@@ -364,6 +366,7 @@ class EpisodePlayer:
             play.environment_s,
             play.tool_calls,
             play.tool_errors,
+            play.tool_raised,
         )
         finish = one.completions[-1].finish if one.turns else "stop"
         play.taker.ended([Rollout(play.start.id, rows, finish, episode=episode)])

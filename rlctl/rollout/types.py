@@ -90,6 +90,8 @@ class PlayedEpisode:
     environment_s: float
     tool_calls: int
     tool_errors: int
+    # Calls among the latter in which the tool's own code raised.
+    tool_raised: int = 0
 
 
 @dataclass(frozen=True)

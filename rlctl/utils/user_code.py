@@ -75,6 +75,14 @@ def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -
     return defined_at(function)
 
 
+def raised_inside(error: BaseException, *callers: str) -> bool:
+    """Return True if the user's code raised, and not the call itself, as for arguments that a function does not take.
+
+    callers: our own files, through which the call went.
+    """
+    return any(each.filename not in callers for each in traceback.extract_tb(error.__traceback__))
+
+
 def defined_at(function: Callable[..., Any]) -> str:
     """Return file:line of the function's definition; empty where Python does not know it."""
     code = _code(function)

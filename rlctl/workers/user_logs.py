@@ -30,10 +30,11 @@ class UserFailure(Protocol):
 
 
 class FailureLog:
-    """Failures of a run's rewards or environments. The first of each cause is told. Any thread may call.
+    """Failures of a run's rewards, environments or tools. The first of each cause is told. Any thread may call.
 
-    kind: "reward" or "environment". path: file of the tracebacks; None: the standard error has them. emit: writes an
-    event; None: nobody is told. then: what becomes of the rollouts, for a warning.
+    kind: "reward", "environment" or "tool". path: file of the tracebacks; None: the standard error has them. emit:
+    writes an event; None: nobody is told. then: the fate of the rollouts, for a warning. metric: counts the failures;
+    empty: KIND/failed.
     """
 
     def __init__(
@@ -42,22 +43,24 @@ class FailureLog:
         path: Path | None = None,
         emit: Emit | None = None,
         then: str = "its rollouts are left out and counted",
+        metric: str = "",
     ) -> None:
         self._kind, self._path, self._emit, self._then = kind, path, emit, then
+        self._metric = metric or f"{kind}/failed"
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
 
-    def add(self, name: str, failure: UserFailure, then: str | None = None) -> None:
-        """Count a failure of what is called `name`. Keep the traceback and emit a warning for a new cause.
+    def add(self, name: str, failure: UserFailure, then: str | None = None, count: int = 1) -> None:
+        """Count failures of the part `name`. Keep the traceback and emit a warning for a new cause.
 
-        then: what becomes of this rollout, if it is another thing than of most.
+        then: the fate of this rollout, if it differs from that of most.
         """
         cause = f"{name}: {failure.cause}"
         with self._lock:
             if cause not in self.counts and len(self.counts) >= MAX_CAUSES:
                 cause = _OTHER
             first = cause not in self.counts
-            self.counts[cause] += 1
+            self.counts[cause] += count
             kept = self._path if first and failure.trace else None
             if kept and not _append(kept, f"{name}: {failure}\n{failure.trace}\n".encode(errors="replace")):
                 kept = None
@@ -67,7 +70,7 @@ class FailureLog:
             told = f"; traceback: {shown}" if shown else ""
             many = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
             what = f"{self._kind} {name}: {failure}" if cause != _OTHER else many
-            self._emit("warning", what=f"{what}; {then or self._then}, {self._kind}/failed{told}")
+            self._emit("warning", what=f"{what}; {then or self._then}, {self._metric}{told}")
 
     def most_common(self) -> str:
         """Return the cause of most failures with their number; empty where there are none."""

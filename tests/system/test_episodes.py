@@ -147,6 +147,11 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
     assert sum(step["environment/tool_calls"] for step in steps) > 0
     assert any(0 < step["environment/tool_errors"] < 1 for step in steps)
     assert all({"reward/sum/mean", "reward/odd/mean"} <= step.keys() for step in steps)
+    # A third of what it can call adds text to a number.
+    assert any(step["environment/tool_raised"] > 0.25 for step in steps)
+    (told,) = [event["what"] for event in read(run.path / "events.jsonl") if "tool add: " in event.get("what", "")][:1]
+    assert told.startswith("tool add: raised TypeError at adder.py:13: ")
+    assert "tools raised in " in run.text() and "most of them add: raised TypeError at adder.py:13" in run.text()
     rollouts = look_at_episodes(run, "train")
     assert {one["episode"]["ending"] for one in rollouts} <= {"answered", "max_turns"}
     for one in rollouts:

@@ -46,7 +46,17 @@ class MakeTrainer:
 def parts_of(
     section: TrainerSection, trainer: WorkerGroup, pool: GeneratorPool, dispatcher: RolloutDispatcher
 ) -> GrpoComponents:
-    unused = ("source", "validation", "score", "recorder", "devices", "monitor", "decode", "failure_cause")
+    unused = (
+        "source",
+        "validation",
+        "score",
+        "recorder",
+        "devices",
+        "monitor",
+        "decode",
+        "failure_cause",
+        "tool_cause",
+    )
     rest: Any = dict.fromkeys(unused)
     player = SingleTurnPlayer(dispatcher)
     return GrpoComponents(TrainerGroup(trainer, section), pool, dispatcher, player, **rest)

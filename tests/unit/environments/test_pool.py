@@ -272,6 +272,26 @@ def test_what_a_reset_raises_has_its_place_and_its_traceback(tmp_path: Path) -> 
     )
 
 
+def test_the_first_error_of_each_cause_in_a_tool_is_told_with_its_line_and_its_traceback(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    typo, unfit = ToolCall("run", {"code": "self.databse"}), ToolCall("run", {"cod": "1"})
+    asleep = ToolCall("wait", {"seconds": "long"})
+    with pool_of(logs=tmp_path, emit=events.emit) as pool:
+        begun(pool, "a", "b")
+        results = pool.call("a", [typo, unfit, asleep, ToolCall("none", {}), typo]).result()
+        assert not isinstance(results, EnvironmentFailure)
+        assert pool.call("b", [typo]).result() == results[:1]
+        assert pool.tool_errors.most_common() == "run: raised AttributeError at own.py:92 (3 times)"
+    line, later = "raised AttributeError at own.py:92", "raised TypeError at own.py:57"
+    assert [one.failed for one in results] == [True] * 5
+    assert [one.raised for one in results] == [line, "", later, "", line]
+    first, second = [event["what"] for event in read_records(tmp_path / "events.jsonl")]
+    assert first.startswith(f"tool run: {line}: 'Own' object has no attribute 'databse'")
+    assert "; the model reads the error, and the episode goes on, environment/tool_raised; traceback: " in first
+    assert second.startswith(f"tool wait: {later}: ")
+    assert "AttributeError" in (tmp_path / "tool-errors.log").read_text()
+
+
 @pytest.mark.parametrize("row", [{"value": 3}, {"value": [{"type": "image"}]}])
 def test_a_value_of_the_wrong_type_breaks_the_contract(row: dict[str, Any]) -> None:
     with pool_of() as pool:
@@ -301,7 +321,7 @@ def test_long_results_and_odd_characters_reach_the_driver_as_text() -> None:
         (odd,) = run(pool, "a", """json.loads('"\\\\ud83d"')""").result()
         assert odd.content.encode() == b"?"
         (raised,) = run(pool, "a", "1 / 0").result()
-        assert raised == ToolResult("run", "Error: division by zero", failed=True)
+        assert raised == ToolResult("run", "Error: division by zero", True, "raised ZeroDivisionError at own.py:92")
 
 
 def test_calls_are_answered_in_order_the_malformed_ones_too() -> None:

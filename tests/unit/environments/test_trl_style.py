@@ -8,6 +8,7 @@ import pytest
 from rlctl.environments.outcomes import EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import ToolCall
+from rlctl.utils.user_code import place_of
 
 FILE = Path(__file__).parent / "trl_style/counter.py"
 SPECS = {
@@ -44,7 +45,9 @@ def test_tools_answer_and_errors_go_to_the_model(pool: EnvironmentPool) -> None:
     assert pool.call("played", calls).result() == [
         ToolResult("peek", f"The counter is {target}.", failed=False),
         ToolResult("increment", str(target), failed=False),
-        ToolResult("increment", "Error: Game over.", failed=True),
+        ToolResult(
+            "increment", "Error: Game over.", failed=True, raised=f"raised ValueError at {place_of(str(FILE), 31)}"
+        ),
     ]
     assert pool.reward("played").result() == 1.0
     assert pool.close("played").result() is None

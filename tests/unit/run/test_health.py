@@ -119,6 +119,18 @@ def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again(
     assert [len(each) for each in again] == [0, 0, 1]
 
 
+def test_tools_that_raise_in_many_of_their_calls_are_told_with_the_most_common_line() -> None:
+    config = load("grpo", None, ["health.max_tool_raised_share=0.25"]).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config, tool_cause=lambda: "add: raised AttributeError at mine.py:7 (61 times)")
+    found = [health.look(step, {"environment/tool_raised": share}) for step, share in enumerate([0.25, 0.42, 0.57], 1)]
+    assert [len(each) for each in found] == [0, 1, 0]
+    assert not found[1][0].fatal and found[1][0].what == (
+        "tools raised in 42% of their calls, at most 25% (health.max_tool_raised_share); most of them add: raised "
+        "AttributeError at mine.py:7 (61 times)"
+    )
+
+
 @pytest.mark.parametrize("override", ["async.enabled=true", "generation.top_p=0.8", "generation.top_k=20"])
 def test_tokens_of_older_weights_or_of_a_cut_distribution_are_not_judged(override: str) -> None:
     config = load("grpo", None, [override]).config
