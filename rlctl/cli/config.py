@@ -77,9 +77,7 @@ def check(
     epilog=examples("rlctl config diff grpo-tiny my.yaml", "rlctl config diff runs/first runs/second run.seed=2")
 )
 def diff(
-    a: Annotated[
-        str, typer.Argument(help="A recipe or a run's directory.", show_default=False, autocompletion=complete_config)
-    ],
+    a: Annotated[str, typer.Argument(help="A recipe or a run.", show_default=False, autocompletion=complete_config)],
     b: Annotated[str, typer.Argument(help="Another one.", show_default=False, autocompletion=complete_config)],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Overrides of the second.", show_default=False)

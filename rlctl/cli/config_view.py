@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.text import Text
 
 from rlctl.config import paths
 from rlctl.config.fields import generic, schema_keys
-from rlctl.config.provenance import ConfigNode, dump, leaves, plain
+from rlctl.config.provenance import ConfigNode, dump, leaves, node_at, plain
 from rlctl.config.schema import KINDS
 
 _FIELDS: Mapping[str, Any] = {key: each.metadata for kind in KINDS.values() for key, each in schema_keys(kind)}
@@ -92,10 +93,12 @@ def _yaml(value: object) -> str:
 def _values(root: ConfigNode) -> dict[str, object]:
     """Return dotted key -> value, with paths resolved as a run would, so that a run equals its recipe."""
     values: dict[str, object] = {}
+    folder = node_at(root, ["run", "dir"])
+    runs = Path(str(folder.value)) if folder and folder.value else None
     for key, node in leaves(root):
         kind = _FIELDS.get(generic(key), {}).get("path")
         values[key] = plain(node)
         if kind and isinstance(node.value, str):
             with suppress(FileNotFoundError):
-                values[key] = paths.resolve(node.value, kind, node.origin)
+                values[key] = paths.resolve(node.value, kind, node.origin, runs)
     return values

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
+from rlctl.config.run_weights import run_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "share"
@@ -38,13 +39,15 @@ def runs_folder(overrides: Iterable[str] = ()) -> Path:
 
 
 def find_recipe(recipe: str) -> Path:
-    """Return the file that a person means: a path, a run's directory, or the name of a shipped recipe."""
+    """Return the file that a person means: a path, a run's directory, a shipped recipe's name or a run's."""
     path = Path(os.path.expanduser(recipe))
     if os.path.isfile(path / "config.yaml"):
         path /= "config.yaml"
-    found = find(str(path), Path.cwd())
+    found, of_run = find(str(path), Path.cwd()), (runs := runs_folder()) / path / "config.yaml"
+    if found is None and os.path.isfile(of_run):
+        return of_run.resolve()
     if found is None:
-        hint = did_you_mean(path.stem, recipe_names()) or "; see `rlctl recipes list`"
+        hint = did_you_mean(path.stem, [*recipe_names(), *run_names(runs)]) or "; see `rlctl recipes list`"
         raise ConfigError([Problem(recipe, "", f"no such recipe or file{hint}")])
     return found
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import Field
 from itertools import islice
+from pathlib import Path
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
@@ -16,7 +17,7 @@ from rlctl.config import paths
 from rlctl.config.errors import BROKEN, Problem, did_you_mean
 from rlctl.config.fields import FURTHER, alternatives, join, keys_of, literals, schema_keys, sections_of
 from rlctl.config.peer_keys import renamed_value
-from rlctl.config.provenance import MISSING, ConfigNode, leaves, plain
+from rlctl.config.provenance import MISSING, ConfigNode, leaves, node_at, plain, show_path
 from rlctl.config.schema import KINDS
 from rlctl.config.unknown_keys import KnownKeys
 
@@ -52,8 +53,11 @@ class Converter(Generic[T]):
         self.parents = parents
         self.away = away
         self.problems: list[Problem] = []
+        # One line for each model that is a run or a checkpoint.
+        self.notes: list[str] = []
         # Keys and sections that are not there.
         self.missing: list[str] = []
+        self._runs: Path | None = None
         # Keys that no section has, each with the node that it is written at.
         self.unknown: list[tuple[str, ConfigNode]] = []
         kinds = {each: [key for key, _ in schema_keys(each)] for each in among}
@@ -65,6 +69,8 @@ class Converter(Generic[T]):
 
     def convert(self, root: ConfigNode, key: str = "") -> T:
         """Return the whole config, or the section `key`; `problems` then holds every mistake in it."""
+        folder = node_at(root, ["run", "dir"])
+        self._runs = Path(folder.value) if folder and isinstance(folder.value, str) else None
         config: T = self._section(self.kind, root, key)
         return config
 
@@ -111,7 +117,10 @@ class Converter(Generic[T]):
         if not isinstance(value, str) or value in literals(field.type):
             return value
         try:
-            return paths.resolve(value, field.metadata["path"], node.origin)
+            found = paths.resolve(value, field.metadata["path"], node.origin, self._runs)
+            if field.metadata["path"] == "model" and Path(found).name == "hf" != Path(value).name:
+                self.notes.append(f"{key}={value} is {show_path(Path(found))}")
+            return found
         except FileNotFoundError as error:
             return value if self.away and value.startswith("/") else self._wrong(node, key, str(error))
 

@@ -3,7 +3,8 @@
 It is looked up beside the YAML file that names it, then in the current directory, then among the shipped recipes (paths
 alone, so that a copied recipe still finds its model), then on a hub. A path that exists becomes absolute, so that a
 resolved config runs from anywhere. `organisation/name` that is no file stays as it is, a hub name, unless
-`organisation` is a folder here: then it is a mistyped path.
+`organisation` is a folder here: then it is a mistyped path. A model may be a run, by its directory or its name, or a
+checkpoint: it becomes the weights that they exported.
 """
 
 import os
@@ -14,9 +15,10 @@ from glob import glob, has_magic
 from pathlib import Path
 
 from rlctl.config.builtin import RECIPES
-from rlctl.config.errors import shortened
+from rlctl.config.errors import did_you_mean, shortened
 from rlctl.config.plugins import ROW_GENERATORS
 from rlctl.config.provenance import Origin
+from rlctl.config.run_weights import exported_weights, names_weights, run_names
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 # The hub's own bound is 96 for each half.
@@ -24,10 +26,10 @@ _LONGEST_HUB_NAME = 200
 _DATA_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv", ".gz", ".txt", ".yaml"}
 
 
-def resolve(text: str, kind: str, origin: Origin) -> str:
+def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> str:
     """Return the absolute path, or the hub name, that `text` means. Raises FileNotFoundError with a line for the user.
 
-    kind: as `fields.spec` has them.
+    kind: as `fields.spec` has them. runs: the folder in which a model is looked up as a run by its name.
     """
     folders = [*([origin.file.parent] if origin.file is not None else []), Path.cwd(), RECIPES]
     if kind == "plugin":
@@ -41,6 +43,8 @@ def resolve(text: str, kind: str, origin: Origin) -> str:
     if kind == "folder":
         return os.path.expanduser(text)
     given = Path(os.path.expanduser(text))
+    if kind == "model" and (weights := _weights(given, [*folders, *([runs] if runs else [])])):
+        return str(weights.resolve())
     for folder in folders:
         # Path.exists would raise for what no file can be named. A pipe or device has no end.
         if os.path.isfile(folder / given) or (os.path.isdir(folder / given) and kind != "template"):
@@ -60,8 +64,17 @@ def resolve(text: str, kind: str, origin: Origin) -> str:
         is_folder = any(os.path.isdir(folder / name.split("/")[0]) for folder in folders)
         if not is_folder and Path(name).suffix not in _DATA_SUFFIXES:
             return text
+    near = _nearest(given, folders)
+    if kind == "model" and runs and not near:
+        near = did_you_mean(text, run_names(runs))
     hub = "" if kind == "template" else "; a hub name is organisation/name"
-    raise FileNotFoundError(f"no file or folder {shortened(text)}{_nearest(given, folders) or hub}")
+    raise FileNotFoundError(f"no file or folder {shortened(text)}{near or hub}")
+
+
+def _weights(given: Path, folders: list[Path]) -> Path | None:
+    """Return the first model in one of `folders`: a Hugging Face folder, or the weights of a run or checkpoint."""
+    found = next((folder / given for folder in folders if names_weights(folder / given)), None)
+    return exported_weights(found) if found else None
 
 
 def _module_file(module: str, folders: list[Path]) -> Path | None:

@@ -38,7 +38,8 @@ class RunSection:
 @dataclass
 class ModelSection:
     path: str = spec(
-        "A Hugging Face folder, or the hub name, of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal language model.",
+        "A Hugging Face folder, or the hub name, of a Llama, Qwen2, Qwen3 or Qwen3-MoE causal language model. A run, "
+        "by its directory or its name, is its newest checkpoint. A checkpoint's folder is that checkpoint.",
         path="model",
     )
     tokenizer: str | None = spec("The folder or hub name of the tokenizer. null is the model's own.", path="model")

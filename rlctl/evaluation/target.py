@@ -1,4 +1,4 @@
-"""Weights to evaluate or to export: of a run, of one of its checkpoints, or of a Hugging Face folder."""
+"""Weights to evaluate or to export: a run's, a checkpoint's, or a Hugging Face folder's."""
 
 import hashlib
 import json
@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlctl.config.run_weights import is_checkpoint, is_model
 from rlctl.run.checkpoints import Checkpoint, Checkpoints
 from rlctl.run.manifest import MANIFEST, is_as_written
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
@@ -36,24 +37,23 @@ class Target:
 
 
 def find_target(text: str, root: Path, step: int | None = None) -> Target:
-    """Return the weights that `text` names: a Hugging Face folder, a checkpoint, a run below `root` or by its path.
+    """Return the weights of `text`: a Hugging Face folder, a checkpoint or a run, by its path or below `root`.
 
     step: of a run, the checkpoint of this step; None: the newest. Anything of the form owner/name that is not on this
     machine is taken for a hub name. Raises TargetError.
     """
-    path = Path(text)
-    is_checkpoint = path.is_dir() and (path / "state.json").is_file()
-    if (path / "config.json").is_file() or is_checkpoint:
+    path = next((each for each in (Path(text), root / text) if is_model(each) or is_checkpoint(each)), None)
+    if path is not None:
         if step is not None:
             raise TargetError(f"--step {step}: {text} is one set of weights; --step chooses a checkpoint of a run")
-        if is_checkpoint:
+        if is_checkpoint(path):
             return _of_checkpoint(path)
-        inside = path.name == "hf" and (path.parent / "state.json").is_file()
-        return _of_checkpoint(path.parent) if inside else Target(text)
+        inside = path.name == "hf" and is_checkpoint(path.parent)
+        return _of_checkpoint(path.parent) if inside else Target(str(path))
     try:
         run = find_run(text, root)
     except RunDirError as error:
-        if _HUB_NAME.fullmatch(text) and not path.exists():
+        if _HUB_NAME.fullmatch(text) and not Path(text).exists():
             return Target(text)
         raise TargetError(f"{error}; or a checkpoint, or a folder with config.json and weights") from None
     return _target(_chosen(run, step), run)
@@ -97,7 +97,7 @@ def _of_checkpoint(path: Path) -> Target:
 def _target(checkpoint: Checkpoint, run: Path) -> Target:
     """Return the checkpoint's weights, once their bytes are those that were written."""
     folder = checkpoint.export
-    if not (folder / "config.json").is_file():
+    if not is_model(folder):
         raise TargetError(f"{checkpoint.path} has no hf/ folder: its run had checkpoint.export=false")
     for file in _digests(checkpoint.path):
         if not is_as_written(checkpoint.path, file):

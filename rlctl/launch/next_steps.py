@@ -37,14 +37,19 @@ def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
 
 
 def _with_files(config: RunConfig, run_dir: RunDir, known: str) -> Iterator[str]:
-    """Yield commands that read the newest checkpoint, or a tracker's files."""
-    newest = Checkpoints(run_dir.checkpoints, 1, 0).latest()
-    if newest and newest.export.is_dir():
-        sampling = Resolved(config).sampling
+    """Yield commands that use the best checkpoint, the newest where none was measured, or read a tracker's files."""
+    checkpoints = Checkpoints(run_dir.checkpoints, 1, 0)
+    newest = checkpoints.latest()
+    chosen = checkpoints.best() or newest
+    if newest and chosen and chosen.export.is_dir():
+        # A run's name alone is its newest checkpoint.
+        step, sampling = f" --step {chosen.step}" * (chosen.step != newest.step), Resolved(config).sampling
         if sampling is None or sampling.data.has_validation:
-            yield f"rlctl eval {known}{'' if sampling else ' RECIPE'}"
-        yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}"
-        yield f"vllm serve {quote(str(newest.export))}"
+            yield f"rlctl eval {known}{'' if sampling else ' RECIPE'}{step}"
+        if config.kind == "sft":
+            yield f"rlctl train grpo RECIPE model.path={quote(str(chosen.path)) if step else known}"
+        yield f"rlctl export {known} {quote(f'{run_dir.name}-hf')}{step}"
+        yield f"vllm serve {quote(str(chosen.export))}"
     for section in config.telemetry.trackers:
         yield from _of_tracker(section, run_dir.path)
 

@@ -97,11 +97,11 @@ def load(
     here. within: see `compose`. Raises ConfigError with every problem at once.
     """
     file = find_recipe(recipe or TINY[kind or "grpo"])
-    root, config, problems = _checked(kind, file, overrides, resume, away, run=resume, within=within)
+    root, config, problems, said = _checked(kind, file, overrides, resume, away, run=resume, within=within)
     if problems:
         raise ConfigError(problems)
     origins = {key: node.origin for key, node in leaves(root)}
-    said = [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
+    said += [f"{node.origin}: {node.note}" for _, node in leaves(root) if node.note]
     recorded, inside = recorded_origins(file) if resume else {}, f"{within}." if within else ""
     recorded = {key.removeprefix(inside): text for key, text in recorded.items() if key.startswith(inside)}
     composed = Composed(config, file, origins, said + notes(config, origins), {}, recorded)
@@ -115,7 +115,7 @@ def load(
 
 def draft(kind: str | None, recipe: str, overrides: list[str]) -> tuple[ConfigNode, list[Problem]]:
     """Return the composed tree, to be shown, and its problems. Raises ConfigError if it cannot be composed."""
-    root, _, problems = _checked(kind, find_recipe(recipe), overrides, resume=True)
+    root, _, problems, _ = _checked(kind, find_recipe(recipe), overrides, resume=True)
     return root, problems
 
 
@@ -127,8 +127,8 @@ def _checked(
     away: bool = False,
     run: bool = False,
     within: str = "",
-) -> tuple[ConfigNode, RunConfig, list[Problem]]:
-    """Return (tree, config with wrong values BROKEN, problems). run: the file is a run's own config."""
+) -> tuple[ConfigNode, RunConfig, list[Problem], list[str]]:
+    """Return (tree, config with wrong values BROKEN, problems, notes). run: the file is a run's own config."""
     root = compose(file, overrides, within)
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
@@ -147,7 +147,8 @@ def _checked(
     if run and (unknown := [key for key, node in converter.unknown if node.origin.file == file]):
         raise OtherVersionError(file, f"its config has {', '.join(unknown[:3])}, which this version has not")
     origins = {key: node.origin for key, node in leaves(root)}
-    return root, config, converter.problems + check(config, origins, resume=resume, away=away)
+    problems = converter.problems + check(config, origins, resume=resume, away=away)
+    return root, config, problems, converter.notes
 
 
 def _by_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -112,6 +112,10 @@ class Checkpoints:
         found = self.all()
         return found[-1] if found else None
 
+    def best(self) -> Checkpoint | None:
+        """Return the one of `all` with the highest score; None where none was scored."""
+        return next(iter(_by_score(self.all())), None)
+
     def latest_as_written(self) -> Checkpoint | None:
         """Return the newest whose state is as it was written. Other files are not read."""
         for step, path in reversed(list(self._folders())):
@@ -168,9 +172,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         found = self.all()
-        scored = [checkpoint for checkpoint in found if checkpoint.state.get("score") is not None]
-        best = sorted(scored, key=lambda checkpoint: (-checkpoint.state["score"], checkpoint.step))
-        keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best[: self._keep_best]}
+        best = _by_score(found)[: self._keep_best]
+        keep = {c.step for c in found[-self._keep_last :]} | {c.step for c in best}
         for checkpoint in found:
             if checkpoint.step not in keep:
                 _remove(checkpoint.path)
@@ -188,6 +191,12 @@ def _read(path: Path, step: int) -> Checkpoint | None:
         return Checkpoint(path, step, state) if state["step"] == step else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _by_score(checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+    """Return those with a score, the best first; the earlier among equals."""
+    scored = [checkpoint for checkpoint in checkpoints if checkpoint.state.get("score") is not None]
+    return sorted(scored, key=lambda checkpoint: (-checkpoint.state["score"], checkpoint.step))
 
 
 def _is_earlier(path: Path, step: int) -> bool:

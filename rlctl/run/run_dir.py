@@ -14,6 +14,7 @@ from pathlib import Path
 from shlex import quote
 
 from rlctl.config.errors import did_you_mean
+from rlctl.config.run_weights import is_run, run_names
 from rlctl.utils.files import sync, write_whole
 
 _CLAIM_POLL_S = 0.1
@@ -168,11 +169,10 @@ class JobRecord:
 def find_run(text: str, root: Path) -> Path:
     """Return the directory of the run that `text` names, below `root` or by its path. Raises RunDirError."""
     for path in (root / text, Path(text)):
-        if (path / "config.yaml").is_file() or (path / "events.jsonl").is_file():
+        if is_run(path):
             return path
     folder, typed = (root, text) if Path(text).name == text else (Path(text).parent, Path(text).name)
-    names = sorted({path.parent.name for path in folder.glob("*/*") if path.name in ("config.yaml", "events.jsonl")})
-    near = did_you_mean(typed, names)
+    near = did_you_mean(typed, run_names(folder))
     if not near and Path(text).is_dir():
         raise RunDirError(f"{text} is no run directory: it has neither config.yaml nor events.jsonl")
     raise RunDirError(f"{text}: no such run{near or '; `rlctl runs list` shows what there is'}")

@@ -68,6 +68,8 @@ def test_diff_shows_the_values_that_differ_and_no_others(rlctl: Rlctl, home: Pat
     rows = [line.split() for line in rlctl("config", "diff", "grpo.recipe.yaml", "runs/first").out.splitlines()]
     assert rows == [["key", "grpo.recipe.yaml", "runs/first"], ["run.seed", "0", "5"]]
     assert rlctl("config", "diff", "grpo.recipe.yaml", "runs/first", "run.seed=0").out == "no difference\n"
+    assert rlctl("config", "diff", "first", "runs/first").out == "no difference\n"
+    assert "no such recipe or file; did you mean first?" in rlctl("config", "diff", "firts", "first").err
 
 
 def test_diff_shows_what_only_one_side_has(rlctl: Rlctl) -> None:

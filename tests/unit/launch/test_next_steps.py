@@ -32,15 +32,32 @@ def test_a_grpo_run_names_its_weights_and_how_to_measure_and_export_them(tmp_pat
     ]
 
 
+def test_the_best_checkpoint_is_named_where_it_is_not_the_newest(tmp_path: Path) -> None:
+    config, run = ended(tmp_path)
+    checkpoints = Checkpoints(run.checkpoints, 9, 9)
+    for step, score in ((2, 0.5), (4, 0.25)):
+        checkpoints.save(step, {"score": score}, lambda path: (path / "hf").mkdir())
+    assert next_commands(config, run, "done")[1:4] == [
+        f"rlctl eval {run.path} --step 2",
+        f"rlctl export {run.path} sums-hf --step 2",
+        f"vllm serve {run.path}/checkpoints/step_2/hf",
+    ]
+    sft = load("sft", None, ["sft.num_steps=4"]).config
+    assert next_commands(sft, run, "done")[2] == f"rlctl train grpo RECIPE model.path={run.path}/checkpoints/step_2"
+
+
 def test_what_is_not_there_is_not_offered(tmp_path: Path) -> None:
     config, run = ended(tmp_path, "data.validation.path=null", "checkpoint.metric=reward/mean", exported=False)
     assert [each.split()[1] for each in next_commands(config, run, "done")] == ["runs", "train"]
     assert next_commands(config, run, "interrupted") == [f"rlctl train grpo --resume {run.path}"]
 
 
-def test_an_sft_run_is_measured_by_a_grpo_recipe(tmp_path: Path) -> None:
+def test_an_sft_run_is_measured_by_a_grpo_recipe_and_its_weights_go_on_by_one(tmp_path: Path) -> None:
     config, run = ended(tmp_path, kind="sft")
-    assert next_commands(config, run, "done")[1] == f"rlctl eval {run.path} RECIPE"
+    assert next_commands(config, run, "done")[1:3] == [
+        f"rlctl eval {run.path} RECIPE",
+        f"rlctl train grpo RECIPE model.path={run.path}",
+    ]
     named = load("sft", None, ["sft.num_steps=4", "validation.recipe=grpo-tiny"]).config
     assert next_commands(named, run, "done")[1] == f"rlctl eval {run.path}"
 

@@ -1,0 +1,90 @@
+"""A run or a checkpoint is a model wherever a config names one, by its name, its directory, or its folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.errors import ConfigError
+from rlctl.evaluation.target import find_target
+from rlctl.preflight.load import Composed, load
+from rlctl.run.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def run(home: Path) -> Path:
+    """A run `sums` with checkpoints of steps 2 and 10, whose weights are those of `home`'s model."""
+    folder = home / "runs/sums"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("kind: grpo\n")
+    for step in (2, 10):
+        save(folder, step, export=True)
+    return folder
+
+
+def save(run: Path, step: int, export: bool) -> None:
+    def write(path: Path) -> None:
+        if export:
+            shutil.copytree(run.parents[1] / "model", path / "hf")
+
+    Checkpoints(run / "checkpoints", 9, 0).save(step, {}, write)
+
+
+def with_model(text: str, *overrides: str) -> Composed:
+    return load("grpo", "grpo.recipe.yaml", [f"model.path={text}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("sums", 10),
+        ("runs/sums", 10),
+        ("runs/sums/checkpoints/step_2", 2),
+        ("sums/checkpoints/step_2", 2),
+        ("runs/sums/checkpoints/step_2/hf", 2),
+    ],
+)
+def test_every_way_to_name_them_gives_the_weights_that_an_evaluation_takes(run: Path, text: str, step: int) -> None:
+    found = with_model(text).config.model.path
+    assert found == str(run / f"checkpoints/step_{step}/hf")
+    assert Path(find_target(text, Path("runs")).model).resolve() == Path(found)
+
+
+def test_a_run_in_another_folder_is_found_by_run_dir(run: Path, home: Path) -> None:
+    run.parent.rename(home / "elsewhere")
+    found = with_model("sums", "run.dir=elsewhere").config.model.path
+    assert found == str(home / "elsewhere/sums/checkpoints/step_10/hf")
+
+
+def test_a_recipe_may_name_a_run_and_the_run_keeps_the_checkpoint(run: Path, home: Path) -> None:
+    (home / "next.yaml").write_text("defaults: grpo.recipe.yaml\nmodel: {path: sums}\n")
+    composed = load("grpo", "next.yaml", [])
+    weights = "runs/sums/checkpoints/step_10/hf"
+    assert composed.notes[0] == f"model.path=sums is {weights}"
+    assert f"path: {home / weights}" in composed.to_yaml()
+    assert not with_model(weights).notes
+
+
+def test_a_model_folder_of_that_name_comes_first(run: Path, home: Path) -> None:
+    shutil.copytree(home / "model", home / "sums")
+    assert with_model("sums").config.model.path == str(home / "sums")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("sum", "no file or folder sum; did you mean sums?"),
+        ("begun", "is a run without a checkpoint: it has no weights yet"),
+        ("bare", "step_1 has no hf/ folder: its run had checkpoint.export=false"),
+    ],
+)
+def test_what_has_no_weights_is_said_in_one_line(run: Path, text: str, expected: str) -> None:
+    for name in ("begun", "bare"):
+        (run.parent / name).mkdir()
+        (run.parent / name / "events.jsonl").write_text(json.dumps({"kind": "run_started"}) + "\n")
+    save(run.parent / "bare", 1, export=False)
+    with pytest.raises(ConfigError) as caught:
+        with_model(text)
+    [problem] = caught.value.problems
+    assert problem.key == "model.path" and problem.what.endswith(expected)
