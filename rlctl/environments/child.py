@@ -24,7 +24,7 @@ from rlctl.environments.episode import CoroutineLoop, Episode
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.rollout_function import FunctionEpisode, read_function
 from rlctl.utils.plugins import load_object
-from rlctl.utils.user_code import import_error, shortened
+from rlctl.utils.user_code import error_text, import_error
 from rlctl.workers.supervisor import run_guarded
 
 # Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
@@ -55,7 +55,15 @@ class _Child:
             if kind in ("reset", "begin"):
                 key, payload = payload[0], payload[1:]
                 self._episodes[number] = self._makers[key]()
-                self._episodes[number].start()
+                try:
+                    self._episodes[number].start()
+                except RuntimeError as error:  # no thread is left: the episodes that have one go on
+                    del self._episodes[number]
+                    self._reply(action, EnvironmentFailure("died", "no thread could be started", str(error)))
+                    continue
+            elif number not in self._episodes:  # closed after it could not be started
+                self._reply(action, None)
+                continue
             episode = self._episodes.pop(number) if kind == "close" else self._episodes[number]
             episode.submit(action, kind, payload)
 
@@ -85,8 +93,8 @@ class _Child:
         told = {"failure": asdict(outcome)} if isinstance(outcome, EnvironmentFailure) else {"value": outcome}
         try:
             self._send({"action": action, **told})
-        except (TypeError, ValueError, RecursionError) as error:
-            failure = EnvironmentFailure("contract", "returned what is no JSON", shortened(str(error)))
+        except BaseException as error:  # a value may be of the user's own type, whose code runs here
+            failure = EnvironmentFailure("contract", "returned what is no JSON", error_text(error))
             self._send({"action": action, "failure": asdict(failure)})
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from rlctl.config.errors import did_you_mean
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.tool_schema import Schema, SchemaError, foreign_classes, tool_schema
-from rlctl.utils.user_code import defined_at, finite_number, shortened
+from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shortened
 
 # Methods that are no tools.
 RESERVED = ("close", "get_reward", "reset", "step")
@@ -122,6 +122,8 @@ def checked_observation(value: object) -> Observation:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        if is_too_deep(value):
+            raise ContractError(f"reset must return messages of at most {MAX_LEVELS} levels of lists and dicts")
         if all(isinstance(each.get("role"), str) for each in value):
             return [{**each, "content": _content(each.get("content"))} for each in value]
         return _content(value)

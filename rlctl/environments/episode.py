@@ -10,6 +10,7 @@ import inspect
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from contextvars import Context, ContextVar
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -68,8 +69,15 @@ class CoroutineLoop:
     @cached_property
     def running(self) -> asyncio.AbstractEventLoop:
         loop = CountingLoop()
-        threading.Thread(target=loop.run_forever, name="coroutines", daemon=True).start()
+        threading.Thread(target=self._run, args=(loop,), name="coroutines", daemon=True).start()
         return loop
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        """Run the loop for ever. One episode may stop it, or raise SystemExit or KeyboardInterrupt: others go on."""
+        while not loop.is_closed():
+            with suppress(BaseException):  # a task that raised keeps its error
+                loop.run_forever()
 
     def gather(self, coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
         """Return the result or exception of each, awaited side by side."""
@@ -210,5 +218,5 @@ def _raised_text(error: Exception) -> str:
     """Return an exception's text for the model; its type's name where it has none."""
     try:
         return str(error) or type(error).__name__
-    except Exception:  # an exception of the user's, whose text is the user's code
+    except BaseException:  # an exception of the user's, whose text is the user's code
         return type(error).__name__

@@ -85,6 +85,8 @@ class EnvironmentPool:
         self._episodes: dict[Hashable, tuple[EnvironmentProcess, int, str]] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._defect: BaseException | None = None
+        self._loop.set_exception_handler(lambda _, context: self._note(context.get("exception")))
         self._thread = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._thread.start()
         self._submit(self._begin())
@@ -139,6 +141,11 @@ class EnvironmentPool:
         """End an episode: its instance's `close` is called, if it has one. Without effect where it has ended."""
         return self._submit(self._close(episode))
 
+    def check(self) -> None:
+        """Raise the first unexpected error of the pool's own, if there was one: somebody may wait in vain."""
+        if self._defect is not None:
+            raise self._defect
+
     def pids(self) -> list[int]:
         """Return the process ids of the supervisors."""
         return [process.pid for process in self._processes if process.pid is not None]
@@ -164,7 +171,10 @@ class EnvironmentPool:
         if self._loop.is_closed():
             work.close()
             raise RuntimeError("the pool of environments is shut down")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        # Whoever submitted may not look at it, as after `close`.
+        future.add_done_callback(lambda done: None if done.cancelled() else self._note(done.exception()))
+        return future
 
     async def _begin(self) -> None:
         self._spawn(self._watch_memory())
@@ -228,7 +238,7 @@ class EnvironmentPool:
             self.tool_errors.add(formed[first][0], failure, count=sum(cause == failure.cause for *_, cause in results))
         answers = iter(results)
         return [
-            ToolResult("", f"Error: the tool call is {each.error}", failed=True)
+            ToolResult("", f"Error: no tool was called: {each.error}", failed=True)
             if isinstance(each, MalformedCall)
             else ToolResult(each.name, *next(answers))
             for each in calls
@@ -244,7 +254,7 @@ class EnvironmentPool:
         process, number, key = self._episodes[episode]
         outcome = await process.act(number, kind, payload, self._specs[key].timeout_s if timed else None)
         if not isinstance(outcome, EnvironmentFailure):
-            with suppress(ContractError, TypeError, ValueError):
+            with suppress(Exception):  # whatever the user's code wrote
                 return checked(outcome)
             outcome = EnvironmentFailure("contract", f"its process answered a {kind} with something else")
         if self._episodes.get(episode) != (process, number, key):
@@ -283,7 +293,7 @@ class EnvironmentPool:
             return min(usable, key=lambda each: len(each.episodes))
         output = self._log.descriptor if self._log else None
         child = GuardedProcess("rlctl.environments.child", MAX_REPLY, output, self._variables)
-        process = EnvironmentProcess(self._specs, self._memory_bytes, child)
+        process = EnvironmentProcess(self._specs, self._memory_bytes, child, self._spawn)
         self._processes.append(process)
         return process
 
@@ -291,10 +301,20 @@ class EnvironmentPool:
         self.failures.add(key, failure)
         return failure
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Value]) -> "asyncio.Task[Value]":
+        """Run a task that nobody need await: its error is kept for `check`."""
         task = self._loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned)
+        return task
+
+    def _spawned(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            self._note(task.exception())
+
+    def _note(self, error: BaseException | None) -> None:
+        self._defect = self._defect or error
 
     async def _watch_memory(self) -> None:
         for count in itertools.count():

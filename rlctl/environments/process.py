@@ -9,12 +9,14 @@ import itertools
 import json
 import os
 import pickle
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 from rlctl.environments.child import MAX_REPLY
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
+from rlctl.utils.user_code import shortened
 from rlctl.workers.guarded import GuardedProcess
 
 START_TIMEOUT_S = 120.0  # imports only, on a machine that may be busy
@@ -27,11 +29,17 @@ class EnvironmentProcess:
     """One child process and the episodes in it.
 
     specs: environments by key. memory_bytes: most resident memory of the process and its children. process: not
-    launched yet.
+    launched yet. spawn: begins a task whose error is kept.
     """
 
-    def __init__(self, specs: dict[str, EnvironmentSpec], memory_bytes: int, process: GuardedProcess) -> None:
-        self._specs, self._memory_bytes, self._process = specs, memory_bytes, process
+    def __init__(
+        self,
+        specs: dict[str, EnvironmentSpec],
+        memory_bytes: int,
+        process: GuardedProcess,
+        spawn: Callable[[Coroutine[Any, Any, Any]], "asyncio.Task[Any]"],
+    ) -> None:
+        self._specs, self._memory_bytes, self._process, self._spawn = specs, memory_bytes, process, spawn
         self._writer: asyncio.StreamWriter | None = None
         self._actions = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -48,7 +56,7 @@ class EnvironmentProcess:
         self.ended = False
         self._launched = asyncio.create_task(asyncio.to_thread(self._process.launch))
         # Contracts by key, or the reason why it could not start.
-        self.ready: asyncio.Task[Started] = asyncio.create_task(self._start())
+        self.ready: asyncio.Task[Started] = spawn(self._start())
 
     @property
     def pid(self) -> int | None:
@@ -72,10 +80,10 @@ class EnvironmentProcess:
             failure = EnvironmentFailure("timeout", f"environments took longer than {START_TIMEOUT_S:g} s to load")
         except (EOFError, ConnectionError):
             failure = EnvironmentFailure("died", "an environment ended its process while loading", await self._how())
-        except (ValueError, KeyError, TypeError) as error:
-            failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", str(error)[:200])
+        except Exception as error:  # whatever was written: the user's code was imported there
+            failure = EnvironmentFailure("died", f"an environment {_FOREIGN} while loading", _shown(error))
         else:
-            self._reading = asyncio.create_task(self._read(reader))
+            self._spawn(self._read(reader))
             return contracts
         await self.stop(failure)
         return failure
@@ -85,8 +93,13 @@ class EnvironmentProcess:
         if self.ended or self._writer is None:
             return self._reason or EnvironmentFailure("died", "its process has ended")
         action = next(self._actions)
+        try:
+            request = pickle.dumps((action, episode, kind, payload))
+        except Exception as error:  # a value of the model's or of the row, as one that is nested too deep
+            cause = f"{kind} was given a value that cannot be sent"
+            return EnvironmentFailure("contract", cause, type(error).__name__)
         outcome = self._waiting[action] = asyncio.get_running_loop().create_future()
-        self._writer.write(pickle.dumps((action, episode, kind, payload)))
+        self._writer.write(request)
         try:
             async with asyncio.timeout(timeout_s):
                 return await outcome
@@ -115,7 +128,7 @@ class EnvironmentProcess:
         self._fail(reason)
         await asyncio.wait([self._launched])
         if self._ending is None:
-            self._ending = asyncio.create_task(asyncio.to_thread(self._process.stop))
+            self._ending = self._spawn(asyncio.to_thread(self._process.stop))
         await asyncio.shield(self._ending)
         if self._writer is not None:
             self._writer.close()
@@ -130,7 +143,7 @@ class EnvironmentProcess:
         """Return how a process ended that has hung up, in words."""
         self.ended = True
         if self._ending is None:
-            self._ending = asyncio.create_task(asyncio.to_thread(self._process.ending))
+            self._ending = self._spawn(asyncio.to_thread(self._process.ending))
         return str(await asyncio.shield(self._ending))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -140,8 +153,8 @@ class EnvironmentProcess:
                 self._deliver(await _message(reader))
         except (EOFError, ConnectionError):
             reason = EnvironmentFailure("died", "its process ended", await self._how())
-        except (ValueError, KeyError, TypeError) as error:
-            reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", str(error)[:200])
+        except Exception as error:  # whatever was written: nobody may wait for a reader that has ended
+            reason = EnvironmentFailure("died", f"an environment of its process {_FOREIGN}", _shown(error))
         await self.stop(reason)
 
     def _deliver(self, message: dict[str, Any]) -> None:
@@ -155,15 +168,16 @@ class EnvironmentProcess:
             outcome.set_result(value)
 
 
+def _shown(error: Exception) -> str:
+    return shortened(f"{type(error).__name__}: {error}")
+
+
 async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """Return the next message. Raises EOFError at the end, ValueError for a line that is none."""
+    """Return the next message. Raises EOFError at the end, ValueError or RecursionError for a line that is none."""
     line = await reader.readline()
     if not line.endswith(b"\n"):
         raise EOFError
-    try:
-        message: Any = json.loads(line)
-    except RecursionError as error:  # one that is nested too deep
-        raise ValueError("nested too deep") from error
+    message: Any = json.loads(line)
     if not isinstance(message, dict):
         raise ValueError("a message is a JSON object")
     if b"\\ud" in line or b"\\uD" in line:  # half of a character, which no tokenizer takes

@@ -14,12 +14,14 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from rlctl.environments import seeding
 from rlctl.environments.contract import ContractError, EnvironmentContract, Reward, checked_reward
 from rlctl.environments.episode import CallbackCount, CoroutineLoop, Reply, attempted, counted_by
-from rlctl.utils.user_code import shortened
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.utils.user_code import error_text, shortened, trace_of
 
 # Context of no episode.
 _OURS = Context()
@@ -139,7 +141,17 @@ class FunctionEpisode:
 
     def submit(self, action: int, kind: str, payload: Any) -> None:
         """Do an action: begin, resume or close."""
-        self._loop.running.call_soon_threadsafe(self._act, action, kind, payload)
+        self._loop.running.call_soon_threadsafe(self._contained, partial(self._act, action, kind, payload))
+
+    def _contained(self, work: Callable[[], None]) -> None:
+        """Do a part of an action. The loop would lose its error, and whoever asked would wait for ever."""
+        try:
+            work()
+        except Exception as error:
+            if self._open:
+                (action, kind), self._open = self._open, None
+                cause = f"{kind} failed with {type(error).__name__}"
+                self._reply(action, EnvironmentFailure("raised", cause, error_text(error), trace_of(error)))
 
     def _act(self, action: int, kind: str, payload: Any) -> None:
         if self._open:
@@ -179,7 +191,7 @@ class FunctionEpisode:
     def _look_soon(self) -> None:
         if not self._looks:
             self._looks = True
-            self._loop.running.call_soon(self._look, context=_OURS)
+            self._loop.running.call_soon(self._contained, self._look, context=_OURS)
 
     def _look(self) -> None:
         """Once no callback of the function is left: give it its next answer, or tell what there is to tell.
@@ -197,7 +209,7 @@ class FunctionEpisode:
             if self._open and (self._task.done() or self._asked):
                 self._tell()
             return
-        self._loop.running.call_soon(self._look)
+        self._loop.running.call_soon(self._contained, self._look)
 
     def _give(self, waiting: "asyncio.Future[Sampled]", answer: Answer | None) -> None:
         self._taken += 1

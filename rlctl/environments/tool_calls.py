@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
+
 _DECODER = json.JSONDecoder()
+# Calls of a turn, and characters of one call's arguments and name. A call beyond a bound is answered, and not made.
+MAX_CALLS, MAX_ARGUMENTS, MAX_NAME = 256, 1 << 18, 200
 _MARK = re.compile(r"</?tool_call>")
 _BETWEEN = re.compile(r"[\s;]*")
 
@@ -69,7 +73,9 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
     """
     parameters = {each["function"]["name"]: each["function"]["parameters"]["properties"] for each in tools}
     calls, content = PARSERS[format](text.rpartition("</think>")[2].partition("<think>")[0], parameters)
-    return ParsedMessage(content.strip(), calls)
+    if len(calls) > MAX_CALLS:
+        calls[MAX_CALLS:] = [MalformedCall(f"one of {len(calls):,} in a turn, and at most {MAX_CALLS} are called")]
+    return ParsedMessage(content.strip(), [_bounded(each) for each in calls])
 
 
 def _hermes(text: str, parameters: Parameters) -> tuple[list[Call], str]:
@@ -181,9 +187,11 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
     if wanted == "boolean" and text.strip() in ("True", "False"):
         return text.strip() == "True"
     try:
-        return _finite(json.loads(text, parse_constant=_refuse))
+        value = json.loads(text, parse_constant=_refuse)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+    return value
 
 
 PARSERS: dict[str, Parser] = {
@@ -223,16 +231,35 @@ def _checked(value: Any, key: str) -> Call:
             arguments = None
     if not isinstance(arguments, dict):
         return MalformedCall(f"{key} of {_shown(name)} must be a JSON object")
+    return ToolCall(name, arguments)
+
+
+def _bounded(call: Call) -> Call:
+    """Return a call, or the reason why it is not made."""
+    if isinstance(call, MalformedCall):
+        return call
+    if len(call.name) > MAX_NAME:
+        return MalformedCall(f"a name of {len(call.name):,} characters, and at most {MAX_NAME} are allowed")
+    if not _is_text(call.name):
+        return MalformedCall("a name with half of a character (a lone surrogate)")
+    arguments = f"arguments of {_shown(call.name)}"
+    if is_too_deep(call.arguments):
+        return MalformedCall(f"{arguments} are nested too deep: at most {MAX_LEVELS} levels are allowed")
     try:
-        return ToolCall(name, _finite(arguments))
-    except (ValueError, RecursionError):
-        return MalformedCall(f"{key} of {_shown(name)} hold a number that is not finite")
+        length = len(json.dumps(call.arguments, allow_nan=False, ensure_ascii=False))
+    except ValueError:  # Python's JSON takes NaN and infinity, and nobody else's
+        return MalformedCall(f"{arguments} hold a number that is not finite")
+    if length > MAX_ARGUMENTS:
+        return MalformedCall(f"{arguments} have {length:,} characters, and at most {MAX_ARGUMENTS:,} are allowed")
+    return call
 
 
-def _finite(value: Any) -> Any:
-    """Return a JSON value. Raises ValueError for NaN and infinity, which Python's JSON takes and nobody else's."""
-    json.dumps(value, allow_nan=False)
-    return value
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(constant: str) -> Any:
@@ -243,7 +270,7 @@ def _not_json(error: Exception, start: int = 0) -> str:
     """Return the reason for the model. start: position at which the call begins."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON: {error.msg} at character {error.pos - start + 1} of the call"
-    return "not valid JSON: nested too deep, or a number too long"
+    return f"not valid JSON: nested too deep (at most {MAX_LEVELS} levels are allowed), or a number too long"
 
 
 def _shown(text: str) -> str:

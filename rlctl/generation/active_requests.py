@@ -130,7 +130,7 @@ class ActiveRequests:
         self._turns: dict[str, ActiveTurn] = {}
         # Those of them that are DONE or FAILED.
         self._ended: dict[str, ActiveTurn] = {}
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def __bool__(self) -> bool:
@@ -177,7 +177,7 @@ class ActiveRequests:
                 self._ended.pop(name, None)
             return {name: turn for name, turn in found.items() if turn}
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End what runs with an error, which the next `collect` raises."""
         with self._changed:
             self._failure = error

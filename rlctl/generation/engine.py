@@ -209,18 +209,21 @@ class Engine(ReceivesWeights):
                 return
             try:
                 future.set_result(work())
-            except Exception as error:
+            except BaseException as error:  # also one that would end the thread
                 future.set_exception(error)
 
     def _step(self) -> None:
-        begin = time.perf_counter()
         try:
-            self._let_in()
-            outputs = self._llm.step()
-        except Exception as error:
+            self._sample_tokens()
+        except BaseException as error:
             # The thread lives on: whoever asks next gets an answer, not silence.
             self._poison(f"vLLM failed in a step: {error}", error)
-            return
+
+    def _sample_tokens(self) -> None:
+        """Make one step of vLLM, and take note of what ended."""
+        begin = time.perf_counter()
+        self._let_in()
+        outputs = self._llm.step()
         self._steps.append(time.perf_counter())
         finished = [output for output in outputs if output.finished]
         self._stats = self._stats.after_step(
@@ -280,7 +283,7 @@ class Engine(ReceivesWeights):
         self._advance(RefitState.CHANGING)
         try:
             seconds = load()
-        except Exception as error:
+        except BaseException as error:
             # Weights may be a mixture: what runs must not go on with them.
             self._poison(f"the refit to version {header.version} failed: {error}", error)
             raise
@@ -295,7 +298,7 @@ class Engine(ReceivesWeights):
         if self._state is not RefitState.POISONED:
             self._state = state
 
-    def _poison(self, why: str, error: Exception) -> None:
+    def _poison(self, why: str, error: BaseException) -> None:
         """Sample nothing from now on, and end what runs with the error."""
         self._state, self._poisoned = RefitState.POISONED, why
         self._entering.clear()

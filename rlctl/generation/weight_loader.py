@@ -102,6 +102,8 @@ class WeightReceiver:
                 self._staged = self.receive(header)
         except Exception as error:
             self._staged = error
+        except BaseException as error:  # it would end the thread, and `staged` would wait
+            self._staged = RuntimeError(f"receiving ended by {type(error).__name__}")
 
 
 class DirectLoader:

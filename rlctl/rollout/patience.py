@@ -45,7 +45,7 @@ class ThreadErrors:
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
-        self._first: Exception | None = None
+        self._first: BaseException | None = None
 
     def guarded(self, step: Callable[[], bool]) -> Callable[[], bool]:
         """Return a step of a thread that keeps an error of it, and ends the thread."""
@@ -53,7 +53,7 @@ class ThreadErrors:
         def run() -> bool:
             try:
                 return step()
-            except Exception as error:
+            except BaseException as error:  # also what ends a thread in silence, as SystemExit
                 with self._changed:
                     self._first = self._first or error
                     self._changed.notify_all()
@@ -63,8 +63,10 @@ class ThreadErrors:
 
     def check(self) -> None:
         """Raise the first error, if there was one."""
-        if self._first:
+        if isinstance(self._first, Exception):
             raise self._first
+        if self._first:
+            raise RuntimeError(f"a thread ended by {type(self._first).__name__}") from self._first
 
 
 class Patience:

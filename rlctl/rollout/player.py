@@ -24,13 +24,16 @@ from rlctl.environments.contract import EnvironmentContract, Message, Reward, op
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import parse_tool_calls
+from rlctl.environments.tool_schema import Schema
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.conversation import Conversation, TrajectoryRow
 from rlctl.rollout.patience import Clock, ThreadErrors
 from rlctl.rollout.single_turn import Engines
 from rlctl.rollout.types import Ending, PlayedEpisode, Rollout, RolloutStart, RolloutTaker
+from rlctl.utils.user_code import shortened
 
 _POLL_S = 1.0
+_POOL_CLOSED = EnvironmentFailure("died", "the pool was closed")
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,9 @@ class EpisodePlayer:
         return [play.start.id for play in plays]
 
     def check(self) -> None:
-        """Raise the error that ended the player's thread, if there was one."""
+        """Raise the error that ended the player's thread or an action of the pool, if there was one."""
         self._errors.check()
+        self._pool.check()
 
     def describe(self) -> str:
         """Return how many episodes wait for their environment, and since when."""
@@ -206,7 +210,7 @@ class EpisodePlayer:
         if not messages:
             raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
         play.conversation.messages, play.opening = list(messages), len(messages)
-        tokens = self._chat.prompt_tokens(self._chat.prompt_text(messages, self._contract(play).tools))
+        tokens = self._rendered(messages, self._contract(play).tools)
         play.leaf = play.conversation.add_context(tokens, None)
         self._sample(play)
 
@@ -288,13 +292,23 @@ class EpisodePlayer:
         one.messages.extend(added)
         link = self._chat.link(before, added, self._contract(play).tools).after(last, self._stops)
         if limits.history == "strip" and one.turns < limits.max_turns:
-            rendered = self._chat.prompt_tokens(self._chat.prompt_text(one.messages, self._contract(play).tools))
+            rendered = self._rendered(one.messages, self._contract(play).tools)
             if rendered != one.tokens(play.leaf) + link:
                 play.leaf = one.add_context(rendered, None)
                 self._sample(play)
                 return
         play.leaf = one.add_context(link, play.leaf)
         self._sample(play)
+
+    def _rendered(self, messages: list[Message], tools: list[Schema]) -> list[int]:
+        """Return the tokens of a prompt. Raises DataError for messages that the chat template refuses."""
+        try:
+            return self._chat.prompt_tokens(self._chat.prompt_text(messages, tools))
+        except DataError:
+            raise
+        except Exception as error:  # whatever a template raises, or a tokenizer for text that is none
+            reason = shortened(f"{type(error).__name__}: {error}")
+            raise DataError(f"the chat template refuses the messages of this episode: {reason}") from error
 
     def _contract(self, play: Play) -> EnvironmentContract:
         """Return the contract of an episode's environment, once its reset has shown that there is one."""
@@ -321,11 +335,13 @@ class EpisodePlayer:
 
         def answered(done: Any) -> None:
             seconds = self._clock.now() - asked if waits_for_it else None
-            self._post(play, attempt, partial(self._told, play, done.result(), seconds, handle))
+            self._post(play, attempt, partial(self._told, play, done, seconds, handle))
 
         future.add_done_callback(answered)
 
-    def _told(self, play: Play, answer: Any, seconds: float | None, handle: Callable[[Play, Any], None]) -> None:
+    def _told(self, play: Play, done: Any, seconds: float | None, handle: Callable[[Play, Any], None]) -> None:
+        # On the player's thread: a callback's error would be lost, and the episode would wait for ever.
+        answer = _POOL_CLOSED if done.cancelled() else done.result()
         if seconds is not None:
             play.environment_s += seconds
             play.asked = None

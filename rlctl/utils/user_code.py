@@ -4,11 +4,11 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import CodeType
+from types import CodeType, TracebackType
 from typing import Any
 
 from rlctl.utils import plugins
@@ -16,6 +16,8 @@ from rlctl.utils import plugins
 # Characters.
 MAX_DETAIL = 200
 MAX_TRACE = 8000
+# Levels of lists and dicts in a value that a model or an environment gives. Pickle, JSON and templates recurse.
+MAX_LEVELS = 64
 
 
 def finite_number(value: object) -> float | None:
@@ -31,11 +33,30 @@ def finite_number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def is_too_deep(value: object) -> bool:
+    """Return True if lists and dicts are nested deeper than `MAX_LEVELS`. Needs no recursion itself."""
+    found = [value]
+    for _ in range(MAX_LEVELS + 1):
+        found = [inner for each in found for inner in _inside(each)]
+    return bool(found)
+
+
+def _inside(value: object) -> Collection[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+
+
 def trace_of(error: BaseException) -> str:
     """Return the traceback below the frame that caught the error, at most `MAX_TRACE` characters."""
-    frames = error.__traceback__.tb_next if error.__traceback__ else None
-    trace = "".join(traceback.format_exception(type(error), error, frames))
+    trace = format_trace(error, error.__traceback__.tb_next if error.__traceback__ else None)
     return trace if len(trace) <= MAX_TRACE else f"{trace[: MAX_TRACE // 2]}\n[...]\n{trace[-MAX_TRACE // 2 :]}"
+
+
+def format_trace(error: BaseException, frames: TracebackType | None) -> str:
+    """Return the traceback as Python prints it."""
+    try:
+        return "".join(traceback.format_exception(type(error), error, frames))
+    except BaseException:  # notes and cause of a user's exception are the user's code
+        return "".join(traceback.format_tb(frames))
 
 
 def import_error(error: BaseException, caller: str) -> str:
@@ -49,10 +70,15 @@ def import_error(error: BaseException, caller: str) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the error's message as one short line."""
+    return shortened(message_of(error))
+
+
+def message_of(error: BaseException) -> str:
+    """Return the error's message."""
     try:
-        return shortened(str(error))
-    except Exception:  # an exception of the user's, whose text is the user's code
-        return ""
+        return str(error)
+    except BaseException as second:  # the text of a user's exception is the user's code
+        return f"its __str__ raised {type(second).__name__}"
 
 
 def shortened(text: str) -> str:
@@ -90,7 +116,10 @@ def defined_at(function: Callable[..., Any]) -> str:
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
-    plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    try:
+        plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
+    except Exception:  # `__wrapped__` may be the user's code
+        return None
     for each in (plain, vars(type(plain)).get("__call__")):
         if isinstance(code := getattr(each, "__code__", None), CodeType):
             return code
@@ -100,5 +129,8 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
 def place_of(file: str, line: int) -> str:
     """Return file:line, the file relative to the current directory where it is inside."""
     path = Path(file)
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:  # the user's code has left it, and removed it
+        return f"{path}:{line}"
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"

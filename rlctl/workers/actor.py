@@ -20,6 +20,7 @@ from typing import Any
 
 from rlctl.utils.ports import free_port
 from rlctl.utils.process import fewer_collections
+from rlctl.utils.user_code import format_trace, message_of
 from rlctl.workers.errors import Failure
 from rlctl.workers.graph import Answer, idle, packed, read_patiently, take
 
@@ -85,9 +86,10 @@ class WorkerActor:
                 return None, work()
             except BaseException as error:
                 # A worker that calls sys.exit must not take its thread, and whoever waits for it, along.
-                with contextlib.suppress(OSError):  # the log may be on the disk that is full
+                with contextlib.suppress(Exception):  # the log may be on the disk that is full
                     traceback.print_exc()
-                return Failure(self._name, type(error).__name__, str(error), traceback.format_exc()), None
+                trace = format_trace(error, error.__traceback__)
+                return Failure(self._name, type(error).__name__, message_of(error), trace), None
 
         return self._run(run)
 

@@ -7,7 +7,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,13 @@ class _ClusterRun(FollowedRun):
         """Have the head mark the run as ended if its driver is gone. Raises ClusterError."""
         ask(self.state, "status", {"job": self.record.job, "run": self.path})
 
+    def told(self, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
+        """Do the work of a thread. An error of it is why nothing more will be heard."""
+        try:
+            work(stop)
+        except Exception as error:
+            self.lost = f"{self.record.cluster} can no longer be followed: {type(error).__name__}: {error}"
+
     def watch_job(self, stop: threading.Event) -> None:
         """Ask for the job's status until `stop` is set or the cluster is silent for too long."""
         heard = time.monotonic()
@@ -103,7 +110,7 @@ def follow_run(run: Path) -> Iterator[FollowedRun]:
         return
     followed, stop = _ClusterRun(run, record, state), threading.Event()
     targets = [followed.watch_job, followed.mirror] if record.remote else [followed.watch_job]
-    threads = [threading.Thread(target=target, args=(stop,), daemon=True) for target in targets]
+    threads = [threading.Thread(target=followed.told, args=(target, stop), daemon=True) for target in targets]
     for thread in threads:
         thread.start()
     try:

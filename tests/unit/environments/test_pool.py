@@ -334,7 +334,7 @@ def test_calls_are_answered_in_order_the_malformed_ones_too() -> None:
             ToolCall("reset", {}),
         ]
         first, second, third, fourth = pool.call("a", calls).result()  # type: ignore[misc]
-        assert first.message() == {"role": "tool", "content": "Error: the tool call is not JSON"}
+        assert first.message() == {"role": "tool", "content": "Error: no tool was called: not JSON"}
         assert second.content.startswith("waited") and third == FINE[0]
         assert fourth.message() == {"role": "tool", "name": "reset", "content": "Error: there is no tool 'reset'"}
 

@@ -124,6 +124,13 @@ def test_arguments_may_be_json_within_json() -> None:
         ('{"name": "move", "arguments": {"steps": NaN}}', "not finite"),
         ('{"name": "move", "arguments": {}} and more', "not one JSON object: 'and more' follows it"),
         ("[" * 100_000, "nested too deep"),
+        (
+            '{"name": "move", "arguments": {"path": ' + "[" * 500 + "]" * 500 + "}}",
+            "nested too deep: at most 64 levels",
+        ),
+        ('{"name": "move", "arguments": {"where": "' + "x" * 300_000 + '"}}', "have 300,013 characters, and at most"),
+        ('{"name": "' + "m" * 300 + '", "arguments": {}}', "a name of 300 characters, and at most 200"),
+        ('{"name": "\\ud800", "arguments": {}}', "a name with half of a character"),
         ("", "not valid JSON"),
     ],
 )
@@ -132,6 +139,32 @@ def test_a_mistake_is_told_and_the_next_call_counts(body: str, said: str) -> Non
     first, second = calls_of(f"<tool_call>{body}</tool_call>{good}")
     assert isinstance(first, MalformedCall) and said in first.error
     assert second == ToolCall("move", {"steps": 1})
+
+
+@pytest.mark.parametrize("levels", [500, 970, 1100, 100_000])
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "move", "arguments": {"path": @}}</tool_call>'),
+        ("llama3", '{"name": "move", "parameters": {"path": @}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "move", "arguments": {"path": @}}]'),
+        ("mistral", '[TOOL_CALLS]move[ARGS]{"path": @}'),
+        ("qwen3_coder", "<tool_call><function=move><parameter=path>@</parameter></function></tool_call>"),
+    ],
+)
+def test_no_format_lets_a_deep_value_through(format: str, text: str, levels: int) -> None:
+    (only,) = calls_of(text.replace("@", "[" * levels + "]" * levels), format)
+    if levels < 900 or format != "qwen3_coder":
+        assert isinstance(only, MalformedCall) and "nested too deep" in only.error and "at most 64 levels" in only.error
+    else:  # a value that is no JSON is a text there
+        assert isinstance(only, MalformedCall) or isinstance(only.arguments["path"], str)
+
+
+def test_of_too_many_calls_the_first_are_made_and_the_rest_is_answered_once() -> None:
+    calls = calls_of(hermes([ToolCall("move", {})] * 1000))
+    assert calls[:256] == [ToolCall("move", {})] * 256
+    (rest,) = calls[256:]
+    assert isinstance(rest, MalformedCall) and rest.error == "one of 1,000 in a turn, and at most 256 are called"
 
 
 def test_what_is_thought_is_not_called() -> None:

@@ -445,6 +445,9 @@ class LateGames:
     def reward(self, episode: Any) -> "Future[Any]":
         return self._later(1.0)
 
+    def check(self) -> None:
+        """Nothing goes wrong in this process."""
+
     def close(self, episode: Any) -> None:
         pass
 

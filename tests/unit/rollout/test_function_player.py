@@ -50,6 +50,9 @@ class Function:
     def close(self, episode: RolloutId) -> None:
         """Nothing to free."""
 
+    def check(self) -> None:
+        """Nothing goes wrong in this process."""
+
     def _told(self, told: Told, taken: int) -> "Future[Any]":
         future: Future[Any] = Future()
         if isinstance(told, dict) and "sample" in told:
@@ -220,6 +223,9 @@ class Coroutine:
 
     def resume(self, episode: RolloutId, answers: list[Any], *, waits: bool) -> "Future[Any]":
         return self._checked(self.here.act("resume", answers))
+
+    def check(self) -> None:
+        """Nothing goes wrong in this process."""
 
     def close(self, episode: RolloutId) -> None:
         self.here.act("close", None)
