@@ -1,6 +1,6 @@
 """Tables of `rlctl eval`: the figures of one data set, and the comparison of two results."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -32,8 +32,7 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
     table.add_column(overflow="fold")
     for label, show in (("accuracy", _points), ("reward", _signed)):
         found = result[label]
-        interval = f"95%: {show(found['low']).removesuffix(' points')} to {show(found['high'])}"
-        table.add_row(label, show(found["mean"]), interval)
+        table.add_row(label, show(found["mean"]), _range(found, show))
         verdict = "more than chance" if found["more_than_chance"] else "no more than chance"
         table.add_row("", "", f"p = {found['p_value']:.2g}: {verdict}")
     better = result["accuracy"]
@@ -69,8 +68,15 @@ def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield "kept in", "", result["path"]
 
 
-def _interval(estimate: Mapping[str, float], show: Any) -> tuple[str, str]:
-    return show(estimate["value"]), f"95%: {show(estimate['low'])} to {show(estimate['high'])}"
+def _interval(estimate: Mapping[str, Any], show: Callable[[float], str]) -> tuple[str, str]:
+    return show(estimate["value"]), _range(estimate, show)
+
+
+def _range(found: Mapping[str, Any], show: Callable[[float], str]) -> str:
+    """Return the interval at 95%, or why there is none."""
+    if found["low"] is None:
+        return str(found["note"])
+    return f"95%: {show(found['low']).removesuffix(' points')} to {show(found['high'])}"
 
 
 def _points(value: float) -> str:

@@ -1,13 +1,13 @@
 """Comparison of two evaluations of the same tasks: the difference, and whether it is more than chance."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rlctl.evaluation.statistics import paired
+from rlctl.evaluation.statistics import Bounds, paired
 from rlctl.evaluation.store import EvaluationError, EvaluationFolder
 from rlctl.evaluation.target import find_target
 
@@ -48,7 +48,7 @@ def pair(first: Sequence[Result], second: Sequence[Result]) -> tuple[Result, Res
     return (alike or same or pairs)[0]
 
 
-def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+def compare(first: Result, second: Result) -> Result:
     """Return the difference of two results, second minus first, in accuracy and in reward.
 
     Both are of `EvaluationFolder.result`. Tasks that one of them lacks, or has no score of, are left out and counted.
@@ -61,8 +61,9 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
     pairs = [(known[task["task"]], task) for task in second["by_task"] if task["scored"] and task["task"] in known]
     if not pairs:
         raise NotComparable(f"no task has a score in both {first['target']} and {second['target']}")
-    accuracy = paired(*([Fraction(side["right"], side["scored"]) for side in each] for each in zip(*pairs)))
-    reward = paired(*([float(side["reward"]) for side in each] for each in zip(*pairs)))
+    before, after = zip(*pairs)
+    accuracy = paired(_shares(before), _shares(after), (-1.0, 1.0))
+    reward = paired(_rewards(before), _rewards(after), _bounds(first, second))
     return {
         "first": first["target"],
         "second": second["target"],
@@ -72,3 +73,17 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, An
         "accuracy": asdict(accuracy) | {"more_than_chance": accuracy.p_value < LEVEL},
         "reward": asdict(reward) | {"more_than_chance": reward.p_value < LEVEL},
     }
+
+
+def _bounds(first: Result, second: Result) -> Bounds | None:
+    """Return the least and the greatest difference of a reward; None unless both results state its bounds."""
+    before, after = (each.get("figures", {}).get("reward", {}).get("bounds") for each in (first, second))
+    return (after[0] - before[1], after[1] - before[0]) if before and after else None
+
+
+def _shares(tasks: Sequence[Result]) -> list[Fraction]:
+    return [Fraction(each["right"], each["scored"]) for each in tasks]
+
+
+def _rewards(tasks: Sequence[Result]) -> list[float]:
+    return [float(each["reward"]) for each in tasks]

@@ -135,8 +135,12 @@ def _evaluated(result: Mapping[str, Any]) -> str:
     title = f"{result['data']}: {figures['tasks']} tasks, {k} answer{'s' * (k > 1)} each, {how}"
     named = {"accuracy": figures["accuracy"]}
     named |= {f"pass@{size}": each for size, each in figures["pass_at"].items() if k > 1}
-    rows = [f"| {name} | {e['value']:.1%} | {e['low']:.1%} to {e['high']:.1%} |" for name, e in named.items()]
+    rows = [f"| {name} | {each['value']:.1%} | {_range(each)} |" for name, each in named.items()]
     return "\n".join([f"| {title} | | 95% |", "| --- | --- | --- |", *rows])
+
+
+def _range(estimate: Mapping[str, Any]) -> str:
+    return estimate["note"] if estimate["low"] is None else f"{estimate['low']:.1%} to {estimate['high']:.1%}"
 
 
 def _new_dtype(kind: str, dtype: str | None) -> str:

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 
 from rlctl.config.schema import GrpoConfig
-from rlctl.evaluation.statistics import Estimate, mean, pass_at, share
+from rlctl.evaluation.statistics import Bounds, Estimate, estimate, pass_at
 from rlctl.grpo.metrics import validation_metrics
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import RolloutGroup
+
+# Bounds of a share.
+_SHARE = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,12 @@ def figures(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
     }
     if not tasks:
         return found
-    answers = sum(task.scored for task in tasks)
-    accuracy = share(metrics["validation/accuracy"], [float(task.accuracy) for task in tasks], answers)
+    accuracy = estimate(metrics["validation/accuracy"], [float(task.accuracy) for task in tasks], _SHARE)
+    rewards, bounds = [task.reward for task in tasks if task.reward is not None], _bounds(scores)
     return found | {
         "accuracy": asdict(accuracy),
-        "pass_at": {str(k): asdict(estimate) for k, estimate in _pass_at(tasks)},
-        "reward": asdict(
-            mean(metrics["validation/reward"], [task.reward for task in tasks if task.reward is not None])
-        ),
+        "pass_at": {str(k): asdict(each) for k, each in _pass_at(tasks)},
+        "reward": asdict(estimate(metrics["validation/reward"], rewards, bounds)) | {"bounds": bounds},
         "rewards": _rewards(groups),
     }
 
@@ -107,7 +108,7 @@ def _pass_at(tasks: Sequence[TaskResult]) -> Iterator[tuple[int, Estimate]]:
     for k in sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}):
         enough = [task for task in tasks if task.scored >= k]
         values = [pass_at(k, task.scored, task.right) for task in enough]
-        yield k, share(float(np.mean(values)), values, sum(task.scored for task in enough) // k)
+        yield k, estimate(float(np.mean(values)), values, _SHARE)
 
 
 def _rewards(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
@@ -119,8 +120,24 @@ def _rewards(groups: Sequence[RolloutGroup]) -> dict[str, Any]:
         values = [value for part in by_task for value in part]
         failed = sum(len(group.scores) for group in groups) - len(values)
         means = [float(np.mean(part)) for part in by_task if part]
-        found[name] = {"failed": failed} | (asdict(mean(float(np.mean(values)), means)) if values else {})
+        bounds = _SHARE if values and _SHARE[0] <= min(values) and max(values) <= _SHARE[1] else None
+        found[name] = {"failed": failed} | (asdict(estimate(float(np.mean(values)), means, bounds)) if values else {})
     return found
+
+
+def _bounds(scores: Sequence[Score]) -> Bounds | None:
+    """Return the least and the greatest weighted sum if every single reward is from 0 to 1; else None.
+
+    A reward from 0 to 1 is taken for one that cannot leave this range, as nearly all rewards of verifiers are.
+    """
+    scored = [score for score in scores if score.value is not None]
+    weights = {name: score.weights.get(name, 1.0) for score in scored for name in score.parts}
+    low, high = sum(min(0.0, each) for each in weights.values()), sum(max(0.0, each) for each in weights.values())
+    parts = [part for score in scored for part in score.parts.values() if part is not None]
+    # A sum beyond them is of something that is no part.
+    values = [score.value for score in scored if score.value is not None]
+    whole = all(0.0 <= part <= 1.0 for part in parts) and all(low - 1e-9 <= value <= high + 1e-9 for value in values)
+    return (low, high) if whole and low < high else None
 
 
 def _values(scores: Sequence[Score], name: str) -> list[float]:

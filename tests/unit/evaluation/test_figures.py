@@ -52,6 +52,15 @@ def test_failures_are_counted_by_cause_and_are_no_reward_of_0() -> None:
     assert found["reward"]["value"] == 2 / 7
 
 
+def test_a_reward_has_bounds_if_all_of_its_parts_are_from_0_to_1() -> None:
+    bounded = figures([group("r0", 1.0), group("r1", 1.0), group("r2", 1.0)])
+    assert bounded["reward"]["bounds"] == (0.0, 1.0)
+    assert bounded["reward"]["low"] == bounded["accuracy"]["low"] < 1.0
+    free = figures([group("r0", 2.0), group("r1", 2.0)])
+    assert free["reward"]["bounds"] is None
+    assert (free["reward"]["low"], free["reward"]["note"]) == (None, "all tasks are equal: no interval")
+
+
 def test_lengths_and_cuts_are_of_all_answers() -> None:
     groups = [RolloutGroup(Task("r0", [1], "", "2"), [rollout("r0", 0, 1.0, 2), rollout("r0", 1, 0.0, 8, cut=True)])]
     found = figures(groups)

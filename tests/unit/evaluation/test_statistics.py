@@ -1,5 +1,6 @@
 """pass@k is what a count over all choices gives; intervals cover; the paired test is exact."""
 
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import combinations, product
 from math import comb
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from rlctl.evaluation.statistics import mean, paired, pass_at, share
+from rlctl.evaluation.statistics import Estimate, estimate, paired, pass_at, t_quantile
+
+SHARE = (0.0, 1.0)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=10), st.data())
@@ -28,35 +32,101 @@ def test_pass_at_1_is_the_accuracy_and_pass_at_n_is_any() -> None:
         pass_at(9, 8, 1)
 
 
-def test_the_interval_of_one_answer_a_task_is_wilsons() -> None:
-    # By hand for 8 of 10: centre (0.8 + z^2/20) / (1 + z^2/10), as in Brown et al., table 1's method.
-    found = share(0.8, [1.0] * 8 + [0.0] * 2, 10)
-    assert (found.low, found.high) == (pytest.approx(0.490162, abs=1e-6), pytest.approx(0.943318, abs=1e-6))
-    assert share(1.0, [1.0] * 10, 10).low == pytest.approx(0.722467, abs=1e-6)
+@pytest.mark.parametrize(
+    ("freedom", "quantile"),
+    # Fisher and Yates, Statistical Tables, table III. The normal's is 1.959964.
+    [(1, 12.706205), (2, 4.302653), (3, 3.182446), (4, 2.776445), (9, 2.262157), (30, 2.042272), (10_000, 1.960201)],
+)
+def test_quantiles_are_students(freedom: int, quantile: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=1e-6)
 
 
-def test_the_interval_of_a_share_covers_it_in_about_95_of_100_samples() -> None:
-    draws, right = np.random.default_rng(3), 0
-    for _ in range(400):
-        difficulty = draws.beta(2, 2, 60)
-        answers = draws.random((60, 4)) < difficulty[:, None]
-        found = share(float(answers.mean()), answers.mean(axis=1).tolist(), answers.size)
-        right += found.low <= 0.5 <= found.high
-    assert 0.92 <= right / 400 <= 0.98
+def test_the_interval_without_bounds_is_students() -> None:
+    found = estimate(2.0, [1.0, 3.0])
+    assert (found.low, found.high) == (pytest.approx(2 - 12.706205), pytest.approx(2 + 12.706205))
+
+
+def test_the_interval_of_a_share_is_of_two_tasks_more() -> None:
+    # By hand, 8 of 10: 9 of 12 have mean 0.75 and standard error 0.130558; t(9) is 2.262157.
+    found = estimate(0.8, [1.0] * 8 + [0.0] * 2, SHARE)
+    assert (found.low, found.high) == (pytest.approx(0.454657, abs=1e-5), 1.0)
+    assert estimate(1.0, [1.0] * 10, SHARE).low == pytest.approx(11 / 12 - 2.262157 / 12, abs=1e-6)
+
+
+def test_one_task_has_no_interval_and_says_so() -> None:
+    for bounds in (None, SHARE):
+        found = estimate(1.0, [1.0], bounds)
+        assert (found.low, found.high, found.note) == (None, None, "one task has no interval")
+    assert paired([0.0], [1.0], (-1.0, 1.0)).note == "one task has no interval"
+
+
+def test_equal_rewards_without_bounds_have_no_interval_and_say_so() -> None:
+    found = estimate(0.3, [0.3, 0.1 + 0.2, 0.3])
+    assert (found.low, found.note) == (None, "all tasks are equal: no interval")
+    equal = estimate(0.3, [0.3] * 3, SHARE)
+    assert equal.low is not None and equal.high is not None and equal.low < 0.3 < equal.high
+
+
+DIFFICULTIES: dict[str, tuple[Callable[[np.random.Generator, int], NDArray[np.float64]], float]] = {
+    "equal": (lambda draws, n: np.full(n, 0.9), 0.9),
+    "rarely right": (lambda draws, n: np.full(n, 0.05), 0.05),
+    "varied": (lambda draws, n: draws.beta(2, 2, n), 0.5),
+    "easy or hard": (lambda draws, n: draws.beta(0.1, 0.1, n), 0.5),
+    "mostly easy": (lambda draws, n: draws.beta(1, 0.1, n), 1 / 1.1),
+    "one in twenty fails always": (lambda draws, n: np.where(draws.random(n) < 0.05, 0.0, 0.99), 0.95 * 0.99),
+}
+
+
+@pytest.mark.parametrize("name", DIFFICULTIES)
+@pytest.mark.parametrize("tasks", [2, 3, 5, 20])
+def test_the_interval_of_a_share_covers_it_in_93_of_100_evaluations_from_2_tasks_on(name: str, tasks: int) -> None:
+    difficulty, share = DIFFICULTIES[name]
+    for answers in (1, 4, 16):
+        draws, covered = np.random.default_rng(answers), 0
+        for _ in range(500):
+            means = draws.binomial(answers, difficulty(draws, tasks)) / answers
+            covered += covers(estimate(float(means.mean()), means.tolist(), SHARE), share)
+        assert covered >= 0.93 * 500, (answers, covered)
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 5, 20])
+def test_the_interval_of_a_reward_covers_it_in_93_of_100_evaluations_from_2_tasks_on(tasks: int) -> None:
+    draws, covered = np.random.default_rng(1), 0
+    for _ in range(1000):
+        means = draws.normal(3.0, 2.0, tasks)
+        covered += covers(estimate(float(means.mean()), means.tolist()), 3.0)
+    assert 930 <= covered <= 970
+
+
+@pytest.mark.parametrize("tasks", [2, 3, 5, 20])
+def test_the_interval_of_a_difference_covers_it_in_93_of_100_comparisons_from_2_tasks_on(tasks: int) -> None:
+    for answers, power in ((1, 0.5), (4, 0.5), (4, 1.0), (16, 0.1)):
+        draws, covered = np.random.default_rng(answers), 0
+        # The mean of p^a of a uniform p is 1 / (a + 1).
+        true = 1 / (1 + power) - 1 / 2
+        for _ in range(500):
+            before = draws.random(tasks)
+            first, second = (draws.binomial(answers, each) / answers for each in (before, before**power))
+            # As `paired` has it of shares.
+            covered += covers(estimate(float((second - first).mean()), (second - first).tolist(), (-1.0, 1.0)), true)
+        assert covered >= 0.93 * 500, (answers, covered)
+
+
+def covers(found: Estimate, value: float) -> bool:
+    return found.low is not None and found.high is not None and found.low <= value <= found.high
+
+
+@pytest.mark.parametrize("tasks", range(2, 12))
+def test_tasks_that_are_all_better_are_more_than_chance_where_their_interval_is_above_0(tasks: int) -> None:
+    found = paired([Fraction(0)] * tasks, [Fraction(1)] * tasks, (-1.0, 1.0))
+    assert found.low is not None and (found.low > 0) == (found.p_value < 0.05)
+    assert found.high == found.mean == 1.0
 
 
 def test_answers_that_repeat_themselves_narrow_no_interval() -> None:
-    once = share(0.5, [0.0, 1.0] * 10, 20)
-    repeated = share(0.5, [0.0, 1.0] * 10, 160)
-    assert repeated == once
-    independent = share(0.5, [0.5] * 20, 160)
-    assert independent.high - independent.low < once.high - once.low
-
-
-def test_the_interval_of_a_mean_is_normal_over_tasks() -> None:
-    found = mean(2.0, [1.0, 3.0])
-    assert found.high - 2.0 == pytest.approx(1.959964 * 2**0.5 / 2**0.5)
-    assert mean(2.0, [2.0]) == mean(2.0, [2.0, 2.0])
+    repeated = estimate(0.5, [0.0, 1.0] * 10, SHARE)
+    independent = estimate(0.5, [0.5] * 20, SHARE)
+    assert repeated.low is not None and independent.low is not None and independent.low > repeated.low
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=9))
@@ -88,6 +158,6 @@ def test_the_test_of_real_numbers_is_near_the_exact_one_and_the_same_each_time()
 def test_equal_evaluations_differ_by_nothing() -> None:
     same = [Fraction(1, 2), Fraction(0), Fraction(1)]
     found = paired(same, same)
-    assert (found.mean, found.low, found.high, found.p_value) == (0.0, 0.0, 0.0, 1.0)
+    assert (found.mean, found.p_value, found.note) == (0.0, 1.0, "all tasks are equal: no interval")
     with pytest.raises(ValueError, match="1 and 2 tasks are no pairs"):
         paired([1.0], [1.0, 2.0])
