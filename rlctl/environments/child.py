@@ -83,7 +83,9 @@ class _Child:
         if not contract.problems:
             own = (self._loop, self._reply)
             self._makers[key] = (
-                partial(FunctionEpisode, found, *own) if spec.is_function else partial(Episode, found, spec.args, *own)
+                partial(FunctionEpisode, found, *own)
+                if spec.is_function
+                else partial(Episode, found, spec.args, [each["function"]["name"] for each in contract.tools], *own)
             )
         return contract
 

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import random
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextlib import suppress
 from contextvars import Context, ContextVar
 from dataclasses import asdict
@@ -19,7 +19,6 @@ from typing import Any, TypeVarTuple, Unpack
 
 from rlctl.environments import seeding
 from rlctl.environments.contract import (
-    RESERVED,
     ContractError,
     checked_observation,
     checked_reward,
@@ -91,14 +90,20 @@ class CoroutineLoop:
 class Episode(threading.Thread):
     """An instance of the environment and the actions that wait for it.
 
-    reply: called with (id of the action, value or EnvironmentFailure).
+    tools: names of the contract's, which alone can be called. reply: called with (id of the action, value or
+    EnvironmentFailure).
     """
 
     def __init__(
-        self, environment: Callable[..., Any], arguments: Mapping[str, Any], loop: CoroutineLoop, reply: Reply
+        self,
+        environment: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        tools: Collection[str],
+        loop: CoroutineLoop,
+        reply: Reply,
     ) -> None:
         super().__init__(name="episode", daemon=True)
-        self._class, self._arguments, self._loop, self._reply = environment, arguments, loop, reply
+        self._class, self._arguments, self._tools, self._loop, self._reply = environment, arguments, tools, loop, reply
         self._actions: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
         self._generator = random.Random()
         self._environment: Any = None
@@ -183,10 +188,9 @@ class Episode(threading.Thread):
     def _begun(self, name: str, arguments: dict[str, Any]) -> Any:
         """Return a tool's result, its coroutine, or the exception that it raised."""
         try:
-            tool = None if name in RESERVED or name.startswith("_") else getattr(self._environment, name, None)
-            if not inspect.ismethod(tool):
-                return ValueError(f"there is no tool {name!r}")
-            return tool(**arguments)
+            if name not in self._tools:
+                return ValueError(f"there is no tool {name!r}; the tools are {', '.join(self._tools)}")
+            return getattr(self._environment, name)(**arguments)
         except Exception as error:
             return error
 

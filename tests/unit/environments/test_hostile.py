@@ -13,16 +13,26 @@ from rlctl.environments.tool_calls import ToolCall
 OWN = '''
 import asyncio, os, sys, tempfile
 
+class Vault:
+    def tell(self):
+        return "SECRET"
+
 class Own:
     def reset(self, value="ready", gone=False, **row):
         if gone:
             with tempfile.TemporaryDirectory() as folder:
                 os.chdir(folder)
             raise KeyError("no such board")
+        self.looked, self.secret = 0, Vault().tell
         return value
 
+    @property
+    def tempting(self):
+        self.looked += 1
+        return self.echo
+
     def get_reward(self):
-        return 1.0
+        return float(self.looked)
 
     def echo(self, value: object) -> object:
         """Return it.
@@ -62,6 +72,14 @@ def test_a_value_that_no_pickle_takes_fails_its_own_episode(pool: EnvironmentPoo
     failure = failed(pool.call("a", [ToolCall("echo", {"value": nested(700)})]).result(30))
     assert str(failure) == "call was given a value that cannot be sent: RecursionError"
     assert failed(pool.reset("b", {"value": nested(700)}, 1).result(30)).kind == "contract"
+
+
+@pytest.mark.parametrize("name", ["secret", "tempting", "looked", "reset", "get_reward", "__init__", "Own", ""])
+def test_only_the_tools_of_the_contract_can_be_called(pool: EnvironmentPool, name: str) -> None:
+    assert pool.reset("a", {}, 1).result() == "ready"
+    (result,) = pool.call("a", [ToolCall(name, {})]).result()
+    assert result == ToolResult(name, f"Error: there is no tool {name!r}; the tools are echo", failed=True)
+    assert pool.reward("a").result() == 0.0
 
 
 def test_a_failure_whose_place_cannot_be_told_is_told(pool: EnvironmentPool) -> None:

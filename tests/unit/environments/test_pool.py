@@ -333,10 +333,15 @@ def test_calls_are_answered_in_order_the_malformed_ones_too() -> None:
             ToolCall("select", {}),
             ToolCall("reset", {}),
         ]
+        named = "the tools are meet, meet_later, run, select, sleep, wait"
         first, second, third, fourth = pool.call("a", calls).result()  # type: ignore[misc]
         assert first.message() == {"role": "tool", "content": "Error: no tool was called: not JSON"}
         assert second.content.startswith("waited") and third == FINE[0]
-        assert fourth.message() == {"role": "tool", "name": "reset", "content": "Error: there is no tool 'reset'"}
+        assert fourth.message() == {
+            "role": "tool",
+            "name": "reset",
+            "content": f"Error: there is no tool 'reset'; {named}",
+        }
 
 
 @pytest.mark.parametrize("line", ["hello", '{"action": 99, "value": 1}', '{"action": [], "value": 1}', "[" * 100_000])
