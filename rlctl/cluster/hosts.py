@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PROGRAMS = Path(__file__).parent / "remote_scripts"
-_SHARED = re.compile(r"^from rlctl\.cluster\.remote_scripts\.(\w+) import .*$", re.MULTILINE)
+_PACKAGE = Path(__file__).parent.parent
+_SHARED = re.compile(r"^from rlctl\.(cluster\.remote_scripts|utils)\.(\w+) import .*$", re.MULTILINE)
 _MARK = "@rlctl "
 # Time that a link has to end by itself before it is killed.
 _TERM_S = 3.0
@@ -223,10 +223,10 @@ def script(program: str, request: dict[str, Any]) -> str:
 def program_text(file: str) -> str:
     """Return the source of a file of programs, with the neighbours that it imports in the place of their imports."""
 
-    def source(name: str) -> str:
-        return (_PROGRAMS / f"{name}.py").read_text(encoding="utf-8")
+    def source(folder: str, name: str) -> str:
+        return (_PACKAGE / folder.replace(".", "/") / f"{name}.py").read_text(encoding="utf-8")
 
-    return _SHARED.sub(lambda found: source(found[1]), source(file))
+    return _SHARED.sub(lambda found: source(found[1], found[2]), source("cluster.remote_scripts", file))
 
 
 class HostCalls:

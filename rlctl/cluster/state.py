@@ -25,7 +25,7 @@ from typing import Any
 from rlctl.cluster.hosts import Host, pod_host, slurm_host, ssh_host
 from rlctl.config.errors import did_you_mean
 
-_VERSION = 1
+_VERSION = 2
 
 
 class ClusterError(Exception):
@@ -48,14 +48,15 @@ class ClusterNode:
     head: bool
     # Address of the node in Ray.
     address: str
-    # First process of the node and its start in unix seconds; 0 until it is started.
+    # First process of the node, 0 until it is started, and its start, see `utils.process`.
     pid: int = 0
-    create_time: float = 0.0
+    # Empty for a node that an earlier version of rlctl started.
+    start_id: str = ""
 
     @property
     def process(self) -> dict[str, Any]:
         """The node's first process, as the programs of `remote_scripts/` take it."""
-        return {"folder": self.folder, "pid": self.pid, "create_time": self.create_time}
+        return {"folder": self.folder, "pid": self.pid, "start_id": self.start_id}
 
 
 @dataclass
@@ -132,7 +133,12 @@ class ClusterStore:
         """Return the state; None where no cluster is up. Raises ClusterError for a file that is not ours."""
         try:
             data = json.loads(self._file.read_text(encoding="utf-8"))
-            if data.pop("version") != _VERSION:
+            version = data.pop("version")
+            if version == 1:
+                # It recorded the wall-clock time of a node's start.
+                for node in data["nodes"]:
+                    node.pop("create_time")
+            elif version != _VERSION:
                 raise ClusterError(f"{self._file} is of another version of rlctl: stop the cluster with that one")
             return ClusterState(**{**data, "nodes": [ClusterNode(**node) for node in data["nodes"]]})
         except FileNotFoundError:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rlctl.telemetry.jsonl import Record, Tail
 from rlctl.telemetry.rollouts_file import newest_group
 from rlctl.utils.escapes import neutral
-from rlctl.utils.process import lives
+from rlctl.utils.process import driver_lives
 
 Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]
 # Events that say where the run is, not what happened.
@@ -280,9 +280,8 @@ class RunReader:
             if state.start and "pid" not in state.start:
                 state.status = "running"
             elif state.start and time.time() - self._checked > 2.0:
-                self._checked, start = time.time(), state.start
-                alive = lives(start["pid"], start.get("create_time", 0.0), start.get("host"))
-                state.status = "running" if alive else "died"
+                self._checked = time.time()
+                state.status = "running" if driver_lives(state.start) else "died"
             state.now = self._newest if state.status == "died" else time.time()
         return sorted([*events, *unseen], key=lambda record: float(record["time"]))
 

@@ -25,12 +25,12 @@ from rlctl.dashboard.summary import say_goodbye
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.escapes import neutral
-from rlctl.utils.process import identity
+from rlctl.utils.process import age_s
 
 POLL_S = 0.25
 # Without news the screen is still redrawn this often, for its clocks.
 IDLE_REDRAW_S = 0.5
-# The start time of a process is known to a second.
+# The age of a process and the times of its events are by two clocks.
 CLOCK_SLACK_S = 2.0
 
 
@@ -158,7 +158,7 @@ def show_run(run: RunDir, dashboard: Literal["auto", "on", "off"], every: int) -
         ):
             yield screen
     else:
-        with LineView(run, every, identity()["create_time"] - CLOCK_SLACK_S) as lines:
+        with LineView(run, every, time.time() - age_s() - CLOCK_SLACK_S) as lines:
             yield lines
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from rlctl.config.errors import ModelError
@@ -41,7 +40,7 @@ from rlctl.telemetry.jsonl import read_records
 from rlctl.telemetry.trackers.base import open_trackers
 from rlctl.utils.escapes import neutral
 from rlctl.utils.files import Reserve, write_whole
-from rlctl.utils.process import lives
+from rlctl.utils.process import age_s, driver_lives
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.waits import Waits
 
@@ -62,8 +61,6 @@ _HANDED_OVER_S = 30.0
 # Disk space kept for the last events, a traceback and a summary's files.
 _LAST_WORDS_BYTES = 64 << 10
 
-# Fields of run_started that identify the driver, see `utils.process`.
-_DRIVER = ("pid", "create_time", "host")
 # Raises RunDirError for a run that must not be continued from here.
 Refuse = Callable[[RunDir], None]
 
@@ -92,8 +89,8 @@ class Session:
     damaged: dict[Path, str] = field(default_factory=dict)
     # Seconds of each part of the start-up of this attempt.
     startup: dict[str, float] = field(default_factory=dict)
-    # When this attempt began: at first with the process.
-    begun: float = field(default_factory=lambda: psutil.Process().create_time())
+    # When this attempt began, by `time.monotonic`: at first with the process.
+    begun: float = field(default_factory=lambda: time.monotonic() - age_s())
     # The command that begins the run again, if no checkpoint is whole.
     begin_command: str = ""
 
@@ -167,12 +164,12 @@ class Session:
         """Start the next attempt in this process, which continues as a resume does."""
         self.recorder = RunRecorder(self.run_dir, self.events, self.recorder.metrics, self.config)
         _start_attempt(self.run_dir, self.resolved)
-        self.resumed, self.startup, self.begun = True, {}, time.time()
+        self.resumed, self.startup, self.begun = True, {}, time.monotonic()
         self.attempts += 1
 
     def started(self) -> None:
         """Emit the end of the start-up: its seconds since the command, and those of its parts, which overlap."""
-        self.events.emit("started", seconds=time.time() - self.begun, parts=self.startup)
+        self.events.emit("started", seconds=time.monotonic() - self.begun, parts=self.startup)
 
     @contextlib.contextmanager
     def starting(self, what: str) -> Iterator[None]:
@@ -260,7 +257,7 @@ def _claimed(config: RunConfig, resume: Path | None, refuse: Refuse) -> Iterator
         run_dir = RunDir.open(resume)
         refuse(run_dir)
         starts = [event for event in read_records(run_dir.events) if event["kind"] == "run_started"]
-        if starts and starts[-1]["host"] == socket.gethostname() and lives(*(starts[-1][key] for key in _DRIVER)):
+        if starts and starts[-1].get("host") == socket.gethostname() and driver_lives(starts[-1]):
             what = f"is still running (process {starts[-1]['pid']}): watch it with `rlctl runs dash`"
             raise RunDirError(f"{run_dir.path} {what}")
         claim = run_dir.claim(_HANDED_OVER_S)

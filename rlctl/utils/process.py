@@ -1,9 +1,15 @@
-"""Identity of the process that drives a run (pid and start time, since a pid may be reused), and its garbage."""
+"""Identity of a process, and garbage collection at its start.
+
+A pid may be reused, so an identity is a pid and the start of that process: the boot id and the clock ticks since boot.
+A wall-clock time would not do. A clock that is set, or slewed, changes when each process is said to have started.
+This file travels to hosts as part of `rlctl/cluster/remote_scripts/node.py`.
+"""
 
 import gc
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,25 +18,73 @@ _OBJECTS_BETWEEN_COLLECTIONS = 50_000
 
 
 def identity() -> dict[str, Any]:
-    """Return the fields of run_started that identify this process: pid, create_time (unix seconds), host."""
-    import psutil
-
-    return {
-        "pid": os.getpid(),
-        "create_time": psutil.Process().create_time(),
-        "host": socket.gethostname(),
-    }
+    """Return the fields of run_started that identify this process: pid, start_id, host."""
+    return {"pid": os.getpid(), "start_id": start_id(os.getpid()), "host": socket.gethostname()}
 
 
-def lives(pid: int, create_time: float, host: str | None) -> bool:
-    """Return True if that process still runs, and for a process of another host, which cannot be seen."""
-    import psutil
+def driver_lives(started: Mapping[str, Any]) -> bool:
+    """Return True if the driver of a run_started event still runs, or is another host's, which cannot be seen.
 
-    if host not in (None, socket.gethostname()):
+    A damaged event has no driver.
+    """
+    pid, known = started.get("pid"), started.get("start_id")
+    if started.get("host") not in (None, socket.gethostname()):
         return True
+    if not isinstance(pid, int):
+        return False
+    if isinstance(known, str):
+        return bool(known) and start_id(pid) == known
+    return _earlier_lives(pid, started.get("create_time"))
+
+
+def start_id(pid: int) -> str:
+    """Return when a process started, as "BOOT_ID:TICKS"; empty if it has ended, also if nobody has reaped it yet."""
     try:
-        return abs(psutil.Process(pid).create_time() - create_time) < 1.0
-    except psutil.Error:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name, in parentheses, may hold anything.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return "" if os.path.exists("/proc/self/stat") else _start_without_proc(pid)
+    # proc_pid_stat(5): field 3 is the state, field 22 the start.
+    return "" if fields[0] in (b"Z", b"X") else f"{_boot_id()}:{int(fields[19])}"
+
+
+def age_s() -> float:
+    """Return the seconds since this process started; a clock that was set meanwhile changes nothing."""
+    ticks = start_id(os.getpid()).rpartition(":")[2]
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    return time.time() - float(ticks)
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _start_without_proc(pid: int) -> str:
+    """Return what psutil knows on a system without /proc. A clock that is set may change it."""
+    import psutil
+
+    try:
+        return f"unix:{psutil.Process(pid).create_time():.2f}"
+    except (psutil.Error, OverflowError, ValueError):
+        return ""
+
+
+def _earlier_lives(pid: int, create_time: Any) -> bool:
+    """Judge a driver that an earlier version of rlctl recorded, by its start in unix seconds.
+
+    After a clock step it counts as ended. The lock on its run still keeps a second driver away.
+    """
+    import psutil
+
+    try:
+        return bool(abs(psutil.Process(pid).create_time() - create_time) < 1.0)
+    except (psutil.Error, OverflowError, ValueError, TypeError):
         return False
 
 

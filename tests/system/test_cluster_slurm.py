@@ -192,7 +192,7 @@ def test_ctrl_c_and_a_deadline_while_it_waits(clusters: Clusters, lab: SlurmLab)
     assert is_clear(clusters)
 
 
-LOOK = ("folder", "pid", "create_time")
+LOOK = ("folder", "pid", "start_id")
 REFUSED = {
     "partition=nope": "no such partition: see `sinfo`, then set partition=...",
     "time=soon": "not a time limit: minutes, hours:minutes:seconds or days-hours, such as time=4:00:00",

@@ -31,7 +31,7 @@ from rlctl.run.run_dir import JobRecord, RunDir, RunDirError, automatic_name
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.jsonl import read_records
 from rlctl.utils.files import write_whole
-from rlctl.utils.process import lives
+from rlctl.utils.process import driver_lives
 
 _HTTP_S = 20.0
 SECRETS = "job.env"
@@ -95,7 +95,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
     """
     if request["now"]:
         start = read_state(Path(request["run"])).start
-        if start.get("host") == socket.gethostname() and lives(start["pid"], start["create_time"], None):
+        if start.get("host") == socket.gethostname() and driver_lives(start):
             psutil.Process(start["pid"]).kill()
     return {"stopped": bool(_http(request, f"/api/jobs/{request['job']}/stop", method="POST")["stopped"])}
 

@@ -9,10 +9,10 @@ from rlctl.cluster.launcher import ClusterStatus, Launcher, LogPlace
 from rlctl.cluster.machines.checks import places, places_again
 from rlctl.cluster.machines.nodes import NodeStarter, stop_nodes
 from rlctl.cluster.ray_start import NO_DASHBOARD, Place, is_loopback
+from rlctl.cluster.remote_scripts.node import lives
 from rlctl.cluster.state import ClusterError, ClusterNode, ClusterState, node_folder_name
 from rlctl.config.cluster_schema import CLUSTER_KINDS, LocalCluster, SshCluster
 from rlctl.run.interrupts import unhurried
-from rlctl.utils.process import lives
 from rlctl.workers import LOOPBACK_ONLY
 
 MachineCluster = LocalCluster | SshCluster
@@ -69,7 +69,7 @@ class MachineLauncher(Launcher):
     def quick_condition(self, state: ClusterState) -> str:
         # Other machines are not asked.
         here = [node for node in state.nodes if not node.host]
-        alive = [node for node in here if lives(node.pid, node.create_time, None)]
+        alive = [node for node in here if lives(node.process)]
         return "up" if alive == here else "partly up" if state.head in alive else "gone"
 
     def repair(self, config: MachineCluster, state: ClusterState, status: ClusterStatus) -> list[str]:
@@ -144,7 +144,7 @@ class MachineLauncher(Launcher):
 
     def _forget_processes(self, state: ClusterState, nodes: list[ClusterNode]) -> None:
         for node in nodes:
-            node.pid, node.create_time = 0, 0.0
+            node.pid, node.start_id = 0, ""
         self._store.save(state)
 
 

@@ -89,7 +89,7 @@ class NodeStarter:
         return failed
 
     def _record(self, node: ClusterNode, started: dict[str, Any]) -> None:
-        node.folder, node.pid, node.create_time = started["folder"], started["pid"], started["create_time"]
+        node.folder, node.pid, node.start_id = started["folder"], started["pid"], started["start_id"]
         if node.head:
             self._state.address = joined(node.address, started["ports"]["port"])
             self._state.dashboard = started["ports"]["dashboard-port"]

@@ -2,13 +2,13 @@
 
 start: starts a Ray node in a folder of its own and returns at once. request: root, folder (a name), token, arguments
 (of `ray start`, `{port}` in them a free port), environment, joins_loopback (a further node of a cluster on loopback).
-The reply: folder, pid, create_time, ports of a head.
+The reply: folder, pid, start_id, ports of a head.
 
-wait: waits until the node is up, or says why it ended. request: folder, pid, create_time, port (of the dashboard to
+wait: waits until the node is up, or says why it ended. request: folder, pid, start_id, port (of the dashboard to
 wait for, or null), head (host and port that it joins; null or left out: not asked), deadline_s. The reply: ready, why
 (a line of its log), dashboard (true if that port answers).
 
-look: reports how the node and its machine are. request: folder, pid, create_time. The reply: alive, and bytes free and
+look: reports how the node and its machine are. request: folder, pid, start_id. The reply: alive, and bytes free and
 in all of memory, shared memory and disk, GPUs and their driver, versions, and every port that its processes listen on.
 
 stop: ends the node and whatever it started, keeps its logs and removes the rest. request: folder; keep, cluster, node
@@ -32,6 +32,7 @@ from typing import Any
 import psutil
 
 from rlctl.cluster.remote_scripts.shared import kept_logs, nvidia, software
+from rlctl.utils.process import start_id
 
 # Ray's command without the server of Ray Client, which has no use here, takes a fixed port, and on a busy machine gives
 # up while the node still starts: the whole node then ends with it.
@@ -74,7 +75,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
             cwd=os.path.expanduser("~"),
             start_new_session=True,
         )
-    started = {"folder": folder, "pid": process.pid, "create_time": psutil.Process(process.pid).create_time()}
+    started = {"folder": folder, "pid": process.pid, "start_id": start_id(process.pid)}
     # For `stop`, should this answer never arrive.
     with open(os.path.join(folder, "node.json"), "w") as file:
         json.dump(started, file)
@@ -225,11 +226,8 @@ def session_of(folder: str) -> int:
         pid = int(started["pid"])
     except (OSError, ValueError, KeyError):
         return 0
-    try:
-        return pid if abs(psutil.Process(pid).create_time() - started["create_time"]) < 1 else 0
-    except psutil.Error:
-        # While any process of a session lives, the kernel gives its number to nobody else.
-        return pid
+    # While any process of a session lives, the kernel gives its number to nobody else.
+    return pid if not start_id(pid) or lives({"folder": folder, **started}) else 0
 
 
 def is_parent(process: psutil.Process, folder: str) -> bool:
@@ -265,9 +263,8 @@ def keep_logs(request: dict[str, Any]) -> Any:
 
 def lives(request: dict[str, Any]) -> bool:
     """Return True if the node's first process runs, and not another that has its number now."""
-    try:
-        process = psutil.Process(request["pid"])
-        same = abs(process.create_time() - request["create_time"]) < 1
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+    found = start_id(request["pid"])
+    if request.get("start_id"):
+        return bool(found == request["start_id"])
+    # An earlier version of rlctl started it. The name of the folder on its command line is nobody else's.
+    return bool(found) and is_parent(psutil.Process(request["pid"]), request["folder"])

@@ -162,7 +162,7 @@ class SlurmLauncher(Launcher):
             raise ClusterError(f"{name} will not do, nothing is left running; {logs}")
 
     def _record(self, state: ClusterState, index: int, report: dict[str, Any]) -> None:
-        fields = {name: report[name] for name in ("name", "host", "folder", "address", "pid", "create_time")}
+        fields = {name: report[name] for name in ("name", "host", "folder", "address", "pid", "start_id")}
         state.nodes[index] = ClusterNode(**fields, head=index == 0)
         if index == 0:
             state.address = joined(report["address"], report["ports"]["port"])

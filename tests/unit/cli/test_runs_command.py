@@ -7,7 +7,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,6 +14,7 @@ from rlctl.cli.runs import app
 from rlctl.dashboard.state import read_state
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.rollouts_file import RolloutsFile
+from rlctl.utils.process import start_id
 from tests.unit.dashboard.synthetic import START, write_run
 
 
@@ -132,7 +132,7 @@ def test_a_stop_is_the_second_only_after_a_first(tmp_path: Path, event: dict[str
     started = {"host": socket.gethostname(), "num_steps": 20, "start_step": 3}
     driver = subprocess.Popen(["sleep", "600"])
     try:
-        alive = {"pid": driver.pid, "create_time": psutil.Process(driver.pid).create_time()}
+        alive = {"pid": driver.pid, "start_id": start_id(driver.pid)}
         log = EventLog(run.events)
         log.emit("run_started", **started, **alive)
         log.emit("warning", **event)

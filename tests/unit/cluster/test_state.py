@@ -1,5 +1,6 @@
 """What is remembered of a cluster: private files, written whole, and a token that is checked before it is used."""
 
+import json
 import os
 import stat
 from pathlib import Path
@@ -17,7 +18,7 @@ def state_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def saved(store: ClusterStore) -> ClusterState:
     digest = store.new_token()
-    node = ClusterNode("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, 8.5)
+    node = ClusterNode("head", "", "/tmp/rlctl-0", True, "127.0.0.1", 7, "boot:8")
     state = ClusterState(store.name, "local", "up", "python", digest, False, 1.0, address="127.0.0.1:1", nodes=[node])
     store.save(state)
     return state
@@ -48,6 +49,18 @@ def test_a_write_that_fails_leaves_the_old_state(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(OSError, match="No space"):
         store.save(ClusterState("lab", "local", "starting", "python", "", False, 2.0))
     assert store.load() == state
+
+
+def test_a_file_of_the_version_that_knew_starts_by_the_wall_clock_is_read_without_them() -> None:
+    store = ClusterStore("lab")
+    state = saved(store)
+    data = json.loads((store.folder / "state.json").read_text())
+    del data["nodes"][0]["start_id"]
+    data |= {"version": 1, "nodes": [{**data["nodes"][0], "create_time": 8.5}]}
+    (store.folder / "state.json").write_text(json.dumps(data))
+    loaded = store.load()
+    assert loaded and (loaded.head.pid, loaded.head.start_id) == (7, "")
+    assert loaded.address == state.address
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "nodes": [{}]}', "\0"])

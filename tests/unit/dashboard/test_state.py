@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rlctl.dashboard.state import RunReader, best_checkpoint, read_state
@@ -39,9 +40,21 @@ def test_a_run_without_an_end_whose_process_is_gone_has_died(tmp_path: Path) -> 
 def test_another_process_under_the_same_pid_fools_nobody(tmp_path: Path) -> None:
     run = write_run(tmp_path, steps=3, ended=None)
     first, *others = run.events.read_text().splitlines()
-    earlier = json.dumps({**json.loads(first), "create_time": 1000.0})
-    run.events.write_text("\n".join([earlier, *others]) + "\n")
-    assert read_state(run.path).status == "died"
+    boot, _, ticks = json.loads(first)["start_id"].rpartition(":")
+    for start_id in (f"{boot}:{int(ticks) - 1}", f"another-boot:{ticks}", ""):
+        earlier = json.dumps({**json.loads(first), "start_id": start_id})
+        run.events.write_text("\n".join([earlier, *others]) + "\n")
+        assert read_state(run.path).status == "died"
+
+
+def test_a_driver_that_an_earlier_version_recorded_is_known_by_its_wall_clock_start(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=3, ended=None)
+    first, *others = run.events.read_text().splitlines()
+    event = json.loads(first)
+    del event["start_id"]
+    for start, status in ((psutil.Process().create_time(), "running"), (1000.0, "died"), ("?", "died")):
+        run.events.write_text("\n".join([json.dumps({**event, "create_time": start}), *others]) + "\n")
+        assert read_state(run.path).status == status
 
 
 def test_a_run_of_another_host_counts_as_running(tmp_path: Path) -> None:
