@@ -8,8 +8,8 @@ from torch import Tensor
 from rlctl.bench.rounds import BenchEnd, Measured, Meeting, Timing
 from rlctl.bench.schemes import Scheme, receive
 from rlctl.bench.weights import make_tensor
-from rlctl.generation.param_layout import UnsupportedLayout, find_regions
-from rlctl.generation.vllm_worker import RefitWorker
+from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions
+from rlctl.generation.vllm.worker import RefitWorker
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, Header, TransportSpec
 from rlctl.refit.sink import WholeTensorSink

@@ -45,7 +45,7 @@ from rlctl.utils.devices import count_gpus
 
 if TYPE_CHECKING:
     from rlctl.data.chat import Chat
-    from rlctl.generation.active_requests import EngineStats
+    from rlctl.generation.engine import EngineStats
     from rlctl.rollout.dispatcher import RolloutDispatcher
     from rlctl.rollout.types import RolloutPlayer
 

@@ -21,9 +21,11 @@ from rlctl.bench.workload import longest, model_folder, model_problems
 from rlctl.config.errors import Problem
 from rlctl.config.grpo_schema import RefitSection
 from rlctl.dashboard.formats import count
-from rlctl.generation.engine import Engine, MakeEngine
+from rlctl.generation.engine import Engine
 from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
-from rlctl.generation.spec import EngineSpec, environment
+from rlctl.generation.spec import EngineSpec
+from rlctl.generation.vllm.engine import VllmEngine
+from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.launch.local_ray import local_ray
 from rlctl.launch.sampling import shared_memory
 from rlctl.launch.worker_specs import trainer_environment
@@ -137,6 +139,7 @@ class RefitBench(Bench):
 
     def _start_engine(self, model: Path, index: int, logs: Path) -> Worker:
         spec = EngineSpec(
+            kind="vllm",
             model_path=str(model),
             dtype=self.dtype,
             device=self.placement.device,
@@ -153,7 +156,7 @@ class RefitBench(Bench):
             sleeps=False,
             seed=0,
             load_format="dummy",
-            extension="rlctl.bench.engine.BenchWorker",
+            fast_path=True,
             turns=False,
             prefix_caching=True,
             reset_prefix_cache=True,
@@ -163,7 +166,8 @@ class RefitBench(Bench):
         slot = self.placement.engines[index]
         shared = self.placement.peer_devices(slot) if "ipc" in self.kinds else ()
         env = environment(self.placement.device, self._visible(slot.devices), self._visible(shared))
-        return Worker(WorkerSpec(f"engine-{index}", MakeEngine(spec), env, f"{logs}/engine-{index}.log", threads=4))
+        make = partial(make_vllm_engine, spec, "rlctl.bench.engine.BenchWorker")
+        return Worker(WorkerSpec(f"engine-{index}", make, env, f"{logs}/engine-{index}.log", threads=4))
 
 
 class _Stage:
@@ -220,7 +224,7 @@ class _Stage:
         first_ranks = range(1, 1 + self.workers, bench.tensor_parallel)
         sending = self.trainers.start(BenchTrainer.scheme_rounds, *common, bench.dtype, self.payload, rounds)
         receiving = [
-            engine.start(Engine.rpc, "bench_scheme_rounds", *common, first, self.refit.plan, rounds)
+            engine.start(VllmEngine.rpc, "bench_scheme_rounds", *common, first, self.refit.plan, rounds)
             for engine, first in zip(self.engines, first_ranks)
         ]
         received = _answers(receiving)
@@ -299,7 +303,7 @@ class _Stage:
         return sorted({name for names in found for name in names})
 
     def _rpc(self, method: str, *args: object) -> list[Any]:
-        return _answers([engine.start(Engine.rpc, method, *args) for engine in self.engines])
+        return _answers([engine.start(VllmEngine.rpc, method, *args) for engine in self.engines])
 
 
 def _answers(pending: Sequence[Pending[Any]]) -> list[Any]:

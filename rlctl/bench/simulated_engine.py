@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rlctl.generation.active_requests import GATHER_S, ActiveTurn, EngineStats, FinishedTurns
+from rlctl.generation.engine import GATHER_S, EngineStats, FinishedTurns
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
 from rlctl.generation.spec import ForcedLengths
+from rlctl.generation.vllm.active_requests import ActiveTurn
 from rlctl.rollout.patience import Clock
 
 # Two times closer than this are the same.

@@ -101,7 +101,14 @@ class AsyncSection:
 
 @dataclass
 class GenerationSection:
-    num_engines: int = spec("The number of vLLM engines.", ge=1, most=MOST_PROCESSES)
+    engine: str = spec(
+        "The engine that samples: vllm, or one of yours, the EngineKind of module:KIND or file.py:KIND.", path="plugin"
+    )
+    fast_path: Literal["auto", "off"] = spec(
+        "auto shortens vLLM's steps in versions that the shortened ones were compared with bit by bit, and says where "
+        "it does not. off leaves them as they are."
+    )
+    num_engines: int = spec("The number of engines.", ge=1, most=MOST_PROCESSES)
     tensor_parallel_size: int = spec("The devices of each engine.", ge=1, most=MOST_PROCESSES)
     dtype: Literal["auto", "float32", "bfloat16"] = spec(
         "The dtype of the engines' weights. auto is the trainer's compute dtype."

@@ -36,6 +36,8 @@ ENVIRONMENTS = {
 ENVIRONMENT_COLUMN = "environment"
 # What a class of the user's own inherits from.
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
+# Name in the config -> the engine's `EngineKind`.
+ENGINES = {"vllm": "rlctl.generation.vllm.kind:KIND"}
 # Name in the config -> class of the tracker; each is called with the run directory, the config and its entry's keys.
 TRACKERS = {
     "tensorboard": "rlctl.telemetry.trackers.tensorboard:TensorBoard",

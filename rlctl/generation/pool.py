@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Concatenate, ParamSpec, TypeVar
 
-from rlctl.generation.engine import Engine, MakeEngine
-from rlctl.generation.spec import EngineSpec
+from rlctl.generation.engine import Engine, MemoryPart
+from rlctl.generation.spec import EngineSpec, build_engine
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
 from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerTimeout
-from rlctl.workers.group import Pending, Worker, WorkerSpec
+from rlctl.workers.group import Worker, WorkerSpec
 from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
 
@@ -62,9 +64,12 @@ class GeneratorPool:
         """Engines that are not gone."""
         return [worker for worker in self.slots if worker]
 
-    def built(self) -> list[Pending[None]]:
-        """Return the construction of every engine."""
-        return [engine.built() for engine in self.engines]
+    def wait_until_built(self) -> None:
+        """Wait for the construction of every engine, and warn of their notes once. Raises what construction raised."""
+        for engine in self.engines:
+            engine.built().wait(self._deadline_s)
+        for note in dict.fromkeys(chain.from_iterable(self.call(Engine.notes))):
+            self._emit("warning", what=note)
 
     @property
     def dtype(self) -> str:
@@ -116,10 +121,10 @@ class GeneratorPool:
         self.version = version
         return replace(report, rest=rest, wake=wake)
 
-    def _wake(self, tag: str) -> float:
+    def _wake(self, part: MemoryPart) -> float:
         """Have engines take a part of their memory back; return the seconds that took."""
         begin = time.perf_counter()
-        self.call(Engine.wake, [tag])
+        self.call(Engine.wake, part)
         return time.perf_counter() - begin
 
     @property
@@ -191,7 +196,7 @@ class GeneratorPool:
 
     def _start(self, index: int) -> Worker:
         slot, log = self._slots[index], f"{self._logs}/engine-{index}.log"
-        make = MakeEngine(self._spec)
+        make = partial(build_engine, self._spec)
         return Worker(
             WorkerSpec(
                 f"engine-{index}", make, slot.environment, log, threads=_THREADS, node=slot.node, waits=slot.waits

@@ -1,18 +1,14 @@
-"""Recipe of an engine: plain data that travels to its process, and the environment that it needs there."""
+"""Recipe of an engine: plain data that travels to its process; the kinds of engines by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
 import numpy as np
 
-_QUIET = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "PYTHONWARNINGS": "ignore",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+from rlctl.config.plugins import ENGINES
+from rlctl.generation.engine import Engine
+from rlctl.utils.plugins import load_object
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,10 @@ class ForcedLengths:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One vLLM engine; `VLLM_FIELDS` are passed on to vLLM as they are."""
+    """One engine. Fields that a kind has no use for, it passes over."""
 
+    # `generation.engine`.
+    kind: str
     model_path: str
     # float32 or bfloat16.
     dtype: str
@@ -53,10 +51,8 @@ class EngineSpec:
     # Engines share the trainer's devices and free their memory while it works.
     sleeps: bool
     seed: int
-    # vLLM's; "dummy" needs no weights on disk.
+    # "auto" reads the folder's weights; "dummy" draws others, and needs none on disk.
     load_format: str
-    # Class mixed into vLLM's workers, "module.Class".
-    extension: str
     # Rollouts have several turns, each a request that begins with the turns before it.
     turns: bool
     # Requests reuse keys and values of a prefix that another one computed.
@@ -65,34 +61,33 @@ class EngineSpec:
     reset_prefix_cache: bool
     # Running requests recompute keys and values after a change of weights.
     recompute_kv_cache: bool
+    # The kind's shortened steps, where it has any.
+    fast_path: bool
     # Answers end by these instead of stop tokens.
     forced_lengths: ForcedLengths | None
     # Version of the weights in `model_path`; -1 where a refit brings the first.
     version: int = -1
 
 
-VLLM_FIELDS = (
-    "dtype",
-    "seed",
-    "max_model_len",
-    "max_num_seqs",
-    "tensor_parallel_size",
-    "enforce_eager",
-    "load_format",
-)
+@dataclass(frozen=True)
+class EngineKind:
+    """A kind of engine: how its processes are made."""
+
+    # Builds an engine, in its process.
+    make: Callable[[EngineSpec], Engine]
+    # Returns the environment variables of its process, set before anything imports torch. Of: the device ("cpu" or
+    # "cuda"), its own GPUs, and other GPUs of the node, whose memory it reads in a refit.
+    environment: Callable[[str, Sequence[str], Sequence[str]], dict[str, str]]
 
 
-def environment(device: str, devices: Sequence[str], beside: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment variables of an engine's process, to be set before anything imports torch or vllm.
+def engine_kind(name: str) -> EngineKind:
+    """Return the kind that `generation.engine` names. Raises the import's errors, AttributeError, or TypeError."""
+    kind = load_object(ENGINES.get(name, name))
+    if not isinstance(kind, EngineKind):
+        raise TypeError(f"{name} is no EngineKind, but {type(kind).__name__}")
+    return kind
 
-    devices: the engine's own. beside: other GPUs of the node, whose memory it reads in a refit. The engine must see
-    them: expandable segments of a device that it does not see are read at 364 GB/s instead of 383 (two H200s).
 
-    The engine core runs in the actor's own process (weights change by a function call, and a token's version is
-    exact). On CPU, dynamo would spend 19 s compiling two elementwise sampling operations, and two OpenMP
-    threads would spin against the trainer's.
-    """
-    env = {**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if device == "cpu":
-        return {**env, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    return {**env, "CUDA_VISIBLE_DEVICES": ",".join([*devices, *beside])}
+def build_engine(spec: EngineSpec) -> Engine:
+    """Build an engine, in its process. Its kind travels as a name, since a user's file is imported by none other."""
+    return engine_kind(spec.kind).make(spec)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlctl.config.grpo_schema import GrpoSection
-from rlctl.generation.active_requests import EngineStats
+from rlctl.generation.engine import EngineStats
 from rlctl.grpo.batch import TrainingBatch, is_uniform
 from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score

@@ -137,8 +137,7 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
             warm_up(session, config, trainer)
         if pool:
             with session.starting("generator"):
-                for pending in pool.built():
-                    pending.wait(deadline_s)
+                pool.wait_until_built()
         workers = [*group.workers, *(pool.engines if pool else ())]
         session.events.emit("processes", **{worker.name: worker.pid() for worker in workers})
 

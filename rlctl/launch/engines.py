@@ -51,8 +51,7 @@ def engines(
         slots = engine_slots(config, allocation, waits)
         pool = GeneratorPool(spec, slots, str(logs), config.run.deadline_s, generation.max_restarts, emit)
         stack.callback(pool.kill)
-        for pending in pool.built():
-            pending.wait(config.run.deadline_s)
+        pool.wait_until_built()
         dispatcher = RolloutDispatcher(pool, config.run, emit, together=True)
         stack.callback(dispatcher.close)
         yield dispatcher

@@ -8,7 +8,7 @@ from typing import Any
 from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.generation.pool import EngineSlot
-from rlctl.generation.spec import EngineSpec, ForcedLengths, environment
+from rlctl.generation.spec import EngineSpec, ForcedLengths, engine_kind
 from rlctl.launch.runtime import Allocation
 from rlctl.launch.session import Session
 from rlctl.models.model_files import ModelFiles
@@ -77,7 +77,7 @@ def training_cost(files: ModelFiles, facts: dict[str, Any]) -> tuple[str, Callab
 def engine_slots(config: GrpoConfig, allocation: Allocation, waits: Waits) -> list[EngineSlot]:
     """Return the slot of each engine. waits: explains calls that an engine does not answer."""
     reads = transport_of(config, allocation.placement) == "ipc"
-    slots = []
+    slots, environment = [], engine_kind(config.generation.engine).environment
     for slot in allocation.placement.engines:
         beside = allocation.beside(slot) if reads else []
         env = environment(allocation.placement.device, allocation.devices(slot), beside) | allocation.environment(slot)
@@ -97,6 +97,7 @@ def engine_spec(
     if config.data.max_prompt_length:
         longest = min(longest, config.data.max_prompt_length + generation.max_new_tokens + _ROOM)
     return EngineSpec(
+        kind=generation.engine,
         model_path=files.folder,
         dtype=resolved.generation_dtype,
         device=placement.device,
@@ -112,11 +113,11 @@ def engine_spec(
         sleeps=placement.shared and placement.device != "cpu" and stated(generation.sleep),
         seed=config.run.seed,
         load_format="auto",
-        extension="rlctl.generation.vllm_worker.RefitWorker",
         turns=config.has_turns,
         prefix_caching=stated(generation.prefix_caching),
         reset_prefix_cache=generation.reset_prefix_cache_after_weight_updates,
         recompute_kv_cache=config.async_.recompute_kv_cache_after_weight_updates,
+        fast_path=generation.fast_path == "auto",
         forced_lengths=ForcedLengths(*generation.forced_lengths) if generation.forced_lengths else None,
     )
 

@@ -20,7 +20,7 @@ from rlctl.config.algorithm_schema import (
 )
 from rlctl.config.errors import BrokenValueError
 from rlctl.config.plugin_options import load_plugin, plugin_options
-from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, LOSS_BASE, LOSSES, OVERLONG, reward_names
+from rlctl.config.plugins import ADVANTAGE_BASE, ADVANTAGES, ENGINES, LOSS_BASE, LOSSES, OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
@@ -105,7 +105,9 @@ def check_overlong(config: GrpoConfig) -> Violations:
 
 
 def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
-    """Find models that engines do not sample from, or not on so many devices."""
+    """Find an engine that does not exist, and models that vLLM does not sample from, or not on so many devices."""
+    if what := missing_plugin(config.generation.engine, ENGINES, "KIND"):
+        yield Violation("generation.engine", what)
     size = config.generation.tensor_parallel_size
     if sizes is None:
         return

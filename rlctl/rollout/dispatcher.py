@@ -31,8 +31,7 @@ from weakref import WeakKeyDictionary
 
 from rlctl.config.schema import RunSection
 from rlctl.data.tasks import Task
-from rlctl.generation.active_requests import EngineStats
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import Engine, EngineStats
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import RequestId, RolloutId, TurnRequest
 from rlctl.rollout.engine_queue import EngineQueue, RequestState, SubmittedTurn, Submitter, handed_out_together

@@ -7,8 +7,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from rlctl.generation.active_requests import ENOUGH, GATHER_MOST_S, EngineStats
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import ENOUGH, GATHER_MOST_S, Engine, EngineStats
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.workers.group import Worker
 

@@ -67,8 +67,8 @@ def stage(ray_here: Path, tmp_path: Path) -> Iterator[Stage]:
     )
     source = WorkerGroup([WorkerSpec("trainer-0", MakeSource(new, FolderSource), threads=2)], DEADLINE)
     try:
-        for part in (*pool.built(), source.built()):
-            part.wait(DEADLINE)
+        source.built().wait(DEADLINE)
+        pool.wait_until_built()
         yield Stage(pool, source, tmp_path, events)
     finally:
         source.kill()

@@ -33,7 +33,8 @@ def test_a_shortened_step_samples_what_vllms_own_samples(ray_here: Path, tmp_pat
         for engine in engines:
             # What is written to the device is written elsewhere then.
             engine.start(Engine.sleep).wait(DEADLINE)
-            engine.start(Engine.wake, ["weights", "kv_cache"]).wait(DEADLINE)
+            engine.start(Engine.wake, "weights").wait(DEADLINE)
+            engine.start(Engine.wake, "kv_cache").wait(DEADLINE)
         check_conversations(engines, give_up=False)
         for ahead in (False, True):
             # vLLM has other schedulers on GPUs than on a CPU: those of another version.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlctl.generation.vllm_worker import RefitWorker
+from rlctl.generation.vllm.worker import RefitWorker
 from rlctl.refit.protocol import Header, SendReport
 from tests.system.engines import FolderSource
 

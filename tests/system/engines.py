@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlctl.generation.engine import Engine, MakeEngine
+from rlctl.generation.engine import Engine
 from rlctl.generation.pool import EngineSlot
 from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
-from rlctl.generation.spec import EngineSpec, environment
+from rlctl.generation.spec import EngineSpec
+from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.protocol import Kind
 from rlctl.refit.refit import RefitOptions
@@ -22,6 +24,7 @@ SEAT = EngineSlot(environment("cpu", []))
 
 def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
     return EngineSpec(
+        kind="vllm",
         model_path=str(folder),
         dtype="float32",
         device="cpu",
@@ -37,11 +40,11 @@ def spec_for(folder: Path, max_model_len: int = 64) -> EngineSpec:
         sleeps=False,
         seed=0,
         load_format="auto",
-        extension="rlctl.generation.vllm_worker.RefitWorker",
         turns=True,
         prefix_caching=True,
         reset_prefix_cache=True,
         recompute_kv_cache=False,
+        fast_path=True,
         forced_lengths=None,
     )
 
@@ -89,8 +92,9 @@ def refit_options(kind: Kind, folder: Path | str = "", **changes: Any) -> RefitO
 
 
 def start_engine(folder: Path, logs: Path, name: str, stops: tuple[int, ...] = (1,)) -> Worker:
-    spec = replace(spec_for(folder), stop_token_ids=stops, extension="tests.system.drifting.ForgettingWorker")
-    return Worker(WorkerSpec(name, MakeEngine(spec), environment("cpu", []), str(logs / f"{name}.log"), 4))
+    spec = replace(spec_for(folder), stop_token_ids=stops)
+    make = partial(make_vllm_engine, spec, "tests.system.drifting.ForgettingWorker")
+    return Worker(WorkerSpec(name, make, environment("cpu", []), str(logs / f"{name}.log"), 4))
 
 
 def greedy(ids: list[list[int]], tokens: int) -> list[TurnRequest]:

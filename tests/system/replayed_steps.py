@@ -3,28 +3,31 @@
 import random
 from collections import Counter, deque
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlctl.generation import vllm_build
-from rlctl.generation.engine import Engine, MakeEngine
+from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
-from rlctl.generation.spec import EngineSpec, environment
-from rlctl.generation.step_outputs import StepOutputs
+from rlctl.generation.spec import EngineSpec
+from rlctl.generation.vllm.engine import VllmEngine
+from rlctl.generation.vllm.fast.next_token import NextTokens
+from rlctl.generation.vllm.fast.step_outputs import StepOutputs
+from rlctl.generation.vllm.kind import environment
 from rlctl.workers.group import Worker, WorkerSpec
 from tests.system.engines import collect_all
 from tests.turns import turn
-from tests.unit.generation.test_step_outputs import state
+from tests.unit.generation.vllm.fast.test_step_outputs import state
 
 STOP = 1
 DEADLINE = 600.0
 ROLLOUTS = 48
 
 
-class WatchedEngine(Engine):
+class WatchedEngine(VllmEngine):
     """Lends its config to schedulers without a model, and tells what becomes of its own cache."""
 
     def blocks(self) -> dict[str, int]:
@@ -41,25 +44,16 @@ class WatchedEngine(Engine):
         return self._on_thread(lambda: Replay(self._scheduler, ahead, shortened, seed).run())  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True)
-class MakeWatched(MakeEngine):
-    """Builds an engine whose steps are shortened, or are vLLM's own."""
-
-    shortened: bool
-
-    def __call__(self) -> Engine:
-        if not self.shortened:
-            vllm_build.PrefixHashes = lambda core: None  # type: ignore[misc, assignment]
-            vllm_build.shorten_steps = lambda scheduler, states: StepOutputs(scheduler, states) and None
-            vllm_build.shorten_device_steps = lambda llm: None
-        return WatchedEngine(self.spec)
+def watched(spec: EngineSpec) -> Engine:
+    """Build an engine whose steps are shortened, or are vLLM's own, as its spec says."""
+    return WatchedEngine(spec, "rlctl.generation.vllm.worker.RefitWorker")
 
 
 def two_engines(spec: EngineSpec, devices: list[str], logs: Path) -> list[Worker]:
     """Start an engine with shortened steps and one without."""
     made = []
     for name, shortened in (("shortened", True), ("plain", False)):
-        make, log = MakeWatched(spec, shortened), str(logs / f"{name}.log")
+        make, log = partial(watched, replace(spec, fast_path=shortened)), str(logs / f"{name}.log")
         made.append(Worker(WorkerSpec(name, make, environment(spec.device, devices), log, 4)))
     return made
 
@@ -159,7 +153,7 @@ class Replay:
         self._asked = self._scheduled = self._appended = 0
         self._count_what_is_left()
         if shortened:
-            vllm_build.shorten_steps(self._scheduler, self._states)
+            StepOutputs(self._scheduler, self._states, NextTokens(self._scheduler))
         else:
             StepOutputs(self._scheduler, self._states)
         self._hasher = block_hasher(like)

@@ -134,8 +134,7 @@ def stage(folder: Path, logs: Path, engines: int, transit: Path) -> Iterator[Sta
         for part in (pool, workers):
             stack.callback(part.kill)
         workers.built().wait(DEADLINE)
-        for pending in pool.built():
-            pending.wait(DEADLINE)
+        pool.wait_until_built()
         pool.connect(Refit(workers, refit_options("shm", transit)))
         pool.sync(0)
         homes = watched(pool)

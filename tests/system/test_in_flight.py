@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from rlctl.generation.engine import Engine, MakeEngine
+from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, TurnRequest
-from rlctl.generation.spec import environment
+from rlctl.generation.vllm.engine import VllmEngine
+from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
@@ -101,10 +103,9 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
 ) -> None:
     folder = make_model(tmp_path / "m", "qwen3", seed=1, max_length=128)
     groups = GROUPS if not recompute else GROUPS // 5
-    spec = replace(
-        spec_for(folder, 128), extension="tests.system.drifting.CountingWorker", recompute_kv_cache=recompute
-    )
-    engine = Worker(WorkerSpec("engine", MakeEngine(spec), environment("cpu", []), str(ray_here / "e.log"), 4))
+    spec = replace(spec_for(folder, 128), recompute_kv_cache=recompute)
+    make = partial(make_vllm_engine, spec, "tests.system.drifting.CountingWorker")
+    engine = Worker(WorkerSpec("engine", make, environment("cpu", []), str(ray_here / "e.log"), 4))
     source = WorkerGroup([WorkerSpec("source", MakeSource(folder, DriftingSource))], DEADLINE)
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 64, size=int(random.integers(2, 40))).tolist() for _ in range(groups)]
@@ -115,7 +116,7 @@ def test_tags_and_log_probs_of_a_thousand_rollouts_across_twenty_updates(
         refit.open([EngineEnd(engine, 1)])
         refit.run([EngineEnd(engine, 1)], 0)
         done = sample_across_updates(engine, refit, requests)
-        counts = engine.start(Engine.rpc, "rl_counts").wait(DEADLINE)[0][0][1:]
+        counts = engine.start(VllmEngine.rpc, "rl_counts").wait(DEADLINE)[0][0][1:]
     finally:
         source.kill()
         engine.kill()

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from rlctl.generation.param_layout import UnsupportedLayout, prove, record_regions
-from rlctl.generation.spec import environment
+from rlctl.generation.vllm.kind import environment
+from rlctl.generation.vllm.param_layout import UnsupportedLayout, prove, record_regions
 from rlctl.models.architectures import ARCHITECTURES
 from rlctl.models.hf_folder import WeightFiles
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete

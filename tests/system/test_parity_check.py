@@ -77,8 +77,7 @@ def test_only_a_generator_with_the_trainers_weights_passes(ray_here: Path, tmp_p
         for part in (pool, source, trainer):
             stack.callback(part.kill)
         trainer.built().wait(DEADLINE)
-        for pending in pool.built():
-            pending.wait(DEADLINE)
+        pool.wait_until_built()
         dispatcher = RolloutDispatcher(pool, config.run, lambda *_, **__: None)
         stack.callback(dispatcher.close)
         for group, folder, passes in ((trainer, "a", True), (source, "b", False)):

@@ -1,14 +1,15 @@
 """Prefix caches: a hit changes no bit on a CPU, and no turn reads keys of other weights unless configured."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rlctl.generation.engine import Engine, MakeEngine
+from rlctl.generation.engine import Engine
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
-from rlctl.generation.spec import environment
+from rlctl.generation.vllm.kind import environment, make_vllm_engine
 from rlctl.refit.refit import EngineEnd, Refit
 from rlctl.workers.group import Worker, WorkerGroup, WorkerSpec
 from tests.system.engines import FolderSource, MakeSource, collect_all, refit_options, sample, spec_for
@@ -20,7 +21,9 @@ BLOCK = 32
 
 def engine_on(folder: Path, logs: Path, name: str, *, cache: bool = True, reset: bool = True) -> Worker:
     spec = replace(spec_for(folder, 256), prefix_caching=cache, reset_prefix_cache=reset)
-    return Worker(WorkerSpec(name, MakeEngine(spec), environment("cpu", []), str(logs / f"{name}.log"), 4))
+    return Worker(
+        WorkerSpec(name, partial(make_vllm_engine, spec), environment("cpu", []), str(logs / f"{name}.log"), 4)
+    )
 
 
 def request(number: int, turn: int, prompt: list[int], longest: int = 24) -> TurnRequest:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rlctl.generation.engine import Engine
+from rlctl.generation.vllm.engine import VllmEngine
 from rlctl.grpo.logprob_mismatch import mismatch
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, SendReport, TransportSpec
@@ -64,11 +65,11 @@ def test_greedy_after_refit_equals_a_fresh_engine(kind: Kind, ray_here: Path, tm
         shared = greedy([[12] * 40], 4)
         remembered = sample(engines[0], shared)
         engines[0].start(Engine.sleep).wait(DEADLINE)
-        engines[0].start(Engine.rpc, "rl_forget").wait(DEADLINE)
-        engines[0].start(Engine.wake, ["weights"]).wait(DEADLINE)
+        engines[0].start(VllmEngine.rpc, "rl_forget").wait(DEADLINE)
+        engines[0].start(Engine.wake, "weights").wait(DEADLINE)
         # The same version: a prefix that was kept would be found by it.
         refit.run([end], version=3)
-        engines[0].start(Engine.wake, ["kv_cache"]).wait(DEADLINE)
+        engines[0].start(Engine.wake, "kv_cache").wait(DEADLINE)
         awake = sample(engines[0], greedy(PROMPTS, 16))
         assert np.array_equal(awake.tokens, fresh.tokens) and np.array_equal(awake.log_probs, fresh.log_probs)
         assert np.array_equal(sample(engines[0], shared).log_probs, remembered.log_probs)

@@ -16,8 +16,7 @@ import pytest
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.cursor import Cursor, TaskSource
 from rlctl.data.tasks import Task
-from rlctl.generation.active_requests import FinishedTurns
-from rlctl.generation.engine import Engine
+from rlctl.generation.engine import Engine, FinishedTurns
 from rlctl.generation.pool import GeneratorPool
 from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.spec import ForcedLengths
@@ -136,8 +135,8 @@ def stage(ray_here: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         lambda kind, **f: events.append({"kind": kind, **f}),
     )
     try:
-        for part in (*pool.built(), source.built()):
-            part.wait(DEADLINE)
+        source.built().wait(DEADLINE)
+        pool.wait_until_built()
         pool.connect(Refit(source, refit_options("shm", root / "shm", in_flight=True)))
         yield Stage(pool, events)
     finally:
@@ -237,8 +236,7 @@ def test_an_engine_that_hangs_keeps_no_other_from_its_work(ray_here: Path, tmp_p
     spec = replace(spec_for(folder), max_num_seqs=4)
     pool = GeneratorPool(spec, [SEAT, SEAT], str(ray_here), DEADLINE, 0, lambda kind, **fields: None)
     try:
-        for part in pool.built():
-            part.wait(DEADLINE)
+        pool.wait_until_built()
         config = load("grpo", None, [f"run.deadline_s={DEADLINE}"]).config
         dispatcher, mine = RolloutDispatcher(pool, config.run, lambda *_, **__: None), Mine()
         hung = pool.engines[0].pid()

@@ -5,15 +5,16 @@ The engine is a real one on a CPU, where vLLM itself drops nothing: it fills its
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlctl.generation import pool
-from rlctl.generation.engine import Engine, MakeEngine
-from rlctl.generation.weight_loader import LoadMode
+from rlctl.generation.engine import Engine, LoadMode
+from rlctl.generation.spec import EngineKind, EngineSpec
+from rlctl.generation.vllm.engine import VllmEngine
+from rlctl.generation.vllm.kind import environment
 from tests.faults.runs import Run, read
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 DIED = "TEST_ENGINE_DIED"
 
 
-class ForgetfulEngine(Engine):
+class ForgetfulEngine(VllmEngine):
     """Takes itself for one whose weights are dropped, and loses them; dies in its second sleep."""
 
     def refit_open(self, *arguments: Any) -> LoadMode:
@@ -38,10 +39,11 @@ class ForgetfulEngine(Engine):
             os._exit(1)
 
 
-@dataclass(frozen=True)
-class MakeForgetful(MakeEngine):
-    def __call__(self) -> Engine:
-        return ForgetfulEngine(self.spec)
+def forgetful(spec: EngineSpec) -> Engine:
+    return ForgetfulEngine(spec, "tests.system.drifting.ForgettingWorker")
+
+
+KIND = EngineKind(forgetful, environment)
 
 
 def main() -> None:
@@ -52,10 +54,9 @@ def main() -> None:
     engine_spec = worker_specs.engine_spec
 
     def sleeping(*arguments: Any) -> Any:
-        extension = "tests.system.drifting.ForgettingWorker"
-        return replace(engine_spec(*arguments), sleeps=True, extension=extension)
+        return replace(engine_spec(*arguments), sleeps=True, kind="tests.system.test_sleep:KIND")
 
-    worker_specs.engine_spec, pool.MakeEngine = sleeping, MakeForgetful  # type: ignore[misc]
+    worker_specs.engine_spec = sleeping
     sys.argv = ["rlctl", *sys.argv[sys.argv.index("rlctl.cli.main") + 1 :]]
     command_line()
 

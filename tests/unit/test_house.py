@@ -36,7 +36,12 @@ ORDER = (
 )
 BEGINNINGS = ("Of", "What", "That", "Whether", "See", "Its", "Until", "How", "Which", "Why")
 RANK = {folder: rank for rank, folders in enumerate(ORDER) for folder in folders}
-ONLY_IN = {"vllm": ("generation",), "megatron": ("training/megatron",), "typer": ("cli",), "rich": ("cli", "dashboard")}
+ONLY_IN = {
+    "vllm": ("generation/vllm",),
+    "megatron": ("training/megatron",),
+    "typer": ("cli",),
+    "rich": ("cli", "dashboard"),
+}
 
 
 @cache

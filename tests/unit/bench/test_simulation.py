@@ -11,7 +11,7 @@ from rlctl.bench.simulated_engine import DecodeCost, SimulatedEngine
 from rlctl.bench.simulation import Costs, Setup, SimulatedMachine, SimulatedRow, SimulatedRun, simulate
 from rlctl.config.schema import GrpoConfig
 from rlctl.data.tasks import Task
-from rlctl.generation.active_requests import GATHER_S
+from rlctl.generation.engine import GATHER_S
 from rlctl.generation.requests import RequestId, TurnRequest
 from rlctl.generation.spec import ForcedLengths
 from rlctl.preflight.load import load

@@ -66,7 +66,7 @@ class FakeRefit:
 class Spec:
     """As much of an EngineSpec as the pool reads."""
 
-    tensor_parallel_size, max_num_seqs, sleeps, version = 1, 4, True, -1
+    kind, tensor_parallel_size, max_num_seqs, sleeps, version = "vllm", 1, 4, True, -1
 
 
 @pytest.fixture
@@ -137,6 +137,6 @@ def test_sleeping_engines_wake_around_the_refit_and_sample_nothing_before(make: 
     CALLS.clear()
     report = pool.sync(7)
     assert report.rest > 0 and report.wake > 0
-    woken = [("engine-0", "wake", [tag]) for tag in ("weights", "kv_cache")]
+    woken = [("engine-0", "wake", part) for part in ("weights", "kv_cache")]
     assert [("trainers", "rest"), woken[0], ("refit", 7), woken[1]] == CALLS
     pool.require_awake()

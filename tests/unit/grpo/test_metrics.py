@@ -8,7 +8,7 @@ import pytest
 from rlctl.config.algorithm_schema import GroupMeanSection, GrpoLossSection
 from rlctl.config.grpo_schema import DynamicSamplingSection, GrpoSection, OverlongSection
 from rlctl.data.tasks import Task
-from rlctl.generation.active_requests import EngineStats
+from rlctl.generation.engine import EngineStats
 from rlctl.generation.requests import Completion, Finish
 from rlctl.grpo.advantages.group_mean import GroupMean
 from rlctl.grpo.batch import make_batch

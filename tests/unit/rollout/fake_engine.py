@@ -12,10 +12,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rlctl.generation import engine
-from rlctl.generation.active_requests import ActiveRequests, EngineStats, FinishedTurns
-from rlctl.generation.engine import Engine, RefitState
+from rlctl.generation.engine import EngineStats, FinishedTurns
 from rlctl.generation.requests import TurnRequest
+from rlctl.generation.vllm import engine
+from rlctl.generation.vllm.active_requests import ActiveRequests
+from rlctl.generation.vllm.engine import RefitState, VllmEngine
 from rlctl.refit.protocol import Header, RefitReport, Untouched
 from rlctl.refit.refit import EngineEnd, EnginesLost
 from rlctl.workers.errors import Failure, WorkerDied, WorkerError, WorkerTimeout
@@ -87,7 +88,7 @@ def answer(patch: pytest.MonkeyPatch, length: Callable[[TurnRequest], int]) -> N
     patch.setattr(engine, "add_request", begin)
 
 
-class SteppedEngine(Engine):
+class SteppedEngine(VllmEngine):
     """The engine without its thread: it steps when it is told to. `answer` comes first."""
 
     def __init__(self) -> None:

@@ -30,9 +30,10 @@ from rlctl.data.tasks import Task
 from rlctl.environments.contract import EnvironmentContract
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.environments.rollout_function import FunctionRequest
-from rlctl.generation import active_requests, pool
+from rlctl.generation import pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import rollout_seed
+from rlctl.generation.vllm import active_requests
 from rlctl.preflight.load import load
 from rlctl.rewards.scorer import Score
 from rlctl.rollout import buffer
@@ -146,7 +147,9 @@ class Schedule:
         """Begin, or begin again from the newest checkpoint."""
         FakeWorker.made = []
         self.clock = VirtualClock(self.event)
-        spec = SimpleNamespace(tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32", version=-1)
+        spec = SimpleNamespace(
+            kind="vllm", tensor_parallel_size=1, max_num_seqs=3, sleeps=False, dtype="float32", version=-1
+        )
         slots, restarts = [EngineSlot({})] * self.engines, self.random.choice([2, 50])
         arguments: Any = (spec, slots, "", DEADLINE, restarts, self.emit)
         self.pool, self.refit = GeneratorPool(*arguments), FakeRefit(self.refit_fault, self.engines_go_on)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from rlctl.bench.simulated_engine import VirtualClock
 from rlctl.data.tasks import Task
-from rlctl.generation import active_requests, pool
+from rlctl.generation import pool
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.generation.requests import RequestId, TurnRequest
+from rlctl.generation.vllm import active_requests
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.engine_queue import Answer
 from rlctl.rollout.types import Sampling
@@ -51,7 +52,7 @@ class Stage:
         self.happen: Callable[[], None] = self.all_go_on
         self.clock = VirtualClock(lambda: self.happen())
         spec: Any = SimpleNamespace(
-            tensor_parallel_size=1, max_num_seqs=at_a_time, sleeps=True, dtype="float32", version=-1
+            kind="vllm", tensor_parallel_size=1, max_num_seqs=at_a_time, sleeps=True, dtype="float32", version=-1
         )
         slots = [EngineSlot({})] * engines
         self.pool = GeneratorPool(spec, slots, "", DEADLINE, 3, lambda kind, **what: self.events.append((kind, what)))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation import active_requests, engine
 from rlctl.generation.pool import GeneratorPool
+from rlctl.generation.vllm import active_requests, engine
 from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.groups import GroupRecord, GroupState, GroupTable

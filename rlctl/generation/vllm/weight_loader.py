@@ -7,13 +7,13 @@ received into the live weights, nothing sampled meanwhile. Either way the receiv
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from rlctl.generation.param_layout import UnsupportedLayout, unregistered
+from rlctl.generation.engine import LoadMode
+from rlctl.generation.vllm.param_layout import UnsupportedLayout, unregistered
 from rlctl.refit.param_slices import ParamSlice, ParamSliceSink, ShadowParams, verify_complete
 from rlctl.refit.pipeline import ChunkReceiver
 from rlctl.refit.plan import RefitPlan
@@ -22,19 +22,6 @@ from rlctl.refit.sink import WeightSink, WholeTensorSink
 
 # Left free beside the shadow parameters, for the engine's own temporary memory.
 _SPARE_BYTES = 2 << 30
-
-
-@dataclass(frozen=True)
-class LoadMode:
-    """Choice of the way in which an engine worker loads weights."""
-
-    mode: Literal["staged", "direct"]
-    # Reason of the choice, for a reader.
-    why: str
-    # Device memory that it holds for that.
-    extra_bytes: int
-    # A refit writes every tensor but buffers, so that nothing of the version before it has to be kept.
-    overwrites: bool
 
 
 class WeightLoader(Protocol):

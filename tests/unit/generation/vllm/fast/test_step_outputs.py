@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.generation.step_outputs import StepOutputs
+from rlctl.generation.vllm.fast.step_outputs import StepOutputs
 
 
 class Scheduler:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from rlctl.generation.device_step import shorten_device_steps
-from rlctl.generation.param_layout import UnsupportedLayout, find_regions
-from rlctl.generation.weight_loader import LoadMode, WeightReceiver, choose_loading
+from rlctl.generation.engine import LoadMode
+from rlctl.generation.vllm.fast.device_step import device_names_lacking, shorten_device_steps
+from rlctl.generation.vllm.param_layout import UnsupportedLayout, find_regions
+from rlctl.generation.vllm.weight_loader import WeightReceiver, choose_loading
 from rlctl.refit.param_slices import ParamSlice
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Header, Mode, ReceiveReport, TransportSpec
@@ -38,7 +39,7 @@ listen_on_the_address_alone()
 
 
 def answered(method: Method) -> Method:
-    """Have the method return what it raises, see `Engine._workers`."""
+    """Have the method return what it raises, see `VllmEngine._workers`."""
 
     @wraps(method)
     def answer(*args: Any, **kwargs: Any) -> Any:
@@ -59,8 +60,12 @@ class RefitWorker:
     _rl_receiver: WeightReceiver | None = None
     _rl_regions: list[ParamSlice] | UnsupportedLayout | None = None
 
+    def rl_fast_path_lacks(self) -> list[str]:
+        """Return the names that shortened steps rely on and this worker's vLLM does not have."""
+        return device_names_lacking(self.model_runner)
+
     def rl_shorten_steps(self) -> None:
-        """Spare the steps to come what rlctl does not need of them."""
+        """Shorten the steps to come."""
         shorten_device_steps(self.model_runner)
 
     @answered

@@ -5,18 +5,64 @@ sampling parameters, looks for penalties, biases and banned words, and ranks eac
 vocabulary. The device waits for that: a step of 128 sequences takes the host 4 to 6 ms (Qwen3-1.7B, H200).
 """
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-_RUNNER, _VERSION = "vllm.v1.worker.gpu.model_runner", "0.25."
+from rlctl.generation.vllm.fast.switch import missing
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+# Names of a model runner, and of vLLM's modules, that are read or set here.
+RUNNER = (
+    "add_requests",
+    "device",
+    "block_tables.apply_staged_writes",
+    "block_tables.block_tables",
+    "block_tables.num_blocks.copy_to_uva",
+    "prompt_logprobs_worker.compute_prompt_logprobs",
+    "req_states.all_token_ids.gpu",
+    "req_states.apply_staged_writes",
+    "req_states.max_num_reqs",
+    "req_states.num_computed_tokens.gpu",
+    "req_states.prefill_len.copy_to_uva",
+    "req_states.prompt_len.copy_to_uva",
+    "req_states.total_len.gpu",
+    "sampler.bad_words_state.apply_bad_words",
+    "sampler.logit_bias_state.apply_logit_bias",
+    "sampler.logprob_token_ids_state.max_num_token_ids",
+    "sampler.penalties_state.apply_penalties",
+    "sampler.sampling_states.apply_min_p",
+    "sampler.sampling_states.max_num_logprobs",
+)
+MODULES = (
+    "vllm.utils.torch_utils:async_tensor_h2d",
+    "vllm.v1.outputs:LogprobsTensors",
+    "vllm.v1.worker.gpu.buffer_utils:FusedStagedWriter",
+    "vllm.v1.worker.gpu.buffer_utils:async_tensor_h2d",
+    "vllm.v1.worker.gpu.sample.logprob:compute_token_logprobs",
+    "vllm.v1.worker.gpu.sample.sampler:compute_topk_logprobs",
+)
+
+
+def device_names_lacking(runner: Any) -> list[str]:
+    """Return the names that shortened device steps rely on and this vLLM does not have."""
+    if type(runner).__module__ != _RUNNER:
+        return []
+    lacking = [f"GPUModelRunner.{name}" for name in missing(runner, RUNNER)]
+    for place in MODULES:
+        module, _, name = place.partition(":")
+        try:
+            found = hasattr(import_module(module), name)
+        except ImportError:
+            found = False
+        lacking += [] if found else [place]
+    return lacking
 
 
 def shorten_device_steps(runner: Any) -> None:
-    """Spare a worker's steps that work. Made for the second model runner of vLLM 0.25; others are left alone."""
-    import vllm
-
-    if type(runner).__module__ == _RUNNER and vllm.__version__.startswith(_VERSION):
+    """Spare a worker's steps that work. A runner of another kind, as on a CPU, is left alone."""
+    if type(runner).__module__ == _RUNNER:
         StateWrites(runner)
         _skip_what_none_asks_for(runner)
         _keep_log_probs_alone()

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from rlctl.generation.prefix_hashes import PrefixHashes
 from rlctl.generation.requests import RequestId, RolloutId
+from rlctl.generation.vllm.fast.prefix_hashes import PrefixHashes
 
 BLOCK = 4
 

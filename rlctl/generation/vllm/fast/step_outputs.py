@@ -8,7 +8,7 @@ sequences of Qwen3-0.6B takes 8.8 ms of Python instead of 12.9 (H200's host, vLL
 from collections.abc import Mapping
 from typing import Any
 
-from rlctl.generation.next_token import NextTokens, SampledTokens
+from rlctl.generation.vllm.fast.next_token import NextTokens, SampledTokens
 
 
 class StepOutputs:

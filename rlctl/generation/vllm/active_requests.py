@@ -9,7 +9,7 @@ Pure bookkeeping but for the lock: the engine's thread changes records, a caller
 
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 from statistics import median
@@ -18,55 +18,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rlctl.generation.requests import Completion, PackedCompletions, RequestId, TurnRequest
+from rlctl.generation.engine import ENOUGH, GATHER_ROUNDS, GATHER_S, EngineStats
+from rlctl.generation.requests import Completion, RequestId, TurnRequest
 
-# Answers of so many seconds leave together while others run: a call costs the driver about 1 ms, and takes time of the
-# engine's process, in which its steps stand still.
-GATHER_S = 0.02
-# They gather in so many such rounds while requests enough wait in the engine, since no step lacks any then.
-_ROUNDS = 10
-GATHER_MOST_S = _ROUNDS * GATHER_S
-# Requests that are enough, for each answer.
+# Requests that wait in the engine and are enough, for each answer.
 _WAITING = 2
-# Answers, or requests, that gather at most.
-ENOUGH = 32
 # Steps before a change of weights that tell the ordinary gap.
 _BEFORE = 64
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """Totals since the engine's start."""
-
-    # Seconds spent in steps.
-    busy: float = 0.0
-    # Seconds in which weights changed and nothing could be sampled.
-    paused: float = 0.0
-    # Sampled tokens: one a step for each sequence in it.
-    tokens: int = 0
-    steps: int = 0
-    # Prompt tokens of requests that began, and those of them that the prefix cache held.
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    # Sequences of the longest kind that the key-value cache holds; 0 where that is unknown.
-    holds: int = 0
-    # When this was read, seconds of the engine's own clock.
-    at: float = field(default=0.0, compare=False)
-
-    def after_step(self, seconds: float, sequences: int, cache: Any) -> "EngineStats":
-        """Return the totals after one more step of `sequences`. cache: vLLM's `PrefixCacheStats` since the start."""
-        return replace(
-            self,
-            busy=self.busy + seconds,
-            tokens=self.tokens + sequences,
-            steps=self.steps + 1,
-            prompt_tokens=cache.queries,
-            cached_tokens=cache.hits,
-        )
-
-    def after_pause(self, seconds: float) -> "EngineStats":
-        """Return the totals after a change of weights."""
-        return replace(self, paused=self.paused + seconds)
+def after_step(stats: EngineStats, seconds: float, sequences: int, cache: Any) -> EngineStats:
+    """Return the totals after one more step of `sequences`. cache: vLLM's `PrefixCacheStats` since the start."""
+    return replace(
+        stats,
+        busy=stats.busy + seconds,
+        tokens=stats.tokens + sequences,
+        steps=stats.steps + 1,
+        prompt_tokens=cache.queries,
+        cached_tokens=cache.hits,
+    )
 
 
 def stall(steps: list[float], begin: float, end: float) -> float:
@@ -111,16 +81,6 @@ class ActiveTurn:
         tokens = np.asarray(self.output.token_ids, np.int32)
         log_probs = np.asarray(self.output.logprobs.logprobs, np.float32)
         return Completion(tokens, log_probs, self.versions(len(tokens)), self.output.finish_reason)
-
-
-@dataclass(frozen=True)
-class FinishedTurns:
-    """Answers that an engine hands out together."""
-
-    ids: list[RequestId]
-    # A row each of `ids`.
-    columns: PackedCompletions
-    stats: EngineStats
 
 
 class ActiveRequests:
@@ -202,7 +162,7 @@ class ActiveRequests:
 
     def _gather(self, waiting: Callable[[], int]) -> None:
         """Wait for answers that leave together with the one that is there."""
-        for _ in range(_ROUNDS):
+        for _ in range(GATHER_ROUNDS):
             if self._changed.wait_for(lambda: not self, GATHER_S):
                 return
             if not 0 < len(self._ended) < ENOUGH or waiting() < _WAITING * len(self._ended):

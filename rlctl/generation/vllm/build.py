@@ -1,20 +1,30 @@
 """The engine's only use of vLLM's interface: building one, one rollout's request, and its scheduler's requests."""
 
 import gc
-from collections.abc import Mapping
 from typing import Any
 
-from rlctl.generation.next_token import NextTokens
-from rlctl.generation.prefix_hashes import PrefixHashes
 from rlctl.generation.requests import TurnRequest
-from rlctl.generation.spec import VLLM_FIELDS, EngineSpec
-from rlctl.generation.step_outputs import StepOutputs
+from rlctl.generation.spec import EngineSpec
+from rlctl.generation.vllm.fast.switch import refuse_what_is_not_honoured, shorten_steps
 
+# Fields of a spec that are passed on to vLLM as they are.
+_FIELDS = (
+    "dtype",
+    "seed",
+    "max_model_len",
+    "max_num_seqs",
+    "tensor_parallel_size",
+    "enforce_eager",
+    "load_format",
+)
 _CPU_BATCH_TOKENS = 8192
 
 
-def build_llm(spec: EngineSpec) -> Any:
-    """Build vLLM's engine in this process."""
+def build_llm(spec: EngineSpec, extension: str) -> tuple[Any, list[str]]:
+    """Build vLLM's engine in this process. Return it, and notes for a person.
+
+    extension: class mixed into vLLM's workers, "module.Class".
+    """
     engine_args, llm_engine = _classes()
     extra: dict[str, Any] = {}
     if spec.kv_cache_mib is not None:
@@ -46,28 +56,14 @@ def build_llm(spec: EngineSpec) -> Any:
             generation_config="vllm",
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            worker_extension_cls=spec.extension,
-            **{name: getattr(spec, name) for name in VLLM_FIELDS},
+            worker_extension_cls=extension,
+            **{name: getattr(spec, name) for name in _FIELDS},
             **extra,
         )
     )
-    core = llm.engine_core.engine_core
-    shorten_steps(core.scheduler, llm.output_processor.request_states)
-    shorten_device_steps(llm)
-    if spec.turns:
-        PrefixHashes(core)
-    _count_prefix_hits(core.scheduler.kv_cache_manager)
-    return llm
-
-
-def shorten_steps(scheduler: Any, states: Mapping[str, Any]) -> None:
-    """Spare a step what vLLM does for each token of each request. states: of the output processor, by request."""
-    StepOutputs(scheduler, states, NextTokens(scheduler))
-
-
-def shorten_device_steps(llm: Any) -> None:
-    """Spare a step what vLLM does on the device and to it, see `device_step`."""
-    llm.collective_rpc("rl_shorten_steps")
+    note = shorten_steps(llm, spec)
+    _count_prefix_hits(llm.engine_core.engine_core.scheduler.kv_cache_manager)
+    return llm, [note] if note else []
 
 
 def cached_sequences(llm: Any) -> int:
@@ -112,6 +108,8 @@ def vllm_request(llm: Any, spec: EngineSpec, request: TurnRequest) -> Any:
     """Return a turn as vLLM's own request. Raises ValueError for a prompt that does not fit the model."""
     prompt = {"type": "token", "prompt_token_ids": request.prompt_tokens}
     params = _sampling_params(spec, request)
+    if spec.fast_path:
+        refuse_what_is_not_honoured(params)
     return llm.input_processor.process_inputs(str(request.id), prompt, params, supported_tasks=("generate",))
 
 

@@ -7,7 +7,7 @@ the turns before it, whose blocks are hashed already.
 from collections import OrderedDict
 from typing import Any
 
-from rlctl.generation.next_token import whole_sequences
+from rlctl.generation.vllm.fast.next_token import whole_sequences
 
 # Rollouts whose hashes are kept, for each sequence that an engine decodes. Most rollouts wait: for the engine, or for
 # their environment. A token of a rollout takes 36 bytes.

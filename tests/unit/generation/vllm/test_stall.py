@@ -2,7 +2,7 @@
 
 import pytest
 
-from rlctl.generation.active_requests import stall
+from rlctl.generation.vllm.active_requests import stall
 
 
 @pytest.mark.parametrize(

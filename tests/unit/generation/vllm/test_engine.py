@@ -2,14 +2,15 @@
 last."""
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rlctl.generation.active_requests import ActiveRequests, EngineStats
-from rlctl.generation.engine import Engine, RefitState
-from rlctl.generation.vllm_worker import answered
-from rlctl.generation.weight_loader import LoadMode
+from rlctl.generation.engine import EngineStats, LoadMode
+from rlctl.generation.vllm.active_requests import ActiveRequests
+from rlctl.generation.vllm.engine import RefitState, VllmEngine
+from rlctl.generation.vllm.worker import answered
 from rlctl.refit.protocol import Header, RefitError, Untouched
 from tests.turns import turn, turns
 from tests.unit.rollout.fake_engine import SteppedEngine, answer
@@ -17,9 +18,9 @@ from tests.unit.rollout.fake_engine import SteppedEngine, answer
 
 def engine() -> Any:
     """Without vLLM, and without its thread."""
-    one: Any = Engine.__new__(Engine)
+    one: Any = VllmEngine.__new__(VllmEngine)
     one._requests, one._poisoned, one._version, one._stats = ActiveRequests(), "", 4, EngineStats()
-    one._spec, one._llm, one._entering = None, None, deque()
+    one._spec, one._llm, one._entering = SimpleNamespace(recompute_kv_cache=False), None, deque()
     one._state, one._overwrites, one._dropped = RefitState.SERVING, False, False
     one._on_thread, one._enter = lambda work: work(), lambda request: None
     return one
@@ -76,7 +77,7 @@ def test_what_has_not_entered_ends_with_an_engine_that_fails(monkeypatch: pytest
         raise MemoryError("no room for a request")
 
     one = stepped(monkeypatch)
-    monkeypatch.setattr("rlctl.generation.engine.add_request", fail)
+    monkeypatch.setattr("rlctl.generation.vllm.engine.add_request", fail)
     one.submit([turn(0), turn(1)])
     one.step()
     assert not one._requests and not one._entering
@@ -106,7 +107,7 @@ class Sleeper:
 
 @pytest.fixture(autouse=True)
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlctl.generation.engine.vllm_request", lambda llm, spec, request: None)
+    monkeypatch.setattr("rlctl.generation.vllm.engine.vllm_request", lambda llm, spec, request: None)
 
 
 HEADER = Header(5, "digest", "all")
@@ -118,14 +119,14 @@ def slept(*overwrites: bool) -> Any:
     one._llm = Sleeper(*overwrites)
     one.refit_open(*opening)
     one.sleep()
-    one.wake(["weights"])
-    one.wake(["kv_cache"])
+    one.wake("weights")
+    one.wake("kv_cache")
     return one
 
 
 def test_an_engine_whose_weights_were_dropped_samples_nothing_before_a_refit_made_others_live() -> None:
     one = slept(True, True)
-    one._sampling = list
+    one._restart_what_has_not_begun = list
     assert one._llm.levels == [2]
     for _ in range(2):
         with pytest.raises(RuntimeError, match="weights were dropped when it fell asleep: a refit must come first"):

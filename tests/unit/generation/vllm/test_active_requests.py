@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.generation import active_requests
-from rlctl.generation.active_requests import ActiveRequests, ActiveTurn
+from rlctl.generation.vllm import active_requests
+from rlctl.generation.vllm.active_requests import ActiveRequests, ActiveTurn
 from tests.turns import turn, turns
 
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from rlctl.generation.param_layout import unregistered
+from rlctl.generation.vllm.param_layout import unregistered
 
 
 def on_a_device() -> torch.Tensor:

@@ -1,0 +1,153 @@
+"""The switch of vLLM's shortened steps, `generation.fast_path`: all of them, or vLLM's own.
+
+They take the place of vLLM's private code. So they are on only for exact versions that they were compared with bit by
+bit (`tests/system/test_next_token.py`, `tests/gpu/test_next_token.py`), and where every name that they rely on exists.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from operator import attrgetter
+from typing import Any
+
+from rlctl.generation.spec import EngineSpec
+from rlctl.generation.vllm.fast.next_token import NextTokens
+from rlctl.generation.vllm.fast.prefix_hashes import PrefixHashes
+from rlctl.generation.vllm.fast.step_outputs import StepOutputs
+
+# By device, versions of vLLM: a new one is added when both tests pass with it.
+COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1",)}
+# Names of a scheduler, and of its parts, that the shortened steps read or set.
+SCHEDULER = (
+    "_pause_state",
+    "block_size",
+    "connector",
+    "current_step",
+    "defer_block_free",
+    "ec_connector",
+    "lora_config",
+    "max_model_len",
+    "max_num_running_reqs",
+    "max_num_scheduled_tokens",
+    "need_mamba_block_aligned_split",
+    "num_lookahead_tokens",
+    "num_spec_tokens",
+    "prev_step_scheduled_req_ids",
+    "requests",
+    "running",
+    "schedule",
+    "update_from_output",
+    "use_pp",
+    "use_v2_model_runner",
+    "kv_cache_manager.allocate_slots",
+    "kv_cache_manager.block_pool.get_num_free_blocks",
+    "kv_cache_manager.cache_blocks",
+    "kv_cache_manager.coordinator.single_type_managers",
+    "kv_cache_manager.enable_caching",
+)
+# Names of a request.
+REQUEST = (
+    "_all_token_ids",
+    "_block_hasher",
+    "_output_token_ids",
+    "block_hashes",
+    "cache_salt",
+    "is_prefill_chunk",
+    "max_tokens",
+    "next_decode_eligible_step",
+    "num_computed_tokens",
+    "num_output_placeholders",
+    "num_output_tokens",
+    "prompt_token_ids",
+    "request_id",
+    "sampling_params",
+    "status",
+    "update_block_hashes",
+)
+# Names of which either the first or the second exists, by version.
+EITHER = (("num_stale_output_tokens", "async_tokens_to_discard"),)
+# Sampling parameters that they honour.
+_HONOURED = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "ignore_eos",
+    "logprobs",
+    "flat_logprobs",
+    "detokenize",
+    "skip_clone",
+    "output_kind",
+    "stop_token_ids",
+}
+
+
+def shorten_steps(llm: Any, spec: EngineSpec) -> str | None:
+    """Shorten an engine's steps, if they are to be and can. Return why vLLM's own are used where `auto` is off.
+
+    llm: vLLM's `LLMEngine`, freshly built.
+    """
+    if not spec.fast_path:
+        return None
+    if why := _why_not(llm, spec.device):
+        return f"generation.fast_path=auto uses vLLM's own steps: {why}"
+    core = llm.engine_core.engine_core
+    StepOutputs(core.scheduler, llm.output_processor.request_states, NextTokens(core.scheduler))
+    llm.collective_rpc("rl_shorten_steps")
+    if spec.turns:
+        PrefixHashes(core)
+    return None
+
+
+def _why_not(llm: Any, device: str) -> str | None:
+    """Return why an engine's steps cannot be shortened, None if they can."""
+    import vllm
+
+    version, compared = vllm.__version__.partition("+")[0], COMPARED[device]
+    if version not in compared:
+        return f"shortened ones were compared with vLLM {', '.join(compared)} on this device, not with {version}"
+    core = llm.engine_core.engine_core
+    lacking = [f"Scheduler.{name}" for name in missing(core.scheduler, SCHEDULER)] + _missing_of_requests()
+    if not hasattr(core, "request_block_hasher"):
+        lacking.append("EngineCore.request_block_hasher")
+    for worker in llm.collective_rpc("rl_fast_path_lacks"):
+        lacking += worker
+    return f"vLLM {version} has no {', '.join(dict.fromkeys(lacking))}" if lacking else None
+
+
+def missing(owner: Any, names: Iterable[str]) -> list[str]:
+    """Return the dotted names that `owner` does not have."""
+    absent = []
+    for name in names:
+        try:
+            attrgetter(name)(owner)
+        except AttributeError:
+            absent.append(name)
+    return absent
+
+
+def _missing_of_requests() -> list[str]:
+    """Return the names of `REQUEST` that a request would not have; there is none to ask yet."""
+    from vllm.v1.request import Request
+
+    known = {*dir(Request), *Request.__init__.__code__.co_names}
+    either = ["/".join(names) for names in EITHER if not known.intersection(names)]
+    return [f"Request.{name}" for name in (*REQUEST, *either) if name not in known]
+
+
+def refuse_what_is_not_honoured(params: Any) -> None:
+    """Raise ValueError for a sampling parameter that shortened steps would pass over. params: `SamplingParams`."""
+    names, read, usual = _others()
+    if (found := read(params)) != usual:
+        name, value = next((name, mine) for name, mine, other in zip(names, found, usual) if mine != other)
+        raise ValueError(f"{name}={value!r} is not honoured by shortened steps; generation.fast_path=off honours it")
+
+
+@cache
+def _others() -> tuple[list[str], Callable[[Any], Any], Any]:
+    """Return the sampling parameters that must have their usual values, a reader, and these values."""
+    from vllm import SamplingParams
+
+    names = [name for name in SamplingParams.__struct_fields__ if name not in _HONOURED and not name.startswith("_")]
+    read = attrgetter(*names)
+    return names, read, read(SamplingParams())
