@@ -279,6 +279,12 @@ class GrpoHealthSection(HealthSection):
         "older weights, or of a cut distribution.",
         gt=1,
     )
+    max_clipped_share: float = spec(
+        "Warn if the bounds of grpo.loss hold more than this share of the tokens in a step's first update. The policy "
+        "has not moved there: they hold the gap between engine and trainer.",
+        ge=0,
+        le=1,
+    )
     parity_every: int = spec(
         "Only in an asynchronous run, and with top_p or top_k: the steps between comparisons of trainer and engines on "
         "a few tokens that are sampled under equal weights, from the whole distribution. 0 compares never.",

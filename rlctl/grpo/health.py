@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlctl.config.algorithm_schema import DppoLossSection
 from rlctl.config.schema import GrpoConfig
+from rlctl.grpo.metrics import FIRST_CLIPPED
 from rlctl.preflight.resolved import Resolved
 from rlctl.run.health import Ceiling, Decline, Finding, Health, HealthCheck, Metrics, gradient_jump
 
@@ -27,6 +29,8 @@ class FailedShare(Ceiling):
 def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: Callable[[], str] = str) -> Health:
     """Return the checks of a run. cause, tool_cause: return the most common failure of rewards, and of tools."""
     bounds = config.health
+    # The name of a user's loss may have a path.
+    loss = config.grpo.loss.name.replace("{", "{{").replace("}", "}}")
     mismatch = PARITY if Resolved(config).compares_apart else MISMATCH
     checks: list[HealthCheck] = [
         gradient_jump(bounds.max_grad_norm_ratio, bounds.grad_norm_window),
@@ -36,6 +40,13 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: 
             bounds.max_token_mult_prob_error,
             f"{mismatch} is {{value:.4g}}, at most {{bound:g}} (health.max_token_mult_prob_error): the engine computes "
             "other log-probs than the trainer does with the same weights",
+        ),
+        Ceiling(
+            "clipped",
+            FIRST_CLIPPED,
+            bounds.max_clipped_share,
+            f"{loss} clips {{value:.0%}} of the tokens before the policy has moved, at most {{bound:.0%}} "
+            f"(health.max_clipped_share): its bounds hold the gap between engine and trainer; {_wider(config)}",
         ),
         FailedShare(
             "tool_raised",
@@ -70,3 +81,13 @@ def grpo_health(config: GrpoConfig, cause: Callable[[], str] = str, tool_cause: 
         ),
     ]
     return Health(checks, stop=bounds.stop)
+
+
+def _wider(config: GrpoConfig) -> str:
+    """Return the keys that let the bounds hold the policy's own movement alone."""
+    loss = config.grpo.loss
+    if isinstance(loss, DppoLossSection):
+        return "raise grpo.loss.mask_low and grpo.loss.mask_high"
+    if Resolved(config).proximal == "rollout":
+        return "set grpo.loss.proximal=recompute"
+    return "set grpo.updates_per_step=1, or raise grpo.loss.clip_low and grpo.loss.clip_high"

@@ -16,6 +16,7 @@ from rlctl.rollout.types import RolloutGroup, Waste
 from rlctl.telemetry import throughput
 
 GENERATOR_PHASES = ("generation", "refit")
+FIRST_CLIPPED = "ratio/clipped_first"
 TRAINER_PHASES = ("train", "log_probs", "refit")
 
 
@@ -265,7 +266,8 @@ def length_metrics(sampled: list[int]) -> dict[str, float]:
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean over a step's updates, of tokens of an age weighted by their share.
 
-    The mismatch is the first update's, made by the weights that sampled.
+    The mismatch is the first update's, made by the weights that sampled. So is ratio/clipped_first: the share of tokens
+    that bounds hold before the policy has moved. It is left out where older weights sampled and the ratio is to them.
     """
     made = [update for update in updates if update]
     found: dict[str, float] = {}
@@ -276,6 +278,10 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
         found[name] = float(np.average([update[name] for update in having], weights=shares))
         if name.startswith("mismatch/") and not by_age:
             found[name] = having[0][name]
+    held = [made[0][name] for name in ("ratio/clipped_low", "ratio/clipped_high") if name in made[0]] if made else []
+    # Only a ratio to the trainer's own log-probs has an importance weight.
+    if held and ("importance/mean" in made[0] or made[0].get("age/share_0", 1.0) == 1.0):
+        found[FIRST_CLIPPED] = sum(held)
     return found
 
 

@@ -49,6 +49,7 @@ MEANING = {
     "ratio/max": "greatest policy / old policy of a token",
     "ratio/clipped_low": "share of tokens clipped below",
     "ratio/clipped_high": "share of tokens clipped above",
+    "ratio/clipped_first": "share of tokens clipped or masked in a step's first update, before the policy has moved",
     "mismatch/token_mult_prob_error": "mean over tokens of exp|trainer - generator log-prob|; 1 is exact; "
     "under top_p or top_k it holds the probability that they cut",
     "mismatch/kl": "KL between generator and trainer, nats a token",

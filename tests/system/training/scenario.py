@@ -59,7 +59,7 @@ class WeightedLoss:
 
 def whole_rollout_loss() -> PolicyLoss:
     """GSPO with bounds wide enough for made-up log-probs: a loss that reads all rows of a rollout together."""
-    config = load("grpo", None, ["grpo.loss=gspo", "grpo.loss.clip_low=0.9", "grpo.loss.clip_high=9"]).config
+    config = load("grpo", None, ["grpo.loss={name: gspo, proximal: rollout, clip_low: 0.9, clip_high: 9}"]).config
     assert isinstance(config, GrpoConfig)
     return make_loss(config)
 

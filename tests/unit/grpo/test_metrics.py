@@ -230,6 +230,24 @@ def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampl
     assert update_metrics(updates) == {"loss": 2.0, "mismatch/kl": 0.1}
 
 
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({}, True),
+        ({"age/share_0": 1.0}, True),
+        ({"age/share_0": 0.9}, False),  # older weights sampled: the policy has moved since
+        ({"age/share_0": 0.9, "importance/mean": 1.0}, True),  # but not from its own log-probs
+    ],
+)
+def test_the_share_that_bounds_hold_before_the_policy_moves_is_the_first_updates(
+    more: dict[str, float], told: bool
+) -> None:
+    first = {"ratio/clipped_low": 0.25, "ratio/clipped_high": 0.125, **more}
+    found = update_metrics([first, {**first, "ratio/clipped_low": 0.75}])
+    assert found.get("ratio/clipped_first") == (0.375 if told else None)
+    assert found["ratio/clipped_low"] == 0.5
+
+
 def test_a_step_without_an_update_has_no_numbers_of_one() -> None:
     assert update_metrics([]) == {}
 

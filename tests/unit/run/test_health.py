@@ -100,6 +100,32 @@ def test_the_bounds_are_the_configs() -> None:
         assert "held-out accuracy is 74.7%, 18.0% below its start of 92.7%, at most 10.0%" in found[1].what
 
 
+@pytest.mark.parametrize(
+    ("settings", "loss", "remedy"),
+    [
+        (["grpo.loss={name: gspo, proximal: rollout}"], "gspo", "set grpo.loss.proximal=recompute"),
+        (["grpo.loss=dppo"], "dppo", "raise grpo.loss.mask_low and grpo.loss.mask_high"),
+        (
+            ["grpo.loss=gspo", "grpo.updates_per_step=2"],
+            "gspo",
+            "set grpo.updates_per_step=1, or raise grpo.loss.clip_low and grpo.loss.clip_high",
+        ),
+    ],
+)
+def test_a_loss_that_clips_before_the_policy_has_moved_is_told_once(
+    settings: list[str], loss: str, remedy: str
+) -> None:
+    config = load("grpo", None, settings).config
+    assert isinstance(config, GrpoConfig)
+    health = grpo_health(config)
+    found = [health.look(step, {"ratio/clipped_first": share}) for step, share in enumerate((0.05, 0.368, 0.4))]
+    assert [len(each) for each in found] == [0, 1, 0]
+    assert found[1][0].what == (
+        f"{loss} clips 37% of the tokens before the policy has moved, at most 5% (health.max_clipped_share): its "
+        f"bounds hold the gap between engine and trainer; {remedy}"
+    )
+
+
 def test_rewards_that_fail_for_most_rollouts_stop_a_run_and_a_resumed_one_again() -> None:
     config = load("grpo", None, ["health.max_failed_reward_share=0.25", "health.failed_reward_steps=3"]).config
     assert isinstance(config, GrpoConfig)

@@ -171,6 +171,14 @@ def test_is_made_from_the_config_of_a_run() -> None:
     assert configured("grpo.loss=cispo", "async.enabled=true").proximal == "rollout"
 
 
+def test_gspo_has_the_trainers_own_log_probs_without_a_pass_where_a_step_makes_one_update() -> None:
+    explicit = "grpo.loss={name: gspo, proximal: auto}"
+    assert [configured(key).proximal for key in ("grpo.loss=gspo", explicit)] == ["current", "current"]
+    assert configured("grpo.loss=gspo", "grpo.updates_per_step=2").needs == LossNeeds(
+        proximal=True, whole_rollouts=True
+    )
+
+
 def test_keys_of_a_users_class_become_values_of_its_fields_types() -> None:
     file = Path(__file__).parents[3] / "plugins" / "my_loss.py"
     tau = vars(configured(f"grpo.loss.name={file}:Sapo", "grpo.loss.tau_down=2"))["tau_down"]
