@@ -12,9 +12,7 @@ from rlctl.dashboard.formats import count, number, percent
 
 def result_table(result: Mapping[str, Any]) -> Group:
     """Return the figures of one data set, with intervals at 95%."""
-    figures, k = result["figures"], result["generations"]
-    how = "greedy" if not result["temperature"] else f"temperature {result['temperature']:g}"
-    title = f"{count(figures['tasks'], 'task')}, {count(k, 'answer')} each, {how}"
+    title = f"{count(result['figures']['tasks'], 'task')}, {_sampling(result)}"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bright_black", no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
@@ -40,7 +38,36 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
     if result["left_out"]:
         table.add_row("left out", f"{result['left_out']}", "without a score in both")
     title = Text.assemble((f"{result['second']} minus {result['first']}", "bold"), f" on {result['data']}")
-    return Group(title, table, "")
+    return Group(title, *_settings(result), table, "")
+
+
+def _settings(result: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield the settings of both sides of a comparison: in one line where they are equal."""
+    first, second = (result["settings"][side] for side in ("first", "second"))
+    if not result["unequal"]:
+        yield Text(f"both: {_sampling(first)}", "bright_black")
+        return
+    yield Text(f"{result['second']}: {_sampling(second)}{_scoring(result, second)}", "bright_black")
+    yield Text(f"{result['first']}: {_sampling(first)}{_scoring(result, first)}", "bright_black")
+    differ = ", ".join(result["unequal"])
+    yield Text(f"Settings differ ({differ}): the difference is that of models and settings together.", "yellow")
+
+
+def _sampling(settings: Mapping[str, Any]) -> str:
+    """Return how answers were sampled: `4 answers each, temperature 1, at most 64 tokens`."""
+    temperature = settings["temperature"]
+    parts = [f"{count(settings['generations'], 'answer')} each"]
+    parts.append(f"temperature {temperature:g}" if temperature else "greedy")
+    if temperature and settings.get("top_p", 1) < 1:
+        parts.append(f"top_p {settings['top_p']:g}")
+    if temperature and settings.get("top_k", 0) > 0:
+        parts.append(f"top_k {settings['top_k']}")
+    return ", ".join([*parts, f"at most {count(settings['max_new_tokens'], 'token')}"])
+
+
+def _scoring(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the rewards of one side if the other has different ones."""
+    return f", scored by {' + '.join(settings['scored_by'])}" if "scored_by" in result["unequal"] else ""
 
 
 def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -3,16 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from fractions import Fraction
+from glob import escape
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rlctl.evaluation.statistics import Bounds, paired
-from rlctl.evaluation.store import EvaluationError, EvaluationFolder
+from rlctl.evaluation.store import MADE_AGAIN, DamagedResult, EvaluationError, EvaluationFolder
 from rlctl.evaluation.target import find_target
+from rlctl.run.run_dir import RunDirError, find_run
 
 Result = dict[str, Any]
 
+# Settings on which a comparison depends.
+SETTINGS = ("generations", "temperature", "top_p", "top_k", "max_new_tokens", "scored_by")
 # Differences with a smaller probability are called more than chance.
 LEVEL = 0.05
 
@@ -22,37 +26,61 @@ class NotComparable(ValueError):
 
 
 def results_of(path: Path, root: Path) -> list[Result]:
-    """Return the results that `path` names: a result's folder or file, or a checkpoint or run with results, newest
-    first.
+    """Return the results that `path` names, newest first: one result's folder or file, or those of weights.
 
-    root: the folder of runs. Raises EvaluationError, TargetError.
+    A run stands for all of its checkpoints. root: the folder of runs. Raises EvaluationError, TargetError.
     """
     folder = path.parent if path.name == "result.json" else path
-    if result := EvaluationFolder(folder).result():
+    if result := _whole(folder):
         return [result]
-    target = find_target(str(path), root)
-    folders = (target.run / "evals").glob(f"step_{target.step}--*/result.json") if target.run else ()
+    if (folder / "parts").is_dir():
+        raise EvaluationError(f"{path}: the evaluation is not finished; the same `rlctl eval` goes on with it")
+    try:
+        run = find_run(str(path), root)
+        name, folders = run.name, (run / "evals").glob("step_*--*/result.json")
+    except RunDirError:
+        target = find_target(str(path), root)
+        place, parent = (f"step_{target.step}", target.run / "evals") if target.run else (target.name, Path("evals"))
+        name, folders = target.name, parent.glob(f"{escape(place)}--*/result.json")
     files = sorted(folders, key=lambda file: -file.stat().st_mtime)
-    found = [result for file in files if (result := EvaluationFolder(file.parent).result())]
+    found = [result for file in files if (result := _whole(file.parent))]
     if not found:
-        raise EvaluationError(f"{path}: {target.name} was not evaluated yet; rlctl eval {path} does it")
+        raise EvaluationError(f"{path}: {name} was not evaluated yet; rlctl eval {path} does it")
     return found
+
+
+def _whole(folder: Path) -> Result | None:
+    try:
+        return EvaluationFolder(folder).result()
+    except DamagedResult as error:
+        raise EvaluationError(f"{error}; nothing is compared; {MADE_AGAIN}") from None
+
+
+def settings_of(result: Result) -> Result:
+    """Return the settings that a result states: those of its sampling and its scores."""
+    return {name: result[name] for name in SETTINGS if name in result}
 
 
 def pair(first: Sequence[Result], second: Sequence[Result]) -> tuple[Result, Result]:
     """Return the first pair that has the same rows and settings, else the same rows, else the first of each."""
     pairs = list(product(first, second))
     same = [(a, b) for a, b in pairs if a["rows"] == b["rows"]]
-    settings = ("generations", "temperature", "rescored")
-    alike = [(a, b) for a, b in same if all(a.get(key) == b.get(key) for key in settings)]
-    return (alike or same or pairs)[0]
+    equal = [(a, b) for a, b in same if not _unequal(a, b)]
+    return (equal or same or pairs)[0]
+
+
+def _unequal(first: Result, second: Result) -> list[str]:
+    """Return the names of the settings that differ; one that an older result lacks is not known to."""
+    before, after = settings_of(first), settings_of(second)
+    return [name for name in SETTINGS if name in before and name in after and before[name] != after[name]]
 
 
 def compare(first: Result, second: Result) -> Result:
     """Return the difference of two results, second minus first, in accuracy and in reward.
 
     Both are of `EvaluationFolder.result`. Tasks that one of them lacks, or has no score of, are left out and counted.
-    Raises NotComparable for results of different rows, and for no common task.
+    `settings` has the settings of both, `unequal` the names of those that differ. Raises NotComparable for results of
+    different rows, and for no common task.
     """
     if first["rows"] != second["rows"]:
         what = f"{first['data']} of {first['target']} and {second['data']} of {second['target']}"
@@ -67,6 +95,8 @@ def compare(first: Result, second: Result) -> Result:
     return {
         "first": first["target"],
         "second": second["target"],
+        "settings": {"first": settings_of(first), "second": settings_of(second)},
+        "unequal": _unequal(first, second),
         "data": first["data"],
         "tasks": len(pairs),
         "left_out": max(len(first["by_task"]), len(second["by_task"])) - len(pairs),

@@ -95,8 +95,11 @@ def result_of(
     settings = {
         "generations": max(len(group.rollouts) for group in groups),
         "temperature": config.validation.temperature,
+        "top_p": config.generation.top_p,
+        "top_k": config.generation.top_k,
         "max_new_tokens": config.generation.max_new_tokens,
         "seed": config.run.seed,
+        "scored_by": [f"{each.name} x {each.weight:g}" for each in config.rewards],
     }
     by_task = [asdict(task) for task in task_results(groups)]
     return {**settings, **facts, "rows": rows, "figures": figures(groups), "by_task": by_task}

@@ -14,7 +14,14 @@ from rlctl.dashboard.formats import count
 from rlctl.data.load import part_of
 from rlctl.data.tasks import Task
 from rlctl.evaluation.figures import result_of
-from rlctl.evaluation.store import DamagedResult, EvaluationError, EvaluationFolder, digest_of, digest_of_rows
+from rlctl.evaluation.store import (
+    MADE_AGAIN,
+    DamagedResult,
+    EvaluationError,
+    EvaluationFolder,
+    digest_of,
+    digest_of_rows,
+)
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest
 from rlctl.preflight.load import Composed
 from rlctl.rewards.base import RewardInput
@@ -56,12 +63,12 @@ def find_answers(source: Path, root: Path, step: int | None) -> StoredAnswers:
     try:
         evaluation = EvaluationFolder(folder).result()
     except DamagedResult as error:
-        remedy = "the command that made the evaluation makes it again from its answers"
-        raise EvaluationError(f"{error}; nothing is scored; {remedy}") from None
+        raise EvaluationError(f"{error}; nothing is scored; {MADE_AGAIN}") from None
     if evaluation is not None:
         groups = list(read_groups(folder / "rollouts.jsonl", index(folder / "rollouts.jsonl")))
         facts = (evaluation["target"], evaluation["data"])
-        sampled = {name: evaluation[name] for name in ("temperature", "max_new_tokens", "seed")}
+        known = ("temperature", "top_p", "top_k", "max_new_tokens", "seed")
+        sampled = {name: evaluation[name] for name in known if name in evaluation}
         return StoredAnswers(groups, evaluation["step"], folder / "config.yaml", *facts, folder.parent, sampled)
     try:
         run = RunDir(find_run(str(folder), root))

@@ -30,6 +30,10 @@ _ASIDE = ("kind", "run", "trainer", "placement", "checkpoint", "health", "teleme
 _FINISHED = ("rollouts.jsonl", "result.json")
 
 
+# Remedy of a damaged result.
+MADE_AGAIN = "the command that made the evaluation makes it again from its answers"
+
+
 class EvaluationError(ValueError):
     """An evaluation that cannot be begun or read; one line for the user."""
 

@@ -1,6 +1,7 @@
 """`rlctl eval` and `rlctl export`: what is refused before an engine starts, in one line; stored results shown."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def with_checkpoint(run: Path) -> Path:
         (["first"], "error: runs/first: is a run without rewards: name a GRPO recipe too, whose data and rewards"),
         (["first", "--step", "3"], "error: runs/first has no checkpoint of step 3; there are 4\n"),
         (["first", "--compare", "a", "b"], "error: --compare: takes two results and nothing else\n"),
-        (["--compare", "first", "first"], "error: first: first step 4 was not evaluated yet; rlctl eval first does it"),
+        (["--compare", "first", "first"], "error: first: first was not evaluated yet; rlctl eval first does it"),
         (["--rescore", "first"], "error: runs/first/rollouts.jsonl: no held-out answers of any step"),
     ],
 )
@@ -51,23 +52,68 @@ def test_a_recipe_without_held_out_rows_asks_for_some(rlctl: Rlctl, home: Path) 
 
 def result(name: str, right: int) -> dict[str, Any]:
     tasks = [{"task": f"r{n}", "scored": 1, "right": int(n < right), "reward": float(n < right)} for n in range(20)]
-    return {"target": name, "data": "validation", "rows": "r", "by_task": tasks, "figures": {"tasks": 20}}
+    settings = {"generations": 1, "temperature": 0.0, "max_new_tokens": 64, "scored_by": ["exact x 1"]}
+    facts = {"target": name, "data": "validation", "rows": "r", "by_task": tasks, "figures": {"tasks": 20}}
+    return {**settings, **facts}
+
+
+def keep(folder: Path, found: dict[str, Any]) -> None:
+    folder.mkdir(parents=True)
+    EvaluationFolder(folder).finish([], found)
 
 
 def test_two_results_are_compared_task_by_task(rlctl: Rlctl, home: Path) -> None:
     for name, right in (("a", 5), ("b", 12)):
-        folder = EvaluationFolder(home / name)
-        folder.path.mkdir()
-        folder.finish([], result(name, right))
+        keep(home / name, result(name, right))
     done = rlctl("eval", "--compare", "a", "b/result.json")
     assert done.code == 0
-    assert "b minus a on validation" in done.out
+    assert "b minus a on validation\nboth: 1 answer each, greedy, at most 64 tokens\n" in done.out
     assert "+35.0 points" in done.out
     assert "p = 0.016: more than chance" in done.out
     assert "7 better, 0 worse, rest equal" in done.out
     found = json.loads(rlctl("eval", "--compare", "b", "a", "--json").out)
     assert found["accuracy"]["mean"] == pytest.approx(-0.35)
     assert found["accuracy"]["p_value"] == pytest.approx(2 / 2**7)
+
+
+def test_answers_of_unequal_settings_are_compared_with_both_in_the_header(rlctl: Rlctl, home: Path) -> None:
+    keep(home / "a", result("a", 5))
+    keep(home / "b", {**result("b", 9), "generations": 4, "temperature": 1.0, "top_p": 0.9})
+    keep(home / "c", {**result("c", 9), "scored_by": ["mine.py:strict x 0.5"]})
+    sampled = rlctl("eval", "--compare", "a", "b").out
+    assert "b: 4 answers each, temperature 1, top_p 0.9, at most 64 tokens\na: 1 answer each, greedy" in sampled
+    assert "Settings differ (generations, temperature): the difference is that of models" in sampled
+    scored = rlctl("eval", "--compare", "a", "c").out
+    assert "at most 64 tokens, scored by mine.py:strict x 0.5\n" in scored and "differ (scored_by)" in scored
+    assert json.loads(rlctl("eval", "--compare", "a", "c", "--json").out)["unequal"] == ["scored_by"]
+
+
+def test_a_run_stands_for_its_newest_evaluation_of_whatever_step(rlctl: Rlctl, home: Path) -> None:
+    run = with_checkpoint(write_run(home, "kind: sft\n"))
+    for seconds, step in enumerate((1, 3, 2)):
+        folder = run / f"evals/step_{step}--validation--01234567"
+        keep(folder, result(f"first step {step}", step))
+        os.utime(folder / "result.json", (seconds, seconds))
+    keep(home / "evals/model--validation--01234567", result("model", 9))
+    assert "first step 2 minus model on validation" in rlctl("eval", "--compare", "model", "first").out
+    done = rlctl("eval", "--compare", "model", "runs/first/checkpoints/step_4")
+    assert done.err.startswith("error: runs/first/checkpoints/step_4: first step 4 was not evaluated yet")
+
+
+AGAIN = "nothing is compared; the command that made the evaluation makes it again from its answers\n"
+
+
+def test_an_evaluation_that_is_damaged_or_not_finished_is_not_compared(rlctl: Rlctl, home: Path) -> None:
+    keep(home / "a", result("a", 5))
+    (home / "b/parts").mkdir(parents=True)
+    done = rlctl("eval", "--compare", "a", "b")
+    assert (done.code, done.err) == (
+        2,
+        "error: b: the evaluation is not finished; the same `rlctl eval` goes on with it\n",
+    )
+    (home / "a/result.json").write_text((home / "a/result.json").read_text().replace('"right": 1', '"right": 0'))
+    done = rlctl("eval", "--compare", "a", "a")
+    assert (done.code, done.err) == (2, "error: a/result.json: its bytes are not those that were written; " + AGAIN)
 
 
 def test_an_export_says_what_is_in_its_way(rlctl: Rlctl, home: Path) -> None:

@@ -109,5 +109,9 @@ def test_a_checkpoint_stands_for_its_newest_result_on_rows_that_both_have(tmp_pa
     fourth = results_of(tmp_path / "sums/evals/step_4--hard--01234567", tmp_path)
     assert {each["rows"] for each in second} == {"e", "h"}
     assert [each["rows"] for each in pair(second, fourth)] == ["h", "h"]
-    with pytest.raises(EvaluationError, match="sums: sums step 6 was not evaluated yet; rlctl eval sums does it"):
-        results_of(Path("sums"), tmp_path)
+    sixth = tmp_path / "sums/checkpoints/step_6"
+    with pytest.raises(
+        EvaluationError, match=r"step_6: sums step 6 was not evaluated yet; rlctl eval .*step_6 does it"
+    ):
+        results_of(sixth, tmp_path)
+    assert len(results_of(Path("sums"), tmp_path)) == 3
