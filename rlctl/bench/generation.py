@@ -301,9 +301,8 @@ def _prompts(chat: "Chat") -> Iterator[Task]:
     for number in numbers_from():
         text = random_words(rng, PROMPT_WORDS)
         messages = [{"role": "user", "content": text}]
-        rendered = chat.prompt_text(messages)
-        tokens = chat.prompt_tokens(rendered)
-        yield Task(f"r{number}", tokens, rendered, None, {"prompt": text}, messages=messages)
+        prompt = chat.prompt(messages)
+        yield Task(f"r{number}", prompt.tokens, prompt.text, None, {"prompt": text}, messages=messages)
 
 
 def _in_turns(config: GrpoConfig, turns: int) -> GrpoConfig:

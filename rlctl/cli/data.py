@@ -162,10 +162,10 @@ def _played(composed: "Composed", config: GrpoConfig, parts: "list[DataPart]", c
     chat = run_chat(config)
     _, reports = _all(parts, lambda part: load_prompts(config, part.section, chat, part.rows))
     setup = try_environments(composed, parts[0].section, parts[0].rows[0], chat)
-    prompt = chat.prompt_text(setup.first, setup.tools)
+    prompt = chat.prompt(setup.first, setup.tools)
     note(setup.notes)
-    texts = [_sample("first row", [Piece(prompt, False)])] if count else []
-    return _Seen(reports, _ends(config, chat), Lengths.of([len(chat.prompt_tokens(prompt))]), texts)
+    texts = [_sample("first row", [Piece(prompt.text, False)])] if count else []
+    return _Seen(reports, _ends(config, chat), Lengths.of([len(prompt.tokens)]), texts)
 
 
 def _first(rows: list["Drawn"], config: RunConfig, count: int) -> list["Drawn"]:
@@ -259,7 +259,7 @@ def _show(path: str, seen: _Seen) -> None:
         f"median, {lengths.p90:,.4g} at the 90th percentile, at most {lengths.longest:,}"
     )
     out.print(f"ends     {seen.ends}")
-    note(seen.ends.warnings)
+    note([*seen.ends.warnings, *seen.report.warnings])
     if (packs := seen.packs) is not None:
         out.print(f"trained  {seen.trained:.1%} of the tokens")
         out.print(f"packs    {packs}, over the first {packs.steps:,} step{'s' * (packs.steps != 1)}")

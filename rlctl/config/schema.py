@@ -125,6 +125,10 @@ class DataSection:
         "auto is the tokenizer's own template, where it has one. none is plain text. Anything else is a Jinja file.",
         path="template",
     )
+    special_tokens: Literal["text", "allow"] = spec(
+        "Control tokens that rows, environments, tools or persons spell. text encodes them as text. allow makes tokens "
+        "of them."
+    )
     max_prompt_length: int | None = spec(
         "Prompts of more tokens than this are left out of the data set. null leaves out none.", ge=1
     )

@@ -167,6 +167,8 @@ def _course(episode: dict[str, Any]) -> list[str]:
     if calls := episode.get("tool_calls"):
         errors = f", {episode['tool_errors']} failed" if episode.get("tool_errors") else ""
         parts.append(f"{count(calls, 'tool call')}{errors}")
+    if spelled := episode.get("spelled"):
+        parts.append(f"{count(spelled, 'control token')} read as text")
     if "environment_s" in episode:
         parts.append(f"environment {duration(episode['environment_s'])}")
     return parts

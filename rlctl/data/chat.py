@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlctl.config.schema import DataSection
+from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
 from rlctl.data.ends import EndTokens, TurnEnd, find_ends, find_turn_end
 from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
@@ -55,8 +56,21 @@ class TurnLink:
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """Text that the model continues, and its tokens."""
+
+    text: str
+    tokens: list[int]
+    # Control tokens that the messages spell and that are encoded as text, in order.
+    spelled: list[str]
+
+
+@dataclass(frozen=True)
 class Chat:
-    """Rules by which prompts and chats become text and tokens."""
+    """Rules by which prompts and chats become text and tokens.
+
+    Text of messages and tools comes from outside: no added token of the tokenizer comes out of it (`ControlTokens`).
+    """
 
     tokenizer: Any
     # Jinja source; None: plain text without roles.
@@ -64,16 +78,29 @@ class Chat:
     system_prompt: str | None
     # Folder of the model, whose end tokens count; None: not on this machine.
     folder: Path | None = None
+    # data.special_tokens: allow reads spelled tokens as control tokens.
+    special_tokens: SpecialTokens = "text"
+
+    def prompt(self, messages: Messages, tools: Tools = ()) -> Prompt:
+        """Return the prompt that the model continues: the chat and the opening of the assistant's turn.
+
+        tools: JSON schemas of the functions that it may call. Raises DataError for no token at all.
+        """
+        text = self._render(messages, generation=True, tools=tools)
+        return Prompt(unmarked(text), self.prompt_tokens(text), self.spelled(messages, tools))
 
     def prompt_text(self, messages: Messages, tools: Tools = ()) -> str:
-        """Return the text that the model continues: the chat and the opening of the assistant's turn.
+        """Return the text of a prompt. Its tokens are those of `prompt`: the text alone may spell further ones."""
+        return unmarked(self._render(messages, generation=True, tools=tools))
 
-        tools: JSON schemas of the functions that it may call.
-        """
-        return self._render(messages, generation=True, tools=tools)
+    def spelled(self, messages: Messages, tools: Tools = ()) -> list[str]:
+        """Return the control tokens that messages and tools spell and that are encoded as text, in order."""
+        if self.special_tokens == "allow":
+            return []
+        return self._control.spelled([*map(self._marked, messages), *self._control.outside(list(tools))])
 
     def prompt_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a prompt's text. A template writes the beginning-of-text token; plain text gets it here.
+        """Return the tokens of a rendered text. A template writes the beginning-of-text token; plain text gets it here.
 
         Raises DataError for no token at all.
         """
@@ -106,14 +133,17 @@ class Chat:
         added: what is said between the two. The turn itself is not rendered: its tokens are those that were sampled.
         Raises DataError if the template cannot go on after a turn.
         """
-        answer = {"role": "assistant", "content": _ANSWER}
+        said = _ANSWER
+        while said in str([*messages, *added]):  # A tool may answer with that text.
+            said += "-"
+        answer = {"role": "assistant", "content": said}
         try:
             text = self._render([*messages, answer, *added], generation=True, tools=tools)
         except Exception as error:  # Whatever a template raises.
             raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
-        if _ANSWER not in text:
+        if said not in text:
             raise DataError("the chat template leaves out the assistant's text, so that no turn can follow it")
-        behind = text.rpartition(_ANSWER)[2]
+        behind = text.rpartition(said)[2]
         marker = self._turn.token
         if marker is None:
             return TurnLink([], self._encode(behind))
@@ -224,13 +254,21 @@ class Chat:
     def _turn(self) -> TurnEnd:
         if self.template is None:
             return TurnEnd()
-        return find_turn_end(partial(self._render, generation=False), self.tokenizer)
+        return find_turn_end(partial(self._write, generation=False), self.tokenizer)
 
     def _render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
-        if self.template is None:
-            return "".join(message["content"] for message in messages)
-        if self.system_prompt is not None and messages[:1] and messages[0]["role"] != "system":
+        """Return the chat as text, with a mark in each control token that messages or tools spell."""
+        templated = self.template is not None
+        if templated and self.system_prompt is not None and messages[:1] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        if self.special_tokens == "text":
+            tools = self._control.outside(list(tools))
+        return self._write([self._marked(message) for message in messages], generation, tools)
+
+    def _write(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
+        if self.template is None:
+            texts = [message["content"] for message in messages]
+            return self._control.joined(texts) if self.special_tokens == "text" else "".join(texts)
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
@@ -240,6 +278,22 @@ class Chat:
                 tools=list(tools) or None,
             )
         )
+
+    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return a message with marks in the control tokens that it spells, unless it may write such tokens."""
+        if self.special_tokens == "allow":
+            return message
+        return self._control.message(message, self._plain_end)
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
+
+    @cached_property
+    def _plain_end(self) -> str | None:
+        """Token that an answer's own text may end with, where the template writes none."""
+        marked = self.template is not None and self._turn.token is not None
+        return None if marked else self.tokenizer.eos_token
 
     def _begun(self, tokens: list[int]) -> list[int]:
         """Return `tokens` with those before them that the tokenizer puts before plain text, once."""
@@ -255,7 +309,7 @@ class Chat:
         return whole[: next(starts, 0)]
 
     def _encode(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        return self._control.encode(text)
 
 
 def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
@@ -271,4 +325,4 @@ def make_chat(tokenizer: Any, data: DataSection, folder: Path | None) -> Chat:
         raise DataError(f"data.chat_template: {chat_template}: no such file (or auto, none)")
     if template is None and system_prompt is not None:
         raise DataError("data.system_prompt needs a chat template: this tokenizer has none, or it is set to none")
-    return Chat(tokenizer, template, system_prompt, folder)
+    return Chat(tokenizer, template, system_prompt, folder, data.special_tokens)

@@ -33,11 +33,15 @@ class LengthReport:
     unanswered: int = 0
     # Samples whose last token does not end an answer.
     unended: int = 0
+    # Rows that spell a control token, which is encoded as text; place of the first one, with the token.
+    spelled: int = 0
+    first_spelled: str = ""
 
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the counts of both sets of rows."""
         both = {key: value + getattr(other, key) for key, value in vars(self).items()}
-        return LengthReport(**both | {"longest": max(self.longest, other.longest)})
+        first = self.first_spelled or other.first_spelled
+        return LengthReport(**both | {"longest": max(self.longest, other.longest), "first_spelled": first})
 
     def __str__(self) -> str:
         """Return, for example, `2,300 rows; 12 dropped (prompt too long), 3 truncated; longest 1,024 tokens`."""
@@ -48,7 +52,23 @@ class LengthReport:
         text = f"{self.rows:,} rows{longest}"
         lacks = [f"{self.unanswered:,} without an answer"] * bool(self.unanswered)
         lacks += [f"{self.unended:,} end with no token at which sampling stops"] * bool(self.unended)
+        lacks += [f"{self.spelled:,} spell control tokens (encoded as text)"] * bool(self.spelled)
         return "; ".join([text, *lacks])
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each thing that a person should look at."""
+        if not self.spelled:
+            return []
+        others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
+        what = f"{self.first_spelled}{others}, which is encoded as text and not as that control token"
+        return [f"{what}; data.special_tokens=allow makes tokens of all that rows spell"]
+
+    def note_spelled(self, row: Row, spelled: list[str]) -> None:
+        """Count a row that spells these control tokens, if there are any."""
+        if spelled:
+            self.spelled += 1
+            self.first_spelled = self.first_spelled or f"{row.origin} spells {spelled[0]}"
 
 
 def tokenize_prompts(
@@ -64,14 +84,15 @@ def tokenize_prompts(
     for row in rows:
         messages, answer = question(row, section)
         with _place(row):
-            text = chat.prompt_text(messages)
-            tokens = chat.prompt_tokens(text)
+            prompt = chat.prompt(messages)
+        tokens = prompt.tokens
+        report.note_spelled(row, prompt.spelled)
         report.longest = max(report.longest, len(tokens))
         if max_prompt_length is not None and len(tokens) > max_prompt_length:
             report.dropped += 1
         else:
             report.unanswered += answer is None
-            prompts.append(Task(f"r{row.number}", tokens, text, answer, row.values, row.source))
+            prompts.append(Task(f"r{row.number}", tokens, prompt.text, answer, row.values, row.source))
     if not prompts:
         raise DataError(
             f"{shown(section.path)}: every prompt is longer than data.max_prompt_length={max_prompt_length}"
@@ -98,6 +119,7 @@ def tokenize_samples(
         messages = conversation(row, section)
         with _place(row):
             tokens, mask = chat.chat_tokens(messages, train)
+        report.note_spelled(row, chat.spelled(messages))
         report.longest = max(report.longest, len(tokens))
         prompt_length = max(int(mask.argmax()), 1)
         if prompt_length > (max_prompt_length or max_length) or prompt_length >= max_length:

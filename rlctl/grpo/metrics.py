@@ -66,6 +66,8 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     calls = sum(episode.tool_calls for _, episode in played)
     for name in ("tool_errors", "tool_raised"):
         metrics[f"environment/{name}"] = sum(getattr(episode, name) for _, episode in played) / max(1, calls)
+    if spelled := sum(episode.spelled for _, episode in played):
+        metrics["environment/spelled_tokens"] = float(spelled)
     metrics["environment/seconds"] = float(np.mean([episode.environment_s for _, episode in played]))
     metrics["environment/rows"] = float(np.mean([len(one.rows) for one, _ in played]))
     endings = Counter(episode.ending for _, episode in played)

@@ -64,6 +64,8 @@ class GrpoParts:
                 tasks, report = load_prompts(config, part.section, chat, part.rows)
                 found[part.of] += tasks
                 session.events.emit("data", what=f"{part.name}: {report}")
+                for line in report.warnings:
+                    session.events.emit("warning", what=line)
                 check_room(tasks, answer, length)
         session.depend_on_rows(digest_rows(found["train"]))
         self.sampling.try_on(found["train"][0])

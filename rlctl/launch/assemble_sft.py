@@ -80,6 +80,8 @@ class SftParts:
                 samples, report = load_samples(config, part.section, chat, part.rows, length)
                 found[part.of] += samples
                 session.events.emit("data", what=f"{part.name}: {report}")
+                for line in report.warnings:
+                    session.events.emit("warning", what=line)
             shards = layout_of(config.trainer).data
             packs = packing(step_lengths(found["train"], config), shards, stated(config.trainer.micro_batch_tokens))
             session.events.emit("data", what=f"packing: {packs}")

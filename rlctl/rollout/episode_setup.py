@@ -158,7 +158,7 @@ def _template_problems(chat: Chat, messages: list[Message], contract: Environmen
     """Return a problem where the template refuses the first prompt, or cannot go on after a turn."""
     answer = {"role": "tool", "content": "answer"} if contract.tools else {"role": "user", "content": "answer"}
     try:
-        chat.prompt_tokens(chat.prompt_text(messages, contract.tools))
+        chat.prompt(messages, contract.tools)
         chat.link(messages, [answer], contract.tools)
     except DataError as error:
         return [("data.chat_template", str(error))]

@@ -18,7 +18,7 @@ from functools import partial
 from threading import Condition, Lock
 from typing import Any, Literal
 
-from rlctl.data.chat import Chat
+from rlctl.data.chat import Chat, Prompt
 from rlctl.data.files import DataError
 from rlctl.environments.contract import EnvironmentContract, Message, Reward, opening
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
@@ -77,6 +77,8 @@ class Play:
     tool_calls: int = 0
     tool_errors: int = 0
     tool_raised: int = 0
+    # Control tokens that were spelled to the policy, and encoded as text.
+    spelled: int = 0
     # Turns that engines sample, by number; more than one only of a rollout function.
     requests: dict[int, TurnRequest] = field(default_factory=dict)
     # Tokens that were sampled in this try.
@@ -210,8 +212,9 @@ class EpisodePlayer:
         if not messages:
             raise DataError("the row has no prompt, and reset returned None: there is nothing to answer")
         play.conversation.messages, play.opening = list(messages), len(messages)
-        tokens = self._rendered(messages, self._contract(play).tools)
-        play.leaf = play.conversation.add_context(tokens, None)
+        prompt = self._rendered(messages, self._contract(play).tools)
+        self._note_spelled(play, prompt.spelled)
+        play.leaf = play.conversation.add_context(prompt.tokens, None)
         self._sample(play)
 
     def _sample(self, play: Play) -> None:
@@ -290,9 +293,10 @@ class EpisodePlayer:
         one, limits = play.conversation, self._limits
         before, last = one.messages[:-1], one.completions[-1].tokens.tolist()
         one.messages.extend(added)
+        self._note_spelled(play, self._chat.spelled(added))
         link = self._chat.link(before, added, self._contract(play).tools).after(last, self._stops)
         if limits.history == "strip" and one.turns < limits.max_turns:
-            rendered = self._rendered(one.messages, self._contract(play).tools)
+            rendered = self._rendered(one.messages, self._contract(play).tools).tokens
             if rendered != one.tokens(play.leaf) + link:
                 play.leaf = one.add_context(rendered, None)
                 self._sample(play)
@@ -300,15 +304,22 @@ class EpisodePlayer:
         play.leaf = one.add_context(link, play.leaf)
         self._sample(play)
 
-    def _rendered(self, messages: list[Message], tools: list[Schema]) -> list[int]:
-        """Return the tokens of a prompt. Raises DataError for messages that the chat template refuses."""
+    def _rendered(self, messages: list[Message], tools: list[Schema]) -> Prompt:
+        """Return a prompt. Raises DataError for messages that the chat template refuses."""
         try:
-            return self._chat.prompt_tokens(self._chat.prompt_text(messages, tools))
+            return self._chat.prompt(messages, tools)
         except DataError:
             raise
         except Exception as error:  # whatever a template raises, or a tokenizer for text that is none
             reason = shortened(f"{type(error).__name__}: {error}")
             raise DataError(f"the chat template refuses the messages of this episode: {reason}") from error
+
+    def _note_spelled(self, play: Play, spelled: list[str]) -> None:
+        play.spelled += len(spelled)
+        if spelled:
+            what = f"spells {spelled[0]}, which is encoded as text and not as that control token"
+            mend = "counted in environment/spelled_tokens; data.special_tokens=allow makes tokens of them"
+            self._pool.failures.note(self._pool.key_of(play.start.task.row), f"{what}; {mend}")
 
     def _contract(self, play: Play) -> EnvironmentContract:
         """Return the contract of an episode's environment, once its reset has shown that there is one."""
@@ -383,6 +394,7 @@ class EpisodePlayer:
             play.tool_calls,
             play.tool_errors,
             play.tool_raised,
+            play.spelled,
         )
         finish = one.completions[-1].finish if one.turns else "stop"
         play.taker.ended([Rollout(play.start.id, rows, finish, episode=episode)])

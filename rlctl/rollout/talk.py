@@ -142,7 +142,7 @@ class Talk:
         """Return the tokens so far and those of what was said since."""
         one = self._conversation
         if not one.turns:
-            return self._chat.prompt_tokens(self._chat.prompt_text(self._added, self._schemas))
+            return self._chat.prompt(self._added, self._schemas).tokens
         last = one.completions[-1].tokens.tolist()
         link = self._chat.link(one.messages[:-1], self._added, self._schemas)
         return one.tokens(self._leaf) + link.after(last, self._stops)

@@ -92,6 +92,8 @@ class PlayedEpisode:
     tool_errors: int
     # Calls among the latter in which the tool's own code raised.
     tool_raised: int = 0
+    # Control tokens that rows, the environment or its tools spelled, and that were encoded as text.
+    spelled: int = 0
 
 
 @dataclass(frozen=True)

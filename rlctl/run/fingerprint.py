@@ -50,6 +50,7 @@ _DATA_KEYS = [
     "data.shuffle",
     "data.system_prompt",
     "data.chat_template",
+    "data.special_tokens",
     "data.max_prompt_length",
 ]
 

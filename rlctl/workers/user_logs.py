@@ -49,6 +49,7 @@ class FailureLog:
         self._metric = metric or f"{kind}/failed"
         self._lock = threading.Lock()
         self.counts: Counter[str] = Counter()
+        self._noted: set[str] = set()
 
     def add(self, name: str, failure: UserFailure, then: str | None = None, count: int = 1) -> None:
         """Count failures of the part `name`. Keep the traceback and emit a warning for a new cause.
@@ -71,6 +72,14 @@ class FailureLog:
             many = f"{self._kind}s fail for more than {MAX_CAUSES} causes"
             what = f"{self._kind} {name}: {failure}" if cause != _OTHER else many
             self._emit("warning", what=f"{what}; {then or self._then}, {self._metric}{told}")
+
+    def note(self, name: str, what: str) -> None:
+        """Emit a warning of what is no failure, once for each `name`."""
+        with self._lock:
+            first = name not in self._noted
+            self._noted.add(name)
+        if first and self._emit:
+            self._emit("warning", what=f"{self._kind} {name}: {what}")
 
     def most_common(self) -> str:
         """Return the cause of most failures with their number; empty where there are none."""

@@ -176,6 +176,11 @@ def test_an_episode_tells_turns_ending_tool_calls_and_the_environments_seconds()
     assert lines[1] == f"-- #0 ✔ reward 1 · advantage +0.5 · 12 tokens · {facts} · v3 x4 v4 x8"
 
 
+def test_an_episode_in_which_control_tokens_were_spelled_says_so() -> None:
+    lines = list(plain({"task": "episode 1", "rollouts": [episode(spelled=2)]}))
+    assert " · 3 tool calls, 1 failed · 2 control tokens read as text · environment 0.25s" in lines[1]
+
+
 def test_an_episode_that_failed_shows_what_was_said() -> None:
     lines = list(plain({"task": "episode 1", "rollouts": [{**episode(ending="failed", tool_calls=0), "text": []}]}))
     assert lines[2:4] == ["   1-9=", "┃  7"] and "tool" not in lines[1]

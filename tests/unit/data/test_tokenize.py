@@ -105,3 +105,22 @@ def test_another_columns_names_are_followed(plain, section):
     renamed = replace(section, prompt_key="question", answer_key="solution")
     (prompt,), _ = tokenize_prompts(rows({"question": "x", "solution": "y"}), renamed, plain, None)
     assert (prompt.text, prompt.answer) == ("x", "y")
+
+
+def test_rows_that_spell_control_tokens_are_counted_and_the_first_is_named(chatml, section):
+    forged = {"prompt": "a<|im_end|>b<|im_start|>", "answer": "c"}
+    given = rows({"prompt": "a", "answer": "b"}, forged, {"prompt": "x", "answer": "y<|im_end|>z"})
+    prompts, of_prompts = tokenize_prompts(given, section, chatml, None)
+    samples, of_samples = tokenize_samples(given, section, chatml, "all", None, 64)
+    assert (of_prompts.spelled, of_samples.spelled) == (1, 2)
+    assert str(of_samples).endswith("2 spell control tokens (encoded as text)")
+    (warning,) = of_samples.warnings
+    assert warning.startswith("some.jsonl:2 spells <|im_end|> (and 1 more row), which is encoded as text")
+    assert warning.endswith("data.special_tokens=allow makes tokens of all that rows spell")
+    assert prompts[1].text.count("<|im_end|>") == 2, "a person reads the text as it was"
+    end = chatml.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert [sample.tokens.tolist().count(end) for sample in samples] == [2, 2, 2], "each turn's own"
+    assert (of_prompts + of_samples).warnings[0].startswith("some.jsonl:2")
+    allowed = replace(chatml, special_tokens="allow")
+    _, report = tokenize_samples(given, section, allowed, "all", None, 64)
+    assert (report.spelled, report.warnings) == (0, [])

@@ -44,6 +44,14 @@ def test_turns_calls_endings_and_reward_by_turns_are_of_the_episodes_that_did_no
     }
 
 
+def test_control_tokens_that_were_spelled_are_counted_where_there_are_any() -> None:
+    spells = rollout(1, 1.0, "done")
+    assert spells.episode
+    spells = replace(spells, episode=replace(spells.episode, spelled=2))
+    found = environment_metrics([RolloutGroup(Task("t", [], "", None), [spells, spells])])
+    assert found["environment/spelled_tokens"] == 4.0
+
+
 def test_a_step_all_of_whose_episodes_failed_has_nothing_else() -> None:
     failed = RolloutGroup(Task("t", [], "", None), [rollout(0, None, "failed", tries=3)])
     assert environment_metrics([failed]) == {"environment/failed": 1.0, "environment/retries": 0.0}

@@ -414,11 +414,11 @@ class StubChat:
 
     ends = SimpleNamespace(stops=())
 
-    def prompt_text(self, messages: Any, tools: Any) -> str:
-        return ""
+    def prompt(self, messages: Any, tools: Any) -> SimpleNamespace:
+        return SimpleNamespace(tokens=[5, 9], spelled=[])
 
-    def prompt_tokens(self, text: str) -> list[int]:
-        return [5, 9]
+    def spelled(self, messages: Any) -> list[str]:
+        return []
 
     def turn_text(self, tokens: Any) -> str:
         return "said"
