@@ -25,7 +25,12 @@ app = typer.Typer(no_args_is_help=True)
 
 _WIDEST, _LABEL = 100, 10
 _LONGEST = 400
-Name = Annotated[str, typer.Argument(metavar="NAME", help="One that ships, my_env.py:Class or module:Class.")]
+Name = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME", help="One that ships, my_env.py:Class or module:Class, or a rollout function, my.py:play."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="The seed of the first episode or task.", min=0)]
 
 
@@ -38,6 +43,7 @@ def env() -> None:
     epilog=examples(
         "rlctl env check my_env.py:Game --data tasks.jsonl",
         "rlctl env check guess --arg guesses=4",
+        "rlctl env check my_rollout.py:play --data tasks.jsonl",
         "rlctl env check my_env.py:Game --data tasks.jsonl --model my-run --episodes 4",
     )
 )
@@ -69,7 +75,7 @@ def check(
 
     With --model: episodes with a real engine, each conversation with what was sampled marked.
     """
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from rlctl.environments.check import EPISODES, check_environment
     from rlctl.environments.outcomes import EnvironmentSpec
@@ -80,11 +86,12 @@ def check(
     section, rows = _rows(name, data, seed, max(EPISODES, episodes or 1))
     weights = _weights(model, seed) if model is not None else None
     own = arguments_of(weights[1], name) if weights else {}
-    spec = EnvironmentSpec(name, timeout, _arguments(arg) if arg else own)
+    spec = EnvironmentSpec(name, timeout, _arguments(arg) if arg else own, is_function=None)
     with busy(f"playing {name}"):
         report = check_environment(spec, [row.values for row in rows], memory, seed)
     played = None
     if weights and not report.problems:
+        spec = replace(spec, is_function=report.contract is not None and report.contract.is_function)
         played = _play(weights, spec, memory, (section, rows), episodes or 1)
     if as_json:
         found = {"name": name, **asdict(report), **({"played": asdict(played)} if played else {})}
@@ -182,8 +189,10 @@ def _play(
     from dataclasses import replace
 
     target, config = weights
-    own = replace(config.environment, name=spec.name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
-    config = replace(config, environment=replace(own, max_retries=0, processes=1, memory_mib=memory), rewards=[])
+    rollout, name = (spec.name, None) if spec.is_function else (None, spec.name)
+    own = replace(config.environment, name=name, args=spec.args, choices={}, timeout_s=spec.timeout_s)
+    own = replace(own, max_retries=0, processes=1, memory_mib=memory)
+    config = replace(config, environment=own, rollout=rollout, rewards=[])
     with (
         explained_weights("interrupted"),
         tempfile.TemporaryDirectory(prefix="rlctl-env-") as logs,
@@ -255,9 +264,15 @@ def _script(episodes: "Sequence[ScriptedEpisode]") -> None:
 
 
 def _episode(number: int, episode: "ScriptedEpisode") -> None:
-    _line(f"episode {number}", f"reset in {_seconds(episode.reset_s)}")
+    from rlctl.dashboard.formats import count
+
+    begun = "called for" if episode.samples else "reset in"
+    _line(f"episode {number}", f"{begun} {_seconds(episode.reset_s)}")
     for message in episode.opening:
         _line(str(message["role"]), str(message.get("content", "")))
+    for prompt, answer in episode.samples:
+        said = f"got {count(answer, 'token')}" if answer else "got none: the script's budget is used up"
+        _line("sample", f"after {count(prompt, 'token')}, {said}")
     for turn in episode.turns:
         _line("assistant", turn.said)
         _line("error" if turn.failed else "answer", turn.answer if turn.answer is not None else "the episode has ended")

@@ -101,7 +101,7 @@ def _try_environments(composed: "Composed", fetch: bool) -> list[str]:
             why = f"{error.name or error} is not installed; see rlctl doctor"
         else:
             begun = f"begun on the first row of {shown(config.data.train.paths)}"
-            return [*setup.notes, "rollout: read" if config.rollout else f"environment: read, and {begun}"]
+            return [*setup.notes, *[f"environment: read, and {begun}"] * (config.rollout is None)]
     with _as_config_errors(composed), busy("reading the environments"), environment_pool(config) as pool:
         read_environments(config, pool)
     return [f"environment: read, but not begun on a row: {why}"]

@@ -1,4 +1,4 @@
-"""Scripted episodes of an environment, played in the process that a run would use, without an engine.
+"""Scripted episodes of an environment or a rollout function, in the process that a run would use, without an engine.
 
 A script calls each tool once, with arguments made from its schema, or sends `step` a few plain messages. A parameter
 named like a column of the row gets the row's value, so that a script for a data set with the answers may even win.
@@ -12,11 +12,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, Observation, Reward, opening
+from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.environments.tool_schema import Schema
-from rlctl.utils.user_code import shortened
+from rlctl.utils.user_code import looks_like_bug, shortened
 
 Value = TypeVar("Value")
 
@@ -44,6 +45,9 @@ class ScriptedTurn:
     # True if the tool raised or is unknown.
     failed: bool
     seconds: float
+    # Name of the tool; empty for a message. Error and place, if the tool's own code raised.
+    tool: str = ""
+    raised: str = ""
 
 
 @dataclass
@@ -53,11 +57,13 @@ class ScriptedEpisode:
     # Messages that it begins with.
     opening: list[Message] = field(default_factory=list)
     turns: list[ScriptedTurn] = field(default_factory=list)
+    # Of a rollout function: tokens of each prompt and of the answer to it.
+    samples: list[tuple[int, int]] = field(default_factory=list)
     # None: the class has no `get_reward`, or the episode failed before.
     reward: Reward | None = None
     # Reason why it ended early.
     failure: str | None = None
-    # Seconds that `reset` and `get_reward` took.
+    # Seconds that `reset`, or a whole rollout function, and `get_reward` took.
     reset_s: float = 0.0
     reward_s: float = 0.0
 
@@ -89,10 +95,54 @@ def check_environment(
         start_s = time.perf_counter() - begin
         episodes = []
         for index in range(EPISODES):
-            episodes.append(_play(pool, contract, index, rows[index % len(rows)], seed + index))
-        notes = [*contract.notes, *_draws_anew(pool, episodes[0], rows[0], seed)]
+            row = rows[index % len(rows)]
+            if contract.is_function:
+                episodes.append(_call_function(pool, index, row, seed + index))
+            else:
+                episodes.append(_play(pool, contract, index, row, seed + index))
+        again = [] if contract.is_function else _draws_anew(pool, episodes[0], rows[0], seed)
     problems = [f"episode {index}: {each.failure}" for index, each in enumerate(episodes, 1) if each.failure]
-    return CheckReport(contract, episodes, problems, notes, start_s)
+    notes = [*contract.notes, *again, *_doubts(episodes)]
+    return CheckReport(contract, episodes, [*problems, *_bugs(episodes)], notes, start_s)
+
+
+def _bugs(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+    """Return a line for each cause for which a tool raised although the call fits its schema."""
+    turns = [turn for each in episodes for turn in each.turns if looks_like_bug(turn.raised)]
+    lines = [
+        f"tool {turn.tool} {turn.raised}: {shortened((turn.answer or '').removeprefix('Error: '))}: it looks like a "
+        f"bug, since {turn.said} fits the tool's schema"
+        for turn in turns
+    ]
+    return list({turn.raised: line for turn, line in zip(reversed(turns), reversed(lines))}.values())[::-1]
+
+
+def _doubts(episodes: Sequence[ScriptedEpisode]) -> list[str]:
+    """Return notes on rewards that are all equal, and on tools that answer nothing."""
+    silent = dict.fromkeys(turn.tool for each in episodes for turn in each.turns if turn.tool and turn.answer == "None")
+    notes = [f"tool {name} answered None, and the model reads that word: return its answer" for name in silent]
+    rewards = [each.reward for each in episodes if each.reward is not None]
+    if len(rewards) > 1 and all(each == rewards[0] for each in rewards):
+        same = rewards[0] if isinstance(rewards[0], dict) else f"{rewards[0]:g}"
+        notes.append(
+            f"every episode has the same reward, {same}: equal rewards teach nothing; see with --model if a model's "
+            "differ"
+        )
+    return notes
+
+
+def _call_function(pool: EnvironmentPool, index: int, row: Mapping[str, Any], seed: int) -> ScriptedEpisode:
+    """Call a rollout function; its answers are the row's own, and others. Tokens are the bytes of the text."""
+    prompt, answer = _prompt(row), row.get("answer")
+    text = "\n".join(str(message.get("content", "")) for message in prompt) or "prompt"
+    answer = None if answer is None else str(answer)
+    task = {"id": f"row {index}", "prompt": text, "tokens": list(text.encode()), "answer": answer, "row": dict(row)}
+    answers = [list(said.encode()) for said in (answer, *MESSAGES) if said]
+    begin = time.perf_counter()
+    tried = try_function(pool, index, task, seed, answers[index:] + answers[:index])
+    failure = None if tried.failure is None else str(tried.failure)
+    took = time.perf_counter() - begin
+    return ScriptedEpisode(prompt, samples=tried.samples, reward=tried.reward, failure=failure, reset_s=took)
 
 
 def scripted_calls(tools: Sequence[Schema], row: Mapping[str, Any], index: int) -> list[ToolCall]:
@@ -158,7 +208,8 @@ def _play_tools(
         if isinstance(results, EnvironmentFailure):
             episode.turns.append(ScriptedTurn(said, None, True, seconds))
             return results
-        episode.turns.append(ScriptedTurn(said, results[0].content, results[0].failed, seconds))
+        one = results[0]
+        episode.turns.append(ScriptedTurn(said, one.content, one.failed, seconds, call.name, one.raised))
     return None
 
 

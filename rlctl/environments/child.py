@@ -6,6 +6,7 @@ The parent never unpickles what comes from here, since the user's code runs here
 """
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -79,12 +80,13 @@ class _Child:
             return _unusable(name, problem or import_error(error, __file__))
         except (Exception, SystemExit) as error:  # whatever the user's module does at import
             return _unusable(name, import_error(error, __file__))
-        contract = read_function(found) if spec.is_function else read_contract(found, spec.args)
+        is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
+        contract = read_function(found) if is_function else read_contract(found, spec.args)
         if not contract.problems:
             own = (self._loop, self._reply)
             self._makers[key] = (
                 partial(FunctionEpisode, found, *own)
-                if spec.is_function
+                if is_function
                 else partial(Episode, found, spec.args, [each["function"]["name"] for each in contract.tools], *own)
             )
         return contract

@@ -46,6 +46,8 @@ class EnvironmentContract:
     problems: list[str]
     # One line for each thing worth knowing.
     notes: list[str]
+    # True for a rollout function, which has none of the above.
+    is_function: bool = False
 
 
 def read_contract(environment: object, arguments: Mapping[str, Any]) -> EnvironmentContract:
@@ -65,7 +67,8 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
                 for parameter, kind in foreign_classes(method).items():
                     notes.append(f"tool {name}: parameter {parameter}: JSON has no {kind}: a call gives a dict")
             except SchemaError as error:
-                problems.append(f"tool {name}: {error}{_reserved_name(name, members)}")
+                hint = _reserved_name(name, members)
+                problems += [f"tool {name}: {each}{hint}" for each in error.args[: 1 if hint else None]]
     problems += _reserved(members)
     takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
     return EnvironmentContract(

@@ -18,8 +18,8 @@ class EnvironmentSpec:
     timeout_s: float
     # Keyword arguments of the class.
     args: dict[str, Any] = field(default_factory=dict)
-    # True for a rollout function, which is no class.
-    is_function: bool = False
+    # True for a rollout function, which is no class. None: the name says which.
+    is_function: bool | None = False
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def read_function(function: Any) -> EnvironmentContract:
             inspect.signature(function).bind(None, None)
         except TypeError as error:
             problems.append(f"is called as {name}(task, policy): {error}")
-    return EnvironmentContract(name, [], False, True, False, problems, [])
+    return EnvironmentContract(name, [], False, True, False, problems, [], is_function=True)
 
 
 def checked_request(value: object) -> FunctionRequest:
@@ -122,8 +122,8 @@ class FunctionEpisode:
         self._generator = random.Random()
         # Callbacks of the function's own, and how many there were at the last look.
         self._callbacks, self._seen, self._looks = CallbackCount(), 0, False
-        # Number and kind of the action that is open.
-        self._open: tuple[int, str] | None = None
+        # Number of the action that is open.
+        self._open: int | None = None
         self._task: asyncio.Task[Any] | None = None
         # Prompts that were not told yet; samples that wait, in order; answers that wait their turn.
         self._asked: list[list[int]] = []
@@ -148,13 +148,13 @@ class FunctionEpisode:
         try:
             work()
         except Exception as error:
-            if self._open:
-                (action, kind), self._open = self._open, None
-                cause = f"{kind} failed with {type(error).__name__}"
+            if self._open is not None:
+                action, self._open = self._open, None
+                cause = f"{self._function.__name__} failed with {type(error).__name__}"
                 self._reply(action, EnvironmentFailure("raised", cause, error_text(error), trace_of(error)))
 
     def _act(self, action: int, kind: str, payload: Any) -> None:
-        if self._open:
+        if self._open is not None:
             self._tell()
         if kind == "close":
             if self._task is not None:
@@ -163,7 +163,7 @@ class FunctionEpisode:
                 waiting.cancel()
             self._reply(action, None)
             return
-        self._open = action, kind
+        self._open = action
         if kind == "begin":
             task, seed = payload
             self._generator.seed(seed)
@@ -206,7 +206,7 @@ class FunctionEpisode:
             self._give(self._waiting.popleft(), self._answers.popleft())
         else:
             self._looks = False
-            if self._open and (self._task.done() or self._asked):
+            if self._open is not None and (self._task.done() or self._asked):
                 self._tell()
             return
         self._loop.running.call_soon(self._contained, self._look)
@@ -220,9 +220,9 @@ class FunctionEpisode:
     def _tell(self) -> None:
         """Reply to the action that is open."""
         assert self._open is not None and self._task is not None
-        (action, kind), self._open = self._open, None
+        action, self._open = self._open, None
         if self._task.done():
-            self._reply(action, attempted(kind, self._returned, self._function, __file__))
+            self._reply(action, attempted(self._function.__name__, self._returned, self._function, __file__))
         else:
             self._reply(action, {"samples": self._asked, "taken": self._taken, "again": self._again})
             self._asked, self._taken = [], 0

@@ -32,7 +32,7 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 
 
 class SchemaError(ValueError):
-    """A tool whose schema cannot be made; one line that names the parameter and the remedy."""
+    """A tool whose schema cannot be made. args: a line for each problem, which names the parameter and the remedy."""
 
 
 def tool_schema(tool: Callable[..., Any]) -> Schema:
@@ -42,13 +42,20 @@ def tool_schema(tool: Callable[..., Any]) -> Schema:
     hint that JSON has no type for, or without a description below `Args:`.
     """
     doc = (inspect.getdoc(tool) or "").strip()
-    if not doc:
-        raise SchemaError("has no docstring: the model reads it as the tool's description")
+    problems = [] if doc else ["has no docstring: the model reads it as the tool's description"]
+    problems += _unhinted(tool)
     name = tool.__name__
     description, described, returned = _docstring(doc)
-    hints = _hints(tool)
+    hints = _hints(tool, problems)
     returns = hints.pop("return", None)
-    parameters = {each: _parameter(each, hint, described) for each, hint in hints.items()}
+    parameters = {}
+    for each, hint in hints.items():
+        try:
+            parameters[each] = _parameter(each, hint, described)
+        except SchemaError as error:
+            problems += error.args * bool(doc)
+    if problems:
+        raise SchemaError(*problems)
     required = [each.name for each in _visible(tool) if each.default is each.empty]
     schema: Schema = {"type": "object", "properties": parameters}
     if required:
@@ -64,7 +71,7 @@ def foreign_classes(tool: Callable[..., Any]) -> dict[str, str]:
 
     Its schema is an object, as transformers makes it, so that a call gives a dict. A TypedDict is one.
     """
-    found = {name: next(_foreign(hint), None) for name, hint in _hints(tool).items() if name != "return"}
+    found = {name: next(_foreign(hint), None) for name, hint in _hints(tool, []).items() if name != "return"}
     return {name: getattr(kind, "__name__", str(kind)) for name, kind in found.items() if kind is not None}
 
 
@@ -86,17 +93,29 @@ def _visible(tool: Callable[..., Any]) -> list[inspect.Parameter]:
     return parameters
 
 
-def _hints(tool: Callable[..., Any]) -> dict[str, Any]:
-    """Return the type hint of each parameter, and of `return` if there is one."""
+def _unhinted(tool: Callable[..., Any]) -> list[str]:
+    """Return a line for each parameter without a type hint."""
+    problems = []
     for each in _visible(tool):
         if each.kind is each.VAR_POSITIONAL:
-            raise SchemaError(f"parameter *{each.name}: a call gives arguments by their names; write list[...]")
-        if each.annotation is each.empty:
-            raise SchemaError(f"parameter {each.name} has no type hint")
+            problems.append(f"parameter *{each.name}: a call gives arguments by their names; write list[...]")
+        elif each.annotation is each.empty:
+            problems.append(f"parameter {each.name} has no type hint")
+    return problems
+
+
+def _hints(tool: Callable[..., Any], problems: list[str]) -> dict[str, Any]:
+    """Return the type hint of each parameter, and of `return` if there is one. problems: gets a line if they fail."""
     try:
-        return get_type_hints(tool)
+        hints = get_type_hints(tool)
     except Exception as error:  # a hint is code of the user's
-        raise SchemaError(f"its type hints cannot be read: {type(error).__name__}: {error}") from error
+        problems.append(f"its type hints cannot be read: {type(error).__name__}: {error}")
+        return {}
+    return {name: hint for name, hint in hints.items() if name == "return" or not _is_positional(tool, name)}
+
+
+def _is_positional(tool: Callable[..., Any], name: str) -> bool:
+    return inspect.signature(tool).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
 
 
 def _parameter(name: str, hint: Any, described: dict[str, str]) -> Schema:

@@ -11,11 +11,13 @@ from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
 from rlctl.data.tasks import Task
 from rlctl.environments.contract import ContractError, EnvironmentContract, Message, opening
+from rlctl.environments.function_trial import try_function
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
 from rlctl.environments.tool_calls import PARSERS, tool_format
 from rlctl.preflight.resolved import Resolved
 from rlctl.rollout.player import EpisodeLimits
+from rlctl.utils.user_code import looks_like_bug
 from rlctl.workers.user_logs import Emit
 
 # Key of a rollout function, in the config and in the pool.
@@ -88,7 +90,7 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     """
     section, contracts, keys = config.environment, read_environments(config, pool), _keys(config)
     if config.rollout is not None:
-        return EpisodeSetup(contracts, None, [], [], [], [])
+        return EpisodeSetup(contracts, None, [], [], [_try_function(config, pool, chat, first, valued)], [])
     problems = _problems(config, contracts, keys) if valued else []
     environment_notes = [f"{keys[key]}: {note}" for key, one in contracts.items() for note in one.notes]
     tools = [tool for one in contracts.values() for tool in one.tools]
@@ -112,6 +114,27 @@ def set_up(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, *
     return EpisodeSetup(
         contracts, format if tools else None, messages, contracts[key].tools, environment_notes, template_notes
     )
+
+
+def _try_function(config: GrpoConfig, pool: EnvironmentPool, chat: Chat, first: Task, valued: bool) -> str:
+    """Call the rollout function on a task, with the row's own answer as what is sampled. Return a line on how it went.
+
+    Raises UnusableEnvironmentError if it fails. Without an own answer only a bug is one: it may refuse others.
+    """
+    end = [] if chat.ends.trained is None else [chat.ends.trained]
+    own = first.answer and chat.tokenizer(first.answer, add_special_tokens=False).input_ids
+    answer = [*own, *end] if own else []
+    task = {"id": first.id, "prompt": first.text, "tokens": first.tokens, "answer": first.answer, "row": first.row}
+    tried = try_function(pool, "first", task, 0, [answer or first.tokens[-1:]], config.environment.max_turns)
+    failure = None if tried.failure is None else str(tried.failure)
+    if failure is None and tried.reward is None and valued and not config.rewards:
+        failure = "returned None, and rewards is empty: nothing values its rollouts"
+    elif tried.failure and not answer and tried.failure.kind == "raised" and not looks_like_bug(tried.failure.cause):
+        return f"rollout: tried on row {first.id} with a made-up answer: {failure}"
+    if failure is not None:
+        raise UnusableEnvironmentError([(_FUNCTION, f"row {first.id}: {failure}")])
+    worth = "no reward" if tried.reward is None else f"reward {tried.reward}"
+    return f"rollout: tried on row {first.id} with scripted answers: samples {len(tried.samples)}, {worth}"
 
 
 def _problems(

@@ -109,6 +109,19 @@ def raised_inside(error: BaseException, *callers: str) -> bool:
     return any(each.filename not in callers for each in traceback.extract_tb(error.__traceback__))
 
 
+def looks_like_bug(raised: str) -> bool:
+    """Return True if `... raised AttributeError at my.py:3` names an error that code without a typo does not raise."""
+    kind = raised.rpartition("raised ")[2].partition(" ")[0]
+    return kind in (
+        "AttributeError",
+        "ImportError",
+        "ModuleNotFoundError",
+        "NameError",
+        "TypeError",
+        "UnboundLocalError",
+    )
+
+
 def defined_at(function: Callable[..., Any]) -> str:
     """Return file:line of the function's definition; empty where Python does not know it."""
     code = _code(function)

@@ -64,6 +64,16 @@ def test_check_of_a_broken_class_exits_with_1_and_names_the_parameter(rlctl: Rlc
     assert (done.code, done.err) == (1, "error: tool look: parameter where has no type hint\n")
 
 
+def test_check_of_a_rollout_function_shows_what_it_sampled(rlctl: Rlctl, home: Path) -> None:
+    play = "async def play(task, policy):\n    first = await policy.sample(task.tokens)\n    return len(first.tokens)\n"
+    (home / "my_rollout.py").write_text(play)
+    done = rlctl("env", "check", "my_rollout.py:play")
+    assert done.code == 0 and "sample     after 6 tokens, got 1 token" in done.out
+    (home / "my_rollout.py").write_text(play.replace("len(", "length("))
+    done = rlctl("env", "check", "my_rollout.py:play")
+    assert done.code == 1 and "episode 1: play raised NameError at my_rollout.py:3: name 'length' is" in done.err
+
+
 def test_check_in_json(rlctl: Rlctl) -> None:
     found = json.loads(rlctl("env", "check", "guess", "--json").out)
     assert found["name"] == "guess" and found["contract"]["has_step"] and found["problems"] == []

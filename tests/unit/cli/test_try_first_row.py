@@ -106,6 +106,34 @@ def test_a_dry_run_tells_what_is_wrong_with_environments_and_rewards_at_once(
     assert lines[len(told) :] == [f"{1 + len(told)} problems; nothing was started"]
 
 
+PLAY = """\
+async def play(task, policy):
+    said = await policy.sample(task.tokens)
+    return float(len(said.tokens) > 0)
+"""
+
+
+def test_a_rollout_function_is_tried_on_the_first_row_and_a_typo_costs_no_run(rlctl: Rlctl, recipe: Path) -> None:
+    recipe.write_text("defaults: grpo-tiny.yaml\nrollout: my_rollout.py:play\nrewards: []\n")
+    (recipe.parent / "my_rollout.py").write_text(PLAY)
+    done = rlctl("config", "check", "recipes/my.yaml", "--try-environments")
+    assert done.code == 0
+    assert "rollout: tried on row r0 with scripted answers: samples 1, reward 1.0" in " ".join(done.err.split())
+    for wrong, told in (
+        ("task.tokns", "play raised AttributeError at recipes/my_rollout.py:2: 'PlayTask' object has no attribute"),
+        ("[]", "sampled after no tokens"),
+    ):
+        (recipe.parent / "my_rollout.py").write_text(PLAY.replace("task.tokens", wrong))
+        for command in (("config", "check", "recipes/my.yaml", "--try-environments"),
+                        ("train", "grpo", "recipes/my.yaml", "--dry-run")):  # fmt: skip
+            done = rlctl(*command)
+            assert (done.code, done.out) == (2, "")
+            assert done.err.startswith(f"error: recipes/my.yaml:2: rollout: row r0: {told}")
+    (recipe.parent / "my_rollout.py").write_text(PLAY.replace("return float", "float"))
+    done = rlctl("config", "check", "recipes/my.yaml", "--try-environments")
+    assert done.code == 2 and "rollout: row r0: returned None, and rewards is empty" in done.err
+
+
 def test_an_environment_that_works_is_begun_and_without_the_data_it_is_read(rlctl: Rlctl, recipe: Path) -> None:
     (recipe.parent / "my_env.py").write_text(ENV)
     recipe.write_text(GAME)

@@ -37,6 +37,26 @@ class Silent(Fine):
     def reset(self, **row):
         return None
 
+class Typo(Fine):
+    def reset(self, **row):
+        self.count = 0
+        return "same"
+    def say(self, text: str):
+        \"\"\"Say.
+
+        Args:
+            text: It.
+        \"\"\"
+        self.cout += 1
+    def hush(self):
+        \"\"\"Say nothing.\"\"\"
+
+class Unfit(Fine):
+    def look(self, where, far, *more):
+        \"\"\"Look.\"\"\"
+    def see(self, a: int, b: int):
+        \"\"\"See.\"\"\"
+
 class Bad(Fine):
     def get_reward(self):
         return "much"
@@ -72,7 +92,8 @@ def test_those_that_ship_pass(name: str) -> None:
 
     rows = list(islice(load_object(f"{ENVIRONMENTS[name].partition(':')[0]}:tasks")(0), 3))
     report = check_environment(EnvironmentSpec(name, 20.0), rows, memory_mib=2048, seed=0)
-    assert (report.problems, report.notes) == ([], [])
+    # The script wins none of them.
+    assert report.problems == [] and all(each.startswith("every episode has the same") for each in report.notes)
     assert all(each.turns and each.reward is not None for each in report.episodes)
 
 
@@ -88,6 +109,66 @@ def test_what_a_tool_raises_is_an_answer_and_no_problem() -> None:
 def test_a_class_that_draws_its_task_from_elsewhere_is_noted() -> None:
     report = checked("own.py:Anew")
     assert report.problems == [] and "two resets of one row with one seed began differently" in report.notes[0]
+
+
+def test_a_bug_in_a_tool_is_a_problem_with_its_line_and_silence_and_equal_rewards_are_noted() -> None:
+    report = checked("own.py:Typo")
+    (line,) = report.problems
+    assert line.startswith("tool say raised AttributeError at own.py:36: 'Typo' object has no attribute 'cout'")
+    assert line.endswith("it looks like a bug, since say(text='text') fits the tool's schema")
+    silent, equal = report.notes
+    assert silent == "tool hush answered None, and the model reads that word: return its answer"
+    assert equal.startswith("every episode has the same reward, {'a': 1.0, 'b': 0.5}: equal rewards teach nothing")
+
+
+def test_all_that_breaks_the_contract_is_told_at_once() -> None:
+    assert checked("own.py:Unfit").problems == [
+        "tool look: parameter where has no type hint",
+        "tool look: parameter far has no type hint",
+        "tool look: parameter *more: a call gives arguments by their names; write list[...]",
+        "tool see: parameter a has no description: add a line `a: ...` below `Args:`",
+        "tool see: parameter b has no description: add a line `b: ...` below `Args:`",
+    ]
+
+
+PLAY = """
+async def play(task, policy):
+    first = await policy.sample(task.tokens)
+    while first.tokens:
+        second, first = first, await policy.sample(task.tokens + first.tokens)
+    return float(bytes(second.tokens) == task.answer.encode())
+
+async def typo(task, policy):
+    await policy.sample(task.tokens)
+    return polcy.reward
+
+async def deaf(task, policy):
+    while True:
+        await policy.sample(task.tokens)
+
+async def silent(task, policy):
+    return 1.0
+
+def plain(task, policy):
+    return 1.0
+"""
+
+
+def test_a_rollout_function_is_called_with_scripted_answers() -> None:
+    Path("mine.py").write_text(PLAY)
+
+    def tried(name: str) -> Any:
+        spec = EnvironmentSpec(f"mine.py:{name}", 20.0, is_function=None)
+        return check_environment(spec, [{"prompt": "2+2=", "answer": "4"}], memory_mib=2048, seed=0)
+
+    report = tried("play")
+    assert report.problems == [] and [len(each.samples) for each in report.episodes] == [9, 9, 9]
+    assert report.episodes[0].samples[0] == (4, 1) and report.episodes[0].samples[-1][1] == 0
+    assert report.notes[0].startswith("every episode has the same reward, 0: ")
+    assert tried("typo").problems[0] == "episode 1: typo raised NameError at mine.py:10: name 'polcy' is not defined"
+    assert "sampled again after a budget was used up" in tried("deaf").problems[0]
+    assert "returned without a sample" in tried("silent").problems[0]
+    assert "must be `async def plain(task, policy)`" in tried("plain").problems[0]
 
 
 def test_every_failure_is_a_problem() -> None:

@@ -1,0 +1,62 @@
+"""A rollout function tried with scripted answers, in the process that a run would use, without an engine."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlctl.environments.contract import Reward
+from rlctl.environments.outcomes import EnvironmentFailure
+from rlctl.environments.pool import EnvironmentPool
+from rlctl.environments.rollout_function import Answer
+
+# Samples that get an answer. Any further one gets three empty lists, as at the end of a budget.
+MOST_SAMPLES = 8
+
+
+@dataclass
+class TriedFunction:
+    """One call of a rollout function with scripted answers."""
+
+    # Tokens of each prompt that it sampled after, and of the answer; 0 where the budget was used up.
+    samples: list[tuple[int, int]] = field(default_factory=list)
+    # The value that it returned; None leaves the value to rewards.
+    reward: Reward | None = None
+    # Reason why it ended without one.
+    failure: EnvironmentFailure | None = None
+
+
+def try_function(
+    pool: EnvironmentPool,
+    call: Hashable,
+    task: Mapping[str, Any],
+    seed: int,
+    answers: Sequence[list[int]],
+    most: int = MOST_SAMPLES,
+) -> TriedFunction:
+    """Call the pool's rollout function once. task: fields of `PlayTask`. answers: tokens, given in turn.
+
+    most: samples that get an answer. Never raises for what the function does.
+    """
+    tried = TriedFunction()
+    told = pool.begin(call, task, seed).result()
+    while not isinstance(told, EnvironmentFailure) and not told.ended:
+        if told.again:
+            told = EnvironmentFailure("contract", "sampled again after a budget was used up: return on empty lists")
+            break
+        if not all(told.samples):
+            told = EnvironmentFailure("contract", "sampled after no tokens")
+            break
+        given: list[Answer | None] = []
+        for prompt in told.samples:
+            tokens = answers[len(tried.samples) % len(answers)] if len(tried.samples) < most else []
+            tried.samples.append((len(prompt), len(tokens)))
+            given.append((tokens, [-1.0] * len(tokens), [0] * len(tokens)) if tokens else None)
+        told = pool.resume(call, given, waits=False).result()
+    pool.close(call).result()
+    if isinstance(told, EnvironmentFailure):
+        tried.failure = told
+    elif not tried.samples:
+        tried.failure = EnvironmentFailure("contract", "returned without a sample: nothing could be trained")
+    else:
+        tried.reward = told.reward
+    return tried
