@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from rlctl.cli import bench, chat, cluster, config, data, doctor, env, evaluate, export, loss, recipes, runs, train
+from rlctl.cli.commands import Commands
 from rlctl.cli.output import BAD_INPUT, FAILED, examples, report, say
 from rlctl.config.errors import ConfigError, Problem
 
@@ -39,7 +39,7 @@ _ORDER = (
 )
 
 
-class _Commands(TyperGroup):
+class _InOrder(Commands):
     """The commands in the order of a user's way; Typer would put those first that are no groups."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -48,7 +48,7 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     name="rlctl",
-    cls=_Commands,
+    cls=_InOrder,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -64,7 +64,7 @@ app = typer.Typer(
     ),
 )
 for _part in (train, runs, config, data, env, loss, recipes, cluster, bench):
-    app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2])
+    app.add_typer(_part.app, name=_part.__name__.rpartition(".")[2], cls=Commands)
 app.command("eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command("export", epilog=export.EPILOG)(export.export)
 app.command("chat", epilog=chat.EPILOG)(chat.chat)

@@ -1,0 +1,106 @@
+"""The answer to a command that does not exist: the word of another tool, the right group, or the nearest name.
+
+Users of TRL, verl, NeMo-RL, prime-rl and vLLM type the words of the table. A key that does not exist is answered in
+the same way (`rlctl/config/unknown_keys.py`).
+"""
+
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from rlctl.config.builtin import algorithm_names, recipe_names
+from rlctl.config.errors import ConfigError, Problem
+
+_TRAIN = "rlctl train grpo RECIPE"
+_ONE_COMMAND = f"{_TRAIN} starts trainer, engines and environments"
+_PREFERENCES = f"pairs of answers train nothing here: rlctl train sft RECIPE, or {_TRAIN}"
+_WEIGHTS = "a checkpoint is whole already: rlctl export RUN FOLDER copies it for transformers and vLLM"
+_SERVE = "vllm serve RUN/checkpoints/step_N/hf serves a checkpoint, and rlctl chat RUN talks to it"
+_EVALUATE = "rlctl eval RUN measures it"
+# Word of another tool -> what to type. A word that a group has is found there, without a row.
+_WORDS = {
+    # TRL
+    "dpo": _PREFERENCES,
+    "kto": _PREFERENCES,
+    "reward": f"a reward is a function: {_TRAIN} 'rewards=[{{name: my.py:function}}]'",
+    "vllm-serve": _ONE_COMMAND,
+    # verl, NeMo-RL
+    "ppo": f"there is no critic; GRPO takes its baseline from the group: {_TRAIN}",
+    "rl": f"type {_TRAIN}",
+    "merge": _WEIGHTS,
+    "convert": _WEIGHTS,
+    # prime-rl
+    "trainer": _ONE_COMMAND,
+    "orchestrator": _ONE_COMMAND,
+    "env-server": f"{_ONE_COMMAND}; rlctl env check tries one",
+    "inference": _SERVE,
+    # vLLM
+    "serve": _SERVE,
+    "generate": "rlctl chat RUN answers in the terminal, and each line of a pipe",
+    "complete": "rlctl chat RUN answers in the terminal, and each line of a pipe",
+    "run-batch": "rlctl eval RUN answers held-out tasks",
+    "collect-env": "rlctl doctor tells about this machine",
+    # everywhere
+    "evaluate": _EVALUATE,
+    "evals": _EVALUATE,
+    "validate": _EVALUATE,
+    "resume": "rlctl train KIND --resume RUN goes on",
+    "run": f"type {_TRAIN}",
+    "launch": f"type {_TRAIN}",
+    "start": f"type {_TRAIN}; rlctl cluster up starts a cluster",
+    "finetune": "type rlctl train sft RECIPE",
+    "init": "rlctl recipes copy grpo-tiny mine.yaml makes a recipe yours",
+    "push": "rlctl export RUN FOLDER --push OWNER/NAME uploads a model",
+    "ps": "rlctl runs list shows the runs",
+    "dashboard": "rlctl runs dash RUN shows a run",
+    "tokenize": "rlctl data preview RECIPE shows how rows become tokens",
+    "help": "rlctl --help shows the commands",
+}
+_SAME = {"ls": "list", "ps": "list", "view": "show", "watch": "dash", "tail": "logs", "kill": "stop", "cp": "copy"}
+
+
+class Commands(TyperGroup):
+    """A group of commands in which one that does not exist is answered with one line."""
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
+        """Return the command that `args` begin with. Raises ConfigError if there is none."""
+        word = args[0]
+        if not ctx.resilient_parsing and not word.startswith("-") and word not in self.commands:
+            path = f"rlctl {ctx.info_name}" if ctx.parent else "rlctl"
+            what = _remark(path, word, list(self.list_commands(ctx)), self._inside())
+            raise ConfigError([Problem("", "", f"{path} has no `{word}`; {what}")])
+        return super().resolve_command(ctx, args)
+
+    def _inside(self) -> dict[str, str]:
+        """Return the commands of the groups in this one: GROUP COMMAND -> COMMAND."""
+        groups = {name: group.commands for name, group in self.commands.items() if isinstance(group, TyperGroup)}
+        return {f"{name} {each}": each for name, commands in groups.items() for each in commands}
+
+
+def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> str:
+    """Return the answer to a `word` that the group `path` does not have. here, inside: what it and its groups have."""
+    if word in _WORDS and path in ("rlctl", "rlctl train"):
+        return _WORDS[word]
+    if (same := _SAME.get(word)) in here:
+        return f"did you mean {same}?"
+    if owners := [f"rlctl {full}" for full, each in inside.items() if each == word]:
+        return f"did you mean {' or '.join(owners)}?"
+    if found := _of_training(word):
+        return found
+    for near in get_close_matches(word, [*here, *inside.values(), *_WORDS], n=1):
+        full = next((full for full, each in inside.items() if each == near), "")
+        return f"did you mean {f'rlctl {full}' if full else near}?" if near in here or full else _WORDS[near]
+    return f"{path} has {', '.join(here)}"
+
+
+def _of_training(word: str) -> str:
+    """Return the command for the name of an algorithm, a recipe or a file; empty for any other word."""
+    if word in algorithm_names():
+        return f"rlctl train grpo {word}-tiny tries it; `defaults: [my.yaml, algorithms/{word}]` is it over a recipe"
+    if word in recipe_names():
+        return f"did you mean rlctl train {'sft' if word.startswith('sft-') else 'grpo'} {word}?"
+    if word.endswith((".yaml", ".yml", ".toml")):
+        return f"name the kind of run first: rlctl train grpo {word}, or rlctl train sft {word}"
+    return ""

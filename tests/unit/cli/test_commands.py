@@ -1,0 +1,50 @@
+"""A command that does not exist is answered with one line that says what to type."""
+
+import pytest
+
+from rlctl.cli.commands import _SAME, _WORDS
+from tests.unit.cli.conftest import Rlctl
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        # TRL, verl, NeMo-RL, prime-rl, vLLM.
+        ("grpo my.yaml", "rlctl has no `grpo`; did you mean rlctl train grpo or rlctl bench grpo?"),
+        ("sft", "rlctl has no `sft`; did you mean rlctl train sft or rlctl bench sft?"),
+        ("dpo", "pairs of answers train nothing here: rlctl train sft RECIPE, or rlctl train grpo RECIPE"),
+        ("vllm-serve --model x", "rlctl train grpo RECIPE starts trainer, engines and environments"),
+        ("ppo", "there is no critic; GRPO takes its baseline from the group: rlctl train grpo RECIPE"),
+        ("rloo", "rlctl train grpo rloo-tiny tries it; `defaults: [my.yaml, algorithms/rloo]` is it over a recipe"),
+        ("merge", "a checkpoint is whole already: rlctl export RUN FOLDER copies it for transformers and vLLM"),
+        ("rl @ rl.toml", "type rlctl train grpo RECIPE"),
+        ("orchestrator", "rlctl train grpo RECIPE starts trainer, engines and environments"),
+        ("serve", "vllm serve RUN/checkpoints/step_N/hf serves a checkpoint, and rlctl chat RUN talks to it"),
+        ("generate", "rlctl chat RUN answers in the terminal, and each line of a pipe"),
+        ("evaluate", "rlctl eval RUN measures it"),
+        # The same within a group, and slips.
+        ("train ppo", "there is no critic; GRPO takes its baseline from the group: rlctl train grpo RECIPE"),
+        ("train my.yaml", "name the kind of run first: rlctl train grpo my.yaml, or rlctl train sft my.yaml"),
+        ("sft-tiny", "did you mean rlctl train sft sft-tiny?"),
+        ("runs ls", "did you mean list?"),
+        ("dash", "did you mean rlctl runs dash?"),
+        ("config chek", "did you mean check?"),
+        ("resum", "rlctl train KIND --resume RUN goes on"),
+        ("env xyz", "rlctl env has no `xyz`; rlctl env has check, tasks"),
+    ],
+)
+def test_a_word_of_another_tool_or_a_slip_is_answered_in_one_line(rlctl: Rlctl, typed: str, answer: str) -> None:
+    done = rlctl(*typed.split())
+    assert done.code == 2
+    line, count = done.err.splitlines()
+    assert line.startswith("error: rlctl ") and line.endswith(answer)
+    assert count == "1 problem; nothing was started"
+
+
+def test_no_word_of_the_table_is_a_command_and_each_answer_names_commands_that_are(rlctl: Rlctl) -> None:
+    shown = rlctl("--help").out
+    top = {line.split()[1] for line in shown.splitlines() if line.startswith("│ ") and line[2] != " "}
+    assert not (top & _WORDS.keys()) and not _SAME.keys() & set(_SAME.values())
+    for answer in _WORDS.values():
+        words = answer.replace("'", " ").split()
+        assert all(words[i + 1] in {*top, "--help"} for i, word in enumerate(words) if word == "rlctl"), answer
