@@ -13,8 +13,8 @@ from rlctl.utils.escapes import neutral
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Of the problems of one config.
-_MOST_SHOWN = 40
+# Of the problems of one config: another tool's is answered whole.
+_MOST_SHOWN = 150
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 

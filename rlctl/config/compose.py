@@ -1,16 +1,19 @@
 """From a recipe and `key=value` overrides to one tree of values, each with its origin.
 
 Order, the later winning: the files of `defaults:` from left to right (each with its own `defaults:` first), the
-file itself, the overrides. Mappings merge, everything else is replaced; then `${other.key}` is filled in.
+file itself, the overrides. Mappings merge, everything else is replaced. `section: null` brings back the defaults of a
+section. Then `${other.key}` is filled in.
 """
 
 import os
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
+from types import NoneType
 
 from rlctl.config.builtin import CONFIGS, find, recipe_names
 from rlctl.config.errors import ConfigError, Problem, did_you_mean
-from rlctl.config.fields import RECIPE
+from rlctl.config.fields import RECIPE, alternatives, is_section, schema_keys
 from rlctl.config.named import NAMED_SECTIONS, complete, merge_named
 from rlctl.config.provenance import (
     MOST_DEPTH,
@@ -26,6 +29,7 @@ from rlctl.config.provenance import (
     show_path,
 )
 from rlctl.config.references import fill_references
+from rlctl.config.schema import KINDS
 
 # Files that one inherits from, one through the other.
 _MOST_PARENTS = 32
@@ -95,9 +99,30 @@ def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode])
             raise ConfigError([Problem(where, "defaults", f"{name} inherits from itself")])
         if len(below) >= _MOST_PARENTS:
             raise ConfigError([Problem(where, "defaults", f"more than {_MOST_PARENTS} files, each of the next")])
-        merged = merge_named(merged, _inherit(parent, (*below, path), known))
-    known[path] = merge_named(merged, own)
+        merged = _undone(merge_named(merged, _inherit(parent, (*below, path), known)))
+    known[path] = _undone(merge_named(merged, own))
     return known[path]
+
+
+def _undone(root: ConfigNode) -> ConfigNode:
+    """Return the tree with the defaults of each section that is null: what was inherited for it is undone."""
+    kind = node_at(root, ["kind"])
+    if kind is None or not isinstance(kind.value, str) or kind.value not in KINDS:
+        return root
+    for path in _sections(kind.value):
+        found = node_at(root, path)
+        if found is not None and found.value is None:
+            default = node_at(_inherit(CONFIGS / f"{kind.value}.yaml", (), {}), path)
+            root = put(root, path, default) if default is not None else root
+    recipe = node_at(root, _RECIPE)
+    return root if recipe is None or not isinstance(recipe.value, dict) else put(root, _RECIPE, _undone(recipe))
+
+
+@cache
+def _sections(kind: str) -> list[list[str]]:
+    """Return the paths of the sections that every config of this kind has."""
+    keys = schema_keys(KINDS[kind])
+    return [key.split(".") for key, each in keys if is_section(each) and NoneType not in alternatives(each.type)]
 
 
 def _parents(node: ConfigNode | None) -> list[ConfigNode]:
@@ -130,7 +155,7 @@ def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
             try:
                 node = read_value(value, origin)
                 names = [*key.split("."), *["name"] * (key in NAMED_SECTIONS and isinstance(node.value, str))]
-                root = complete(_with_recipe(_put(root, names, node, origin)))
+                root = complete(_with_recipe(_undone(_put(root, names, node, origin))))
             except ConfigError as error:
                 problems += error.problems
     if problems:

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from dataclasses import Field
 from itertools import islice
 from pathlib import Path
+from textwrap import wrap
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args, get_origin
 
 from rlctl.config import paths
-from rlctl.config.errors import BROKEN, Problem, did_you_mean
+from rlctl.config.errors import BROKEN, LONGEST, Problem, did_you_mean
 from rlctl.config.fields import FURTHER, alternatives, join, keys_of, literals, schema_keys, sections_of
 from rlctl.config.peer_keys import renamed_value
 from rlctl.config.provenance import MISSING, ConfigNode, leaves, node_at, plain, show_path
@@ -181,16 +182,17 @@ class Converter(Generic[T]):
             return
         is_section = isinstance(node.value, dict)
         if isinstance(node.value, dict) and not self._known.knows(key, list(node.value)):
-            inside = list(islice(leaves(node, key), _MOST_UNKNOWN))
-            leading = [(name, leaf) for name, leaf in inside if self._known.leads(name)]
-            for name, leaf in leading:
-                self._wrong(leaf, name, f"unknown key{self._known.remark(name, [])}")
-            if leading:
-                others = len(inside) - len(leading)
+            inside = list(islice(self._known.parts(node, key), _MOST_UNKNOWN))
+            remarks = {name: self._known.remark(name, []) for name, _ in inside if self._known.leads(name)}
+            for name, part in inside:
+                if name in remarks:
+                    self._wrong(part, name, f"unknown key{remarks[name]}")
+            if remarks:
+                others = [name.removeprefix(f"{key}.") for name, _ in inside if name not in remarks]
                 if len(inside) == _MOST_UNKNOWN:
                     self._wrong(node, key, f"unknown section; only its first {_MOST_UNKNOWN} keys were looked at")
-                elif others:
-                    self._wrong(node, key, f"unknown section; rlctl has nothing for {others} more of its keys")
+                for line in wrap(", ".join(others), LONGEST - 60, break_on_hyphens=False):
+                    self._wrong(node, key, f"unknown section; rlctl has nothing for {line.removesuffix(',')}")
                 return
         self._wrong(node, key, f"unknown key{self._known.remark(key, here, is_section)}")
 

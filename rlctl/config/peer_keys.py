@@ -1,8 +1,8 @@
-"""Keys of TRL, verl and NeMo-RL, and former ones of rlctl, with the key that means the same: answers to unknown keys.
+"""Keys of TRL, verl, NeMo-RL and prime-rl, and former ones of rlctl, with the key that means the same.
 
-They were read from TRL 1.9 (with transformers' TrainingArguments), verl of January 2026 and NeMo-RL of 2025. Each row
-has a tool's key, our key or keys, and a note if unit or meaning differ. Without a key of ours, the note names what
-rlctl does not have.
+They answer unknown keys. They were read from TRL 1.9 (with transformers' TrainingArguments), verl of January 2026,
+NeMo-RL of 2025 and prime-rl of August 2026, with what it called a key in 2025. Each row has a tool's key, our key or
+keys, and a note if unit or meaning differ. Without a key of ours, the note names the missing feature.
 """
 
 from typing import NamedTuple
@@ -25,9 +25,12 @@ _SIZE = "grpo.num_prompts_per_step or sft.batch_size"
 _MICRO = "trainer.micro_batch_tokens"
 _FILTER, _EXTRA = "grpo.dynamic_sampling.filter", "grpo.dynamic_sampling.max_extra"
 _CRITIC = "critic: baselines are of the group"
+_WANDB = "[{name: wandb, project: ...}]"
+_NODES = "number of nodes in a run: --cluster NAME says where it runs"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 _TRL = (
+    ("dataset_name", "data.train.path"),
     ("beta", "grpo.loss.kl_coef"),
     ("epsilon", "grpo.loss.clip_low and grpo.loss.clip_high", "its epsilon is both where epsilon_high is not set"),
     ("epsilon_high", "grpo.loss.clip_high"),
@@ -149,13 +152,13 @@ _VERL = (
     ("trainer.total_epochs", "", _EPOCHS),
     ("trainer.total_training_steps", _STEPS),
     ("trainer.n_gpus_per_node", "trainer.num_ranks", "one rank a device, over all nodes"),
-    ("trainer.nnodes", "", "number of nodes in a run: --cluster NAME says where it runs"),
+    ("trainer.nnodes", "", _NODES),
     ("trainer.save_freq", "checkpoint.every", "0 is never, where its -1 is"),
     ("trainer.test_freq", "validation.every", "0 is never, where its -1 is"),
     ("trainer.val_before_train", "validation.at_start"),
     ("trainer.max_actor_ckpt_to_keep", "checkpoint.keep_last"),
     ("trainer.default_local_dir", "run.dir and run.name", "the run's folder is dir/name"),
-    ("trainer.project_name", "telemetry.trackers", "[{name: wandb, project: ...}]"),
+    ("trainer.project_name", "telemetry.trackers", _WANDB),
     ("trainer.experiment_name", "run.name"),
     (
         "trainer.logger",
@@ -217,15 +220,88 @@ _NEMO = (
     ("checkpointing.keep_top_k", "checkpoint.keep_best"),
     ("checkpointing.metric_name", "checkpoint.metric", "with a leading - where smaller is better"),
     ("checkpointing.checkpoint_dir", "run.dir and run.name", "the run's folder is dir/name"),
-    ("logger.wandb.project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
-    ("logger.wandb_enabled", "telemetry.trackers", "[{name: wandb, project: ...}]"),
+    ("logger.wandb.project", "telemetry.trackers", _WANDB),
+    ("logger.wandb_enabled", "telemetry.trackers", _WANDB),
     ("logger.tensorboard_enabled", "telemetry.trackers", "[{name: tensorboard}]"),
     ("cluster.gpus_per_node", "trainer.num_ranks", "one rank a device, over all nodes"),
-    ("cluster.num_nodes", "", "number of nodes in a run: --cluster NAME says where it runs"),
+    ("cluster.num_nodes", "", _NODES),
+)
+_AGE = "with async.enabled=true; 0 is async.enabled=false"
+_PRIME = (
+    ("seq_len", "model.max_length"),
+    ("max_async_level", "async.max_trajectory_age_steps", _AGE),
+    ("max_off_policy_steps", "async.max_trajectory_age_steps", _AGE),
+    ("rollouts_per_example", "grpo.num_generations_per_prompt"),
+    ("group_size", "grpo.num_generations_per_prompt"),
+    ("orchestrator.batch_size", "grpo.num_prompts_per_step", "its number divided by its group_size"),
+    ("token_batch_size", "", "batch of tokens; grpo.num_prompts_per_step counts prompts"),
+    ("oversampling_factor", "async.prefetch", "auto or full; rlctl finds the number of groups in flight"),
+    ("orchestrator.concurrency", "async.prefetch", "auto or full; rlctl finds the number of groups in flight"),
+    ("orchestrator.model.name", "model.path"),
+    ("trainer.model.name", "model.path"),
+    ("inference.vllm.model", "model.path"),
+    ("model.name", "model.path"),
+    ("orchestrator.train.source", "environment", "{name: my_env.py:Class}, and several as environment.choices"),
+    ("orchestrator.env", "environment", "{name: my_env.py:Class}, and several as environment.choices"),
+    ("orchestrator.eval.source", "data.validation.path", "rows, played in the run's environments"),
+    ("orchestrator.eval.interval", "validation.every"),
+    ("orchestrator.eval.num_examples", "validation.max_prompts", "null is all, where its -1 is"),
+    ("orchestrator.eval.group_size", "validation.num_generations"),
+    ("skip_first_step", "validation.at_start", "its true is false"),
+    ("orchestrator.algo.type", "grpo.advantage.name", "its grpo is group_mean"),
+    ("filter_zero_advantages", _FILTER, "rewards is its true"),
+    ("sampling.temperature", "generation.temperature"),
+    ("max_completion_tokens", "generation.max_new_tokens"),
+    ("sampling.max_tokens", "generation.max_new_tokens"),
+    ("orchestrator.renderer", "data.chat_template"),
+    ("tokenizer.chat_template", "data.chat_template"),
+    ("tokenizer.name", "model.tokenizer"),
+    ("trainer.loss.type", "grpo.loss.name", "its default is dppo"),
+    ("dppo_mask_low", "grpo.loss.mask_low", "of grpo.loss.name=dppo"),
+    ("dppo_mask_high", "grpo.loss.mask_high", "of grpo.loss.name=dppo"),
+    ("kl_tau", "grpo.loss.rollout_kl_coef", "of grpo.loss.name=dppo"),
+    ("optim.lr", "trainer.optimizer.lr"),
+    ("optim.max_norm", "trainer.optimizer.max_grad_norm"),
+    ("optim.type", "trainer.optimizer.name"),
+    ("scheduler.type", "trainer.optimizer.schedule"),
+    ("scheduler.min_lr", "trainer.optimizer.min_lr_ratio", "a share of lr"),
+    ("scheduler.decay_steps", "", "steps of decay; trainer.optimizer.schedule falls over all that follow warmup_steps"),
+    ("model.ac", "trainer.activation_checkpointing"),
+    ("model.cp", "trainer.megatron.context_parallel_size"),
+    ("model.ep", "trainer.megatron.expert_model_parallel_size"),
+    ("model.attn", "", "key for the attention's kernel: the device decides"),
+    ("model.impl", "", "implementations of models to choose from"),
+    ("model.optim_cpu_offload", "trainer.offload_optimizer_for_generation"),
+    ("ckpt.interval", "checkpoint.every"),
+    ("ckpt.keep_last", "checkpoint.keep_last"),
+    ("ckpt.keep_interval", "checkpoint.keep_best", "the newest keep_last stay, and the best"),
+    ("resume.step", "", "key for it: rlctl train KIND --resume RUN"),
+    ("monitors.wandb", "telemetry.trackers", _WANDB),
+    ("wandb.project", "telemetry.trackers", _WANDB),
+    ("weight_broadcast.type", "refit.transport", "auto finds the fastest; its nccl is broadcast"),
+    ("deployment.num_train_gpus", "trainer.num_ranks", "one rank a device"),
+    ("deployment.num_infer_gpus", "generation.num_engines", "each has generation.tensor_parallel_size devices"),
+    ("trainer_gpu_ids", "trainer.num_ranks", "how many, not which"),
+    ("inference_gpu_ids", "generation.num_engines", "how many, not which"),
+    ("deployment.gpus_per_node", "", _NODES),
+    ("deployment.num_train_nodes", "", _NODES),
+    ("deployment.num_infer_nodes", "", _NODES),
+    ("parallel.tp", "generation.tensor_parallel_size"),
+    ("parallel.dp", "generation.num_engines"),
+    ("vllm.max_model_len", "model.max_length"),
+    ("data_parallel_size", "generation.num_engines"),
+    ("log.level", "", "log level: logs/ of a run holds every line of its processes"),
+    ("slurm", "", "section for it: rlctl cluster up starts one, and --cluster NAME runs there"),
+    ("data.name", "data.train.path"),
+    ("data.micro_batch_size", _MICRO, "in tokens, not in sequences"),
+    ("data.loss_mask", "sft.mask", "all trains on every assistant turn, last on the last; prompts never"),
+    ("val.interval", "validation.every"),
+    ("val.eval_on_start", "validation.at_start"),
+    ("val.data.name", "data.validation.path"),
 )
 FORMERLY = "rlctl"
 _FORMER = (
-    ("telemetry.wandb_project", "telemetry.trackers", "[{name: wandb, project: ...}]"),
+    ("telemetry.wandb_project", "telemetry.trackers", _WANDB),
     ("telemetry.tensorboard", "telemetry.trackers", "[{name: tensorboard}]"),
     ("telemetry.rollouts_per_step", "telemetry.groups_per_step", "whole groups, not the first rollout of each"),
     ("async.lookahead", "async.prefetch"),
@@ -233,7 +309,7 @@ _FORMER = (
 )
 _FORMER_VALUES = {("grpo.loss.proximal", "behaviour"): "rollout"}
 
-_TABLES = ((FORMERLY, _FORMER), ("TRL", _TRL), ("verl", _VERL), ("NeMo-RL", _NEMO))
+_TABLES = ((FORMERLY, _FORMER), ("TRL", _TRL), ("verl", _VERL), ("NeMo-RL", _NEMO), ("prime-rl", _PRIME))
 PEER_KEYS = tuple(PeerKey(tool, *row) for tool, rows in _TABLES for row in rows)
 
 

@@ -7,6 +7,7 @@ depth are bounded, after aliases are followed: a file of a few lines could other
 
 import re
 import stat
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,6 +155,49 @@ def read_file(path: Path) -> ConfigNode:
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError([Problem(f"{show_path(path)}:1", "", "a config is a mapping of `key: value` lines")])
     return _Reader(path).node(root, Origin(path, 1))
+
+
+def read_toml(path: Path) -> ConfigNode:
+    """Return the mapping in a TOML file, each value with the line of its key. Raises ConfigError as `read_file`."""
+    try:
+        text = _read_text(path)
+        return _with_lines(tomllib.loads(text), path, _lines_of_toml(text), "", 1)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError([Problem(show_path(path), "", f"cannot be read: {reason}")]) from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError([Problem(show_path(path), "", f"not TOML: {error}")]) from error
+
+
+def _lines_of_toml(text: str) -> dict[str, int]:
+    """Return dotted key -> line of tables and of `key = value`, for keys without quotes."""
+    lines: dict[str, int] = {}
+    table, counts = "", dict[str, int]()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*(\[\[?)\s*([\w.-]+)\s*\]", line):
+            table = header[2]
+            lines.setdefault(table, number)
+            if header[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+            for name in sorted(counts, key=len):
+                if f"{table}.".startswith(f"{name}."):
+                    table = f"{name}.{counts[name]}{table[len(name) :]}"
+            lines.setdefault(table, number)
+        elif key := re.match(r"\s*([\w.-]+)\s*=", line):
+            lines.setdefault(f"{table}.{key[1]}" if table else key[1], number)
+    return lines
+
+
+def _with_lines(value: Any, path: Path, lines: dict[str, int], key: str, line: int) -> ConfigNode:
+    origin = Origin(path, lines.get(key, line))
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        within = {
+            str(name): _with_lines(child, path, lines, f"{key}.{name}" if key else str(name), origin.line)
+            for name, child in entries
+        }
+        return ConfigNode(within if isinstance(value, dict) else list(within.values()), origin)
+    return ConfigNode(value if isinstance(value, bool | int | float | str) else str(value), origin, str(value))
 
 
 def read_value(text: str, origin: Origin) -> ConfigNode:

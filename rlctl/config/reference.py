@@ -34,6 +34,7 @@ rewards:
   - name: math_verify        # what an entry leaves out comes from reward.yaml
 trainer:
   optimizer: {lr: 3.0e-6}
+environment: null            # a section's defaults again, where a parent changed them
 ```
 
 ```

@@ -1,20 +1,23 @@
 """The answer to a key that no section has: the right place, the right spelling, or the word of another tool. Pure.
 
-It is looked for in this order: a peer's key by two words of its path or more, a longer or shorter form of a name in the
-same section, a peer's key by its last word, the same name in another section of this kind of run, a near name in the
-same section, the nearest name of this kind, by its last word and its whole path, and then both for other kinds.
+It is looked for in this order: a peer's key by its whole path or two words of it, a longer or shorter form of a name in
+the same section, a peer's key by its last word, the same name in another section of this kind of run, a near name in
+the same section, the nearest name of this kind, by its last word and its whole path, and then both for other kinds.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import takewhile
 
 from rlctl.config.errors import did_you_mean
 from rlctl.config.peer_keys import FORMERLY, PEER_KEYS, PeerKey
+from rlctl.config.provenance import ConfigNode, children
 
 _NEAR = 0.6
 _VERY_NEAR = 0.9
 _SHORTEST_FORM = 3
+# A name that says nothing without its section.
+_ANY_SECTION = ("type",)
 
 
 class KnownKeys:
@@ -43,7 +46,20 @@ class KnownKeys:
         name = path.rpartition(".")[2]
         elsewhere = _named(name, self._every, section=True)
         ours = any(all(f"{section}.{each}" in self._every for each in names) for section in elsewhere)
-        return ours or any(each.key == name and not each.ours for each in self._peers)
+        return ours or any(each.key == name and not each.ours for each in self._peers) or self._is_whole(path)
+
+    def parts(self, node: ConfigNode, path: str) -> Iterator[tuple[str, ConfigNode]]:
+        """Yield (path, node) of each value in an unknown section; a section that a peer's key names is one value."""
+        within = children(node)
+        if not within or self._is_whole(path):
+            yield path, node
+            return
+        for name, child in within.items():
+            yield from self.parts(child, f"{path}.{name}")
+
+    def _is_whole(self, path: str) -> bool:
+        """Return True if a peer's key of two words or more names all of a section."""
+        return any("." in each.key and f".{path}".endswith(f".{each.key}") for each in self._peers)
 
     def leads(self, path: str) -> bool:
         """Return True if there is a remark on `path` without the names of its section."""
@@ -51,12 +67,14 @@ class KnownKeys:
 
     def _found(self, path: str, here: list[str], section: bool) -> str:
         words = path.split(".")
-        if peer := self._peer(words, at_least=2):
+        if peer := self._peer(words, at_least=2) or next((each for each in self._peers if each.key == path), None):
             return self._translated(peer)
         if form := self._form(path, here):
             return f"; did you mean {form}?"
         if peer := self._peer(words, at_least=1):
             return self._translated(peer)
+        if section and (found := self._section(path)):
+            return found
         if words[-2:-1] and words[-2].isdecimal():
             return did_you_mean(words[-1], here)
         own = _elsewhere(path, self._own, section) or did_you_mean(words[-1], here) or _nearest(path, self._own)
@@ -75,13 +93,20 @@ class KnownKeys:
 
         One word alone must not be a name of ours too, unless it is a tool's whole key, which means something else.
         """
-        shared = [(_shared_end(words, each.key.split(".")), each) for each in self._peers]
-        count, peer = max(shared, key=lambda pair: pair[0], default=(0, None))
-        if count < at_least or peer is None:
+        shared = [(_shared_end(words, (key := each.key.split("."))), len(key), each) for each in self._peers]
+        # Among equals the key that the path names whole.
+        count, _, peer = max(shared, key=lambda row: (row[0], row[0] == row[1]), default=(0, 0, None))
+        if count < at_least or peer is None or (count == 1 and words[-1] in _ANY_SECTION and len(words) > 1):
             return None
         if count == 1 and words[-1] in self._last:
             return next((each for each in self._peers if each.key == words[-1]), None)
         return peer
+
+    def _section(self, path: str) -> str:
+        """Return a remark on a peer's section whose keys are all in one section of ours."""
+        inside = [each for each in self._peers if each.key.startswith(f"{path}.")]
+        ours = {each.ours.rpartition(".")[0] for each in inside}
+        return f"; {inside[0].tool}'s {path} is {ours.pop()}" if len(inside) > 1 and len(ours) == 1 else ""
 
     def _translated(self, peer: PeerKey) -> str:
         if not peer.ours:

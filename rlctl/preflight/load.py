@@ -10,13 +10,14 @@ from rlctl.config.compose import compose
 from rlctl.config.convert import Converter
 from rlctl.config.errors import ConfigError, Problem
 from rlctl.config.fields import FURTHER, key_of
-from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, show_path
+from rlctl.config.provenance import ConfigNode, Interpolation, Origin, dump, leaves, read_toml, show_path
 from rlctl.config.recorded_origins import recorded_origins, with_origins
 from rlctl.config.schema import KINDS, RunConfig
 from rlctl.preflight.checks import check
 from rlctl.preflight.notes import notes
 from rlctl.preflight.version import earlier_version
 
+_INHERIT = "inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
 TINY = {"grpo": "grpo-tiny", "sft": "sft-tiny"}
 
 
@@ -129,13 +130,17 @@ def _checked(
     within: str = "",
 ) -> tuple[ConfigNode, RunConfig, list[Problem], list[str]]:
     """Return (tree, config with wrong values BROKEN, problems, notes). run: the file is a run's own config."""
+    if file.suffix == ".toml":
+        what = "is TOML; a config is YAML and inherits its kind, `defaults: grpo.yaml` or `defaults: sft.yaml`"
+        raise ConfigError(_of_another_tool(kind, file, read_toml(file), what))
     root = compose(file, overrides, within)
     assert isinstance(root.value, dict)
     stated = root.value.get("kind")
     if stated is None or not isinstance(stated.value, str) or stated.value not in KINDS:
-        where = str(stated.origin) if stated else show_path(file)
-        what = f"must be one of {', '.join(KINDS)}: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`"
-        raise ConfigError([Problem(where, "kind", what)])
+        what = f"must be one of {', '.join(KINDS)}: {_INHERIT}"
+        if stated is None:
+            raise ConfigError(_of_another_tool(kind, file, root, what, "kind"))
+        raise ConfigError([Problem(str(stated.origin), "kind", what)])
     if kind not in (None, stated.value):
         what = f"this is a recipe for {stated.value}; use `rlctl train {stated.value}`"
         raise ConfigError([Problem(str(stated.origin), "kind", what)])
@@ -149,6 +154,19 @@ def _checked(
     origins = {key: node.origin for key, node in leaves(root)}
     problems = converter.problems + check(config, origins, resume=resume, away=away)
     return root, config, problems, converter.notes
+
+
+def _of_another_tool(kind: str | None, file: Path, root: ConfigNode, what: str, key: str = "") -> list[Problem]:
+    """Return a problem of a whole file, and the answer to each key of it that rlctl does not have.
+
+    The keys are answered for a run of `kind`. For None that is sft where there is data and nothing samples.
+    """
+    names = root.value if isinstance(root.value, dict) else {}
+    guess = "sft" if "data" in names and not {"orchestrator", "actor_rollout_ref"} & set(names) else "grpo"
+    converter: Converter[Any] = Converter(KINDS[kind or guess], show_path(file))
+    converter.convert(root)
+    unknown = [each for each in converter.problems if each.what.startswith("unknown ")]
+    return [Problem(show_path(file), key, what), *unknown]
 
 
 def _by_key(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ from rlctl.config.builtin import find_recipe
 from rlctl.config.compose import compose
 from rlctl.config.errors import ConfigError
 from rlctl.config.provenance import ConfigNode, leaves, node_at, plain
+from rlctl.config.schema import GrpoConfig
+from rlctl.preflight.load import load
 
 
 def write(path: Path, text: str) -> Path:
@@ -204,3 +206,21 @@ def test_a_recipe_is_a_path_a_shipped_name_or_a_run_directory(home: Path) -> Non
     assert find_recipe("run") == home / "run/config.yaml"
     with pytest.raises(ConfigError, match=r"grpo-tny: no such recipe or file; did you mean grpo-tiny\?"):
         find_recipe("grpo-tny")
+
+
+def test_null_undoes_an_inherited_section_in_a_file_and_in_an_override(home: Path) -> None:
+    played = "environment: {name: guess, max_turns: 3}\ngrpo: {loss: {name: gspo}, overlong: {mask: true}}\n"
+    (home / "played.yaml").write_text("defaults: grpo.recipe.yaml\n" + played)
+    (home / "alone.yaml").write_text("defaults: played.yaml\nenvironment: null\ngrpo: {overlong: null, loss: null}\n")
+    (home / "again.yaml").write_text(
+        "defaults: alone.yaml\nenvironment: {name: maze}\ndata: {max_prompt_length: null}\n"
+    )
+    alone, defaults = load("grpo", "alone.yaml", []), load("grpo", "grpo.recipe.yaml", []).config
+    assert alone.config == defaults
+    assert str(alone.origins["environment.name"]).startswith("configs/grpo.yaml:")
+    overrides = ["environment=null", "grpo.overlong=null", "grpo.loss=null"]
+    assert load("grpo", "played.yaml", overrides).config == defaults
+    overrides = ["environment=null", "environment.name=maze", "data.max_prompt_length=null"]
+    for again in (load("grpo", "again.yaml", []).config, load("grpo", "played.yaml", overrides).config):
+        assert isinstance(again, GrpoConfig)
+        assert (again.environment.name, again.environment.max_turns) == ("maze", 8)

@@ -66,6 +66,14 @@ def test_a_former_word_for_a_value_is_answered_with_the_new_one(home: Path) -> N
         ("mask_truncated_completions=true", "TRL's mask_truncated_completions is grpo.overlong.mask"),
         ("grpo.use_dynamic_sampling=true", "NeMo-RL's grpo.use_dynamic_sampling is grpo.dynamic_sampling.filter: "
          "rewards is its true"),
+        ("seq_len=4096", "prime-rl's seq_len is model.max_length"),
+        ("max_async_level=2", "prime-rl's max_async_level is async.max_trajectory_age_steps: with async.enabled=true; "
+         "0 is async.enabled=false"),
+        ("rollouts_per_example=16", "prime-rl's rollouts_per_example is grpo.num_generations_per_prompt"),
+        ("orchestrator.group_size=16", "prime-rl's group_size is grpo.num_generations_per_prompt"),
+        ("optim.lr=1e-6", "prime-rl's optim.lr is trainer.optimizer.lr"),
+        ("ckpt={}", "prime-rl's ckpt is checkpoint"),
+        ("wandb.project=x", "prime-rl's wandb.project is telemetry.trackers: [{name: wandb, project: ...}]"),
         # In whatever section, and by the end of its path.
         ("beta=0.04", "TRL's beta is grpo.loss.kl_coef"),
         ("grpo.loss.epsilon_high=0.28", "TRL's epsilon_high is grpo.loss.clip_high"),
@@ -106,7 +114,7 @@ def test_a_section_of_another_tool_is_answered_key_by_key_with_file_and_line(hom
         "verl's actor_rollout_ref.rollout.n is grpo.num_generations_per_prompt",
         f"x.yaml:{first + 3}: actor_rollout_ref.actor.optim.lr: unknown key; "
         "verl's actor_rollout_ref.actor.optim.lr is trainer.optimizer.lr",
-        f"x.yaml:{first}: actor_rollout_ref: unknown section; rlctl has nothing for 1 more of its keys",
+        f"x.yaml:{first}: actor_rollout_ref: unknown section; rlctl has nothing for rollout.free_cache_engine",
         f"x.yaml:{first + 4}: critic: unknown key; rlctl has no critic: baselines are of the group",
     ]
 
@@ -117,3 +125,70 @@ def test_a_huge_section_that_nobody_knows_takes_no_time(home: Path) -> None:
     found = problems([], "x.yaml")
     assert time.process_time() - begin < 60
     assert len(found) == 501 and found[-1].endswith("foo: unknown section; only its first 500 keys were looked at")
+
+
+def test_a_file_of_another_tool_is_answered_key_by_key_though_it_has_no_kind(home: Path) -> None:
+    (home / "trl.yaml").write_text("beta: 0.0\nmax_steps: 5\n")
+    assert problems([], "trl.yaml") == [
+        "trl.yaml: kind: must be one of grpo, sft: inherit it, `defaults: grpo.yaml` or `defaults: sft.yaml`",
+        "trl.yaml:1: beta: unknown key; TRL's beta is grpo.loss.kl_coef",
+        "trl.yaml:2: max_steps: unknown key; TRL's max_steps is grpo.num_steps",
+    ]
+
+
+PRIME_RL = """\
+seq_len = 8192
+
+[model]
+name = "Qwen/Qwen3-0.6B"
+
+[orchestrator]
+batch_size = 128
+
+[[orchestrator.train.source]]
+name = "wordle"
+[orchestrator.train.source.env.taskset]
+id = "wordle"
+
+[[orchestrator.eval.source]]
+name = "wordle"
+
+[trainer.model.ac]
+freq = 1
+
+[trainer]
+heartbeat = { url = "x" }
+"""
+
+
+def test_a_toml_file_of_prime_rl_is_answered_with_its_lines(home: Path) -> None:
+    (home / "rl.toml").write_text(PRIME_RL)
+    first, *lines = problems([], "rl.toml")
+    assert first.startswith("rl.toml: is TOML; a config is YAML and inherits its kind")
+    *lines, last = sorted(lines, key=lambda line: int(line.split(":")[1]))
+    assert last.startswith("rl.toml:21: trainer.heartbeat.url: unknown key") and lines == [
+        "rl.toml:1: seq_len: unknown key; prime-rl's seq_len is model.max_length",
+        "rl.toml:4: model.name: unknown key; prime-rl's model.name is model.path",
+        "rl.toml:7: orchestrator.batch_size: unknown key; prime-rl's orchestrator.batch_size is "
+        "grpo.num_prompts_per_step: its number divided by its group_size",
+        "rl.toml:9: orchestrator.train.source: unknown key; prime-rl's orchestrator.train.source is environment: "
+        "{name: my_env.py:Class}, and several as environment.choices",
+        "rl.toml:14: orchestrator.eval.source: unknown key; prime-rl's orchestrator.eval.source is "
+        "data.validation.path: rows, played in the run's environments",
+        "rl.toml:17: trainer.model.ac: unknown key; prime-rl's model.ac is trainer.activation_checkpointing",
+    ]
+
+
+def test_a_toml_file_that_is_none_is_one_line(home: Path) -> None:
+    (home / "x.toml").write_text("a = = 1\n")
+    [line] = problems([], "x.toml")
+    assert line.startswith("x.toml: not TOML: Invalid value (at line 1")
+
+
+def test_the_keys_of_a_section_that_lead_nowhere_are_all_named(home: Path) -> None:
+    names = [f"key_{number:03}" for number in range(100)]
+    (home / "x.yaml").write_text(
+        GRPO + "actor_rollout_ref:\n  actor: {grad_clip: 1}\n" + "".join(f"  {each}: 1\n" for each in names)
+    )
+    rest = [line.split("rlctl has nothing for ")[1] for line in problems([], "x.yaml")[1:]]
+    assert ", ".join(rest).split(", ") == names
