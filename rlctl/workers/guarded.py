@@ -72,7 +72,7 @@ class Channel:
 
 
 class GuardedProcess:
-    """One process below a supervisor, see supervisor.py.
+    """One process below two supervisors, see supervisor.py.
 
     module: the program. max_reply: bytes of a reply. output: descriptor for what it prints; None: the standard error.
     variables: those of its environment; None: what they are now.
@@ -89,7 +89,7 @@ class GuardedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the supervisor."""
+        """Process id of the outer supervisor."""
         return self._process.pid if self._process else None
 
     def ready(self) -> Channel | None:
@@ -145,6 +145,7 @@ class GuardedProcess:
         finally:
             self.stop()
         try:
-            return signal.Signals(code - 128).name
+            # A supervisor that was killed itself has a negative code.
+            return signal.Signals(-code if code < 0 else code - 128).name
         except ValueError:
             return f"exit code {code}"

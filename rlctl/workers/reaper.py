@@ -27,6 +27,7 @@ import psutil
 GRACE_S = 2.0
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX, _OWNER = "rlctl-", ".owner"
+_LENGTH_BYTES = 4
 
 
 class Reaper:
@@ -35,7 +36,7 @@ class Reaper:
     def __init__(self) -> None:
         self._locks: dict[Path, int] = {}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, start_new_session=True, cwd="/", text=True
+            [sys.executable, __file__], stdin=subprocess.PIPE, start_new_session=True, cwd="/", bufsize=0
         )
 
     @contextmanager
@@ -54,8 +55,7 @@ class Reaper:
         self._locks[path] = _own(path)
         assert self._process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(f"{path}\n")
-            self._process.stdin.flush()
+            self._process.stdin.write(_message(path))
         return path
 
     def close(self) -> None:
@@ -172,14 +172,29 @@ def _size(folder: Path) -> int:
     return total
 
 
+def _message(path: Path) -> bytes:
+    """Return a path as it goes through the pipe, after its length: a name may hold any byte but the null."""
+    name = os.fsencode(path)
+    return len(name).to_bytes(_LENGTH_BYTES, "big") + name
+
+
+def _messages(data: bytes) -> Iterator[Path]:
+    """Yield the paths of whole messages. A driver that was killed may leave the last one torn."""
+    while len(data) >= _LENGTH_BYTES:
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+        if len(data) < end:
+            return
+        yield Path(os.fsdecode(data[_LENGTH_BYTES:end]))
+        data = data[end:]
+
+
 def main() -> None:
     """Read folders until the driver's end of the pipe closes; then remove those that still exist."""
     # Ray ends a worker's children with it, but not theirs.
     if os.fork():
         os.wait()
         return
-    folders = [Path(line.strip()) for line in sys.stdin]
-    left = [folder for folder in folders if folder.exists()]
+    left = [folder for folder in _messages(sys.stdin.buffer.read()) if folder.exists()]
     if left:
         time.sleep(GRACE_S)
         sweep(left)

@@ -1,8 +1,13 @@
-"""The supervisor of a guarded process, which runs the user's code: whatever that starts ends with it.
+"""Supervisors of a guarded process, which runs the user's code: whatever that starts ends with it.
 
-The supervisor adopts whatever its descendants leave behind, also what has a session of its own, and ends all of it when
-the worker ends, when the parent asks for it, and when the parent is gone (its standard input closes). A child of
-another program, such as a container that a daemon starts, is out of its reach.
+A supervisor adopts whatever its descendants leave behind, also what has a session of its own, and ends all of it when
+the process below it ends. There are two, one below the other, since the user's code may kill one by signal:
+
+    outer -> inner -> worker
+
+The outer one ends everything when the parent asks for it and when the parent is gone (its standard input closes). It
+adopts what a killed inner one leaves. The inner one ends everything when the outer one is gone (its pipe closes).
+A child of another program, such as a container that a daemon starts, is out of their reach.
 The first argument of the program is the connection's descriptor, see guarded.py.
 """
 
@@ -27,29 +32,40 @@ def run_guarded(work: Callable[[socket.socket], None]) -> NoReturn:
     """Fork the process that runs `work` on the connection, and supervise it."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     os.set_inheritable(connection.fileno(), False)
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    outer_gone, alive = os.pipe()
+    inner = _fork()
+    if inner:
+        os.close(outer_gone)
+        _supervise(inner, 0, connection)
+    os.close(alive)
+    # A signal to the group of the outer one does not reach it.
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     supervisor = os.getpid()
-    worker = os.fork()
-    if not worker:
-        os.setsid()
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != supervisor:
-            os._exit(1)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        _stay_silent_when_forked(connection)
-        # It ends by SIGKILL: what was printed into a buffer until then would be lost.
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)
-        work(connection)
-        os._exit(0)
-    connection.close()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # The parent finishes its step. The worker keeps the defaults, which whatever it starts inherits.
-        signal.signal(number, signal.SIG_IGN)
-    code = _supervise(worker)
-    # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
-    os._exit(code)
+    worker = _fork()
+    if worker:
+        _supervise(worker, outer_gone, connection)
+    os.setsid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    os.close(outer_gone)
+    _stay_silent_when_forked(connection)
+    # It ends by SIGKILL: what was printed into a buffer until then would be lost.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    work(connection)
+    os._exit(0)
+
+
+def _fork() -> int:
+    """Fork, and adopt whatever the child's descendants leave. Returns the child's pid, and 0 in the child."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    return os.fork()
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _stay_silent_when_forked(connection: socket.socket) -> None:
@@ -63,36 +79,42 @@ def _stay_silent_when_forked(connection: socket.socket) -> None:
     os.register_at_fork(after_in_child=silence)
 
 
-def _supervise(worker: int) -> int:
-    """Wait until the worker ends or the parent asks for its end, and end the family.
+def _supervise(child: int, asked: int, connection: socket.socket) -> NoReturn:
+    """Wait until `child` ends or the descriptor `asked` closes, end the family, and exit as shells report `child`."""
+    connection.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # The parent finishes its step. The worker keeps the defaults, which whatever it starts inherits.
+        signal.signal(number, signal.SIG_IGN)
+    status = _wait(child, asked)
+    _end_family(child)
+    code = 0 if status is None else os.waitstatus_to_exitcode(status)
+    # Nothing is left to be tidied up, and exit handlers of the interpreter take a while.
+    os._exit(code if code >= 0 else 128 - code)
 
-    Returns the worker's exit code as shells report it.
-    """
+
+def _wait(child: int, asked: int) -> int | None:
+    """Return the exit status of `child`; None if the descriptor `asked` closed first."""
     woken, wake = os.pipe()
     for end in (woken, wake):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     poll = select.poll()
-    poll.register(0, select.POLLIN | select.POLLHUP)
+    poll.register(asked, select.POLLIN | select.POLLHUP)
     poll.register(woken, select.POLLIN)
-    status = _reap(worker)
+    status = _reap(child)
     while status is None:
         ready = [number for number, _ in poll.poll()]
-        if 0 in ready and not os.read(0, 1):
+        if asked in ready and not os.read(asked, 1):
             break
         with contextlib.suppress(BlockingIOError):
             os.read(woken, 4096)
-        status = _reap(worker)
-    _end_family(worker)
-    if status is None:
-        return 0
-    code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code
+        status = _reap(child)
+    return status
 
 
-def _reap(worker: int) -> int | None:
-    """Take the exit status of every child that has ended; return the worker's if it is among them."""
+def _reap(child: int) -> int | None:
+    """Take the exit status of every child that has ended; return that of `child` if it is among them."""
     status = None
     while True:
         try:
@@ -101,23 +123,24 @@ def _reap(worker: int) -> int | None:
             return status
         if ended == 0:
             return status
-        if ended == worker:
+        if ended == child:
             status = how
 
 
-def _end_family(worker: int) -> None:
-    import psutil
-
+def _end_family(child: int) -> None:
     with contextlib.suppress(OSError):
-        os.killpg(worker, signal.SIGKILL)
+        os.killpg(child, signal.SIGKILL)
     # An orphan comes to this process as soon as its parent is gone, and so into the next round.
     end = time.monotonic() + _ENDING_S
     while time.monotonic() < end:
-        _reap(worker)
-        family = psutil.Process().children(recursive=True)
-        if not family:
+        _reap(child)
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
             return
-        for process in family:
+        import psutil
+
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.005)

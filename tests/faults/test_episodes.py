@@ -35,7 +35,7 @@ ASYNCHRONOUS = ("async.enabled=true", f"async.max_trajectory_age_steps={AGE}", f
 
 
 def without_an_environment_process_it_goes_on(run: Run, moments: random.Random) -> None:
-    """Either the supervisor or the process below it, which runs the episodes."""
+    """Either a supervisor or the process below it, which runs the episodes."""
     family = psutil.Process(run.process.pid).children(recursive=True)
     moments.choice([each for each in family if "rlctl.environments.child" in each.cmdline()]).kill()
 

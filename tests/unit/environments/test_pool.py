@@ -158,9 +158,15 @@ def failed(outcome: object) -> EnvironmentFailure:
 
 
 def worker_of(pool: EnvironmentPool) -> psutil.Process:
-    (supervisor,) = pool.pids()
-    (process,) = psutil.Process(supervisor).children()
-    return process
+    return family_of(pool)[-1]
+
+
+def family_of(pool: EnvironmentPool) -> list[psutil.Process]:
+    """The outer supervisor of a pool's only process, the inner one, and the process itself."""
+    (outer,) = pool.pids()
+    (inner,) = psutil.Process(outer).children()
+    (process,) = inner.children()
+    return [psutil.Process(outer), inner, process]
 
 
 def test_an_episode_has_one_thread_from_its_beginning_to_its_end(tmp_path: Path) -> None:
@@ -229,6 +235,26 @@ def test_a_process_that_is_killed_costs_its_episodes_and_is_replaced() -> None:
             assert (failed(outcome).kind, failed(outcome).detail) == ("died", "SIGKILL")
         begun(pool, "c")
         assert select(pool, "c") == FINE
+
+
+@pytest.mark.parametrize("whom", ["inner", "outer", "group of the outer"])
+def test_an_environment_that_kills_a_supervisor_leaves_nothing_running(whom: str) -> None:
+    leave = "subprocess.Popen(['sleep', '600'], env={}, start_new_session=True).pid"
+    victim = {
+        "inner": "os.kill(os.getppid(), 9)",
+        "outer": "os.kill(int(open(f'/proc/{os.getppid()}/stat').read().split()[3]), 9)",
+        "group of the outer": "os.killpg(int(open(f'/proc/{os.getppid()}/stat').read().split()[3]), 9)",
+    }[whom]
+    with pool_of() as pool:
+        begun(pool, "a")
+        family = family_of(pool)
+        (left,) = run(pool, "a", leave).result()
+        family.append(psutil.Process(int(left.content)))
+        failure = failed(run(pool, "a", f"({victim}, time.sleep(600))").result())
+        assert (failure.kind, failure.detail) == ("died", "SIGKILL")
+        assert psutil.wait_procs(family, timeout=60)[1] == []
+        begun(pool, "b")
+        assert select(pool, "b") == FINE
 
 
 def test_memory_without_end_ends_the_process_and_the_bound_is_told() -> None:

@@ -134,7 +134,8 @@ def test_a_process_that_takes_no_request_is_replaced(hook: RewardSection, monkey
     with Scorer([hook]) as scorer:
         scored(scorer, "fine")
         (supervisor,) = (each.pid for each in scorer.workers if each.pid)
-        (process,) = psutil.Process(supervisor).children()
+        (inner,) = psutil.Process(supervisor).children()
+        (process,) = inner.children()
         os.kill(process.pid, signal.SIGSTOP)
         (worker,) = (each for each in scorer.workers if each.pid)
         # The process that replaces it may take its time.

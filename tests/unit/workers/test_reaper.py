@@ -1,5 +1,6 @@
 """What a driver leaves that is killed together with its reaper, and what is nobody's to remove."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,18 +11,19 @@ from pathlib import Path
 import psutil
 
 from rlctl.preflight.doctor import check_leftovers
+from rlctl.workers import reaper
 from rlctl.workers.reaper import leftovers, sweep
 from tests.waiting import until
 
 DRIVER = """
-import subprocess, sys, time
+import json, subprocess, sys, time
 from rlctl.workers.reaper import Reaper
 reaper = Reaper()
 folder = reaper.make("rlctl-", sys.argv[1])
 (folder / "weights").write_bytes(b"1" * 2**20)
 # One of the run's processes, which holds no file open.
 user = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={"TMPDIR": str(folder)})
-print(folder, user.pid, flush=True)
+print(json.dumps([str(folder), user.pid]), flush=True)
 time.sleep(600)
 """
 
@@ -31,7 +33,7 @@ def driver(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Pro
     """A process that has made a folder, and another that works in it."""
     process = subprocess.Popen([sys.executable, "-c", DRIVER, str(root)], stdout=subprocess.PIPE, text=True)
     assert process.stdout
-    folder, user = process.stdout.readline().split()
+    folder, user = json.loads(process.stdout.readline())
     child = psutil.Process(int(user))
     try:
         yield process, Path(folder), child
@@ -77,6 +79,32 @@ def test_folders_and_processes_of_a_driver_killed_with_its_reaper_are_named_and_
         assert living.exists()
     # Of a driver that is killed alone the reaper removes it.
     until(lambda: not living.exists())
+
+
+# A path with a newline was once read as two.
+HOSTILE = "kept\nof two lines/quote's \" $(id) `id` \\ */-rf not-utf8-\udcff\udcfe Ünï☃ "
+
+
+def test_a_killed_drivers_folder_is_removed_whatever_its_name_and_no_other(tmp_path: Path) -> None:
+    root = tmp_path / HOSTILE
+    root.mkdir(parents=True)
+    for other in (tmp_path / "kept", Path(str(root).strip()), Path(f"{root}2")):
+        other.mkdir()
+        (other / "precious").touch()
+    with driver(root) as (process, folder, user):
+        assert folder.parent == root and leftovers([root]) == []
+        process.kill()
+        process.wait()
+        until(lambda: not folder.exists())
+        user.wait(60)
+    assert root.exists() and len(list(tmp_path.glob("**/precious"))) == 3
+
+
+def test_a_message_that_a_killed_driver_tore_names_no_folder() -> None:
+    whole = [Path("/tmp/rlctl-a"), Path(f"/tmp/{HOSTILE}")]
+    sent = b"".join(map(reaper._message, whole))
+    assert list(reaper._messages(sent)) == whole
+    assert [list(reaper._messages(sent[:end])) for end in (len(sent) - 1, 3, 0)] == [whole[:1], [], []]
 
 
 def test_what_is_not_surely_a_dead_drivers_of_this_user_is_left_alone(tmp_path: Path) -> None:
