@@ -13,6 +13,8 @@ import numpy as np
 from rlctl.generation.vllm.fast.switch import missing
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
+# Versions that they were compared with. From 0.33 on vLLM itself looks for penalties only where a request has some.
+COMPARED = ("0.25.1",)
 # Names of a model runner, and of vLLM's modules, that are read or set here.
 RUNNER = (
     "add_requests",
@@ -47,7 +49,7 @@ MODULES = (
 
 def device_names_lacking(runner: Any) -> list[str]:
     """Return the names that shortened device steps rely on and this vLLM does not have."""
-    if type(runner).__module__ != _RUNNER:
+    if not _applies_to(runner):
         return []
     lacking = [f"GPUModelRunner.{name}" for name in missing(runner, RUNNER)]
     for place in MODULES:
@@ -61,11 +63,17 @@ def device_names_lacking(runner: Any) -> list[str]:
 
 
 def shorten_device_steps(runner: Any) -> None:
-    """Spare a worker's steps that work. A runner of another kind, as on a CPU, is left alone."""
-    if type(runner).__module__ == _RUNNER:
+    """Spare a worker's steps that work. A runner of another kind, as on a CPU, or version is left alone."""
+    if _applies_to(runner):
         StateWrites(runner)
         _skip_what_none_asks_for(runner)
         _keep_log_probs_alone()
+
+
+def _applies_to(runner: Any) -> bool:
+    import vllm
+
+    return type(runner).__module__ == _RUNNER and vllm.__version__.partition("+")[0] in COMPARED
 
 
 class StateWrites:

@@ -61,6 +61,8 @@ def test_a_runner_without_a_name_says_which(monkeypatch: pytest.MonkeyPatch) -> 
             owner = getattr(owner, part)
         if not hasattr(owner, last):
             setattr(owner, last, SimpleNamespace())
+    assert device_names_lacking(runner) == [], "another version is left alone"
+    monkeypatch.setattr("vllm.__version__", device_step.COMPARED[0])
     monkeypatch.setattr(device_step, "MODULES", ("json:dumps", "json:gone", "no_such_module:dumps"))
     del runner.sampler.penalties_state.apply_penalties
     assert device_names_lacking(runner) == [
