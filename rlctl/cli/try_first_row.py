@@ -56,7 +56,7 @@ def _try_rewards(composed: "Composed", fetch: bool) -> list[str]:
 
     if away := _away(config, fetch):
         return [f"rewards: not tried, {away} is not on this machine; rlctl config check --try-rewards fetches it"]
-    from rlctl.grpo.advantages.trial import try_advantage
+    from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
     from rlctl.rewards.base import UnusableError
 
     try:
@@ -74,7 +74,10 @@ def _try_rewards(composed: "Composed", fetch: bool) -> list[str]:
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
     judged = "right" if score.right else "not right"
     tried = f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"
-    advantage, _ = try_advantage(config) if isinstance(composed.config, GrpoConfig) else ("", False)
+    try:
+        advantage, _ = try_advantage(config) if isinstance(composed.config, GrpoConfig) else ("", False)
+    except UnusableAdvantageError as error:
+        raise ConfigError([_problem(composed, "grpo.advantage.name", "", str(error).partition("=")[2])]) from error
     return [tried, *[advantage] * bool(advantage)]
 
 

@@ -25,6 +25,8 @@ from rlctl.dashboard.view import RunView, show_run
 from rlctl.data.datasets import shown
 from rlctl.data.files import DataError
 from rlctl.environments.pool import UnusableEnvironmentError
+from rlctl.grpo.advantages.base import AdvantageError
+from rlctl.grpo.advantages.trial import UnusableAdvantageError
 from rlctl.launch.next_steps import next_commands
 from rlctl.preflight.placement import PlacementError
 from rlctl.preflight.version import earlier_version
@@ -45,7 +47,7 @@ from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerError, WorkerTi
 from rlctl.workers.waits import Waits
 
 # Faults that a message explains. Anything else is a defect of rlctl, and only its traceback helps.
-_EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError)
+_EXPLAINED = (WorkerError, WorkerDied, WorkerTimeout, RefitError, OSError, RuntimeError, AdvantageError)
 _BAD_INPUT = (
     DataError,
     ModelError,
@@ -53,6 +55,7 @@ _BAD_INPUT = (
     RewardError,
     RunDirError,
     NoWholeCheckpoint,
+    UnusableAdvantageError,
     UnusableEnvironmentError,
 )
 _LONGEST_PAUSE_S = 60.0

@@ -111,7 +111,7 @@ def raised_inside(error: BaseException, *callers: str) -> bool:
 
 def looks_like_bug(raised: str) -> bool:
     """Return True if `... raised AttributeError at my.py:3` names an error that code without a typo does not raise."""
-    kind = raised.rpartition("raised ")[2].partition(" ")[0]
+    kind = raised.partition("raised ")[2].partition(" ")[0]
     return kind in (
         "AttributeError",
         "ImportError",

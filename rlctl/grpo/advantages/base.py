@@ -28,6 +28,14 @@ Floats = NDArray[np.float64]
 EPSILON = 1e-6
 
 
+class AdvantageError(ValueError):
+    """A user's advantage that raised, or gave other values than it must; one line for the user."""
+
+
+class AdvantageShapeError(AdvantageError):
+    """Advantages of another number or shape than `Advantage.__call__` allows."""
+
+
 @dataclass(frozen=True)
 class ScoredRollouts:
     """n rollouts that have a score, as columns. ValueError: a reward that is not finite, columns of unequal length."""
@@ -196,31 +204,35 @@ def make_advantage(config: GrpoConfig) -> Advantage:
 def token_advantages(advantage: Advantage, rollouts: ScoredRollouts) -> list[NDArray[np.float32]]:
     """Return the advantage of every sampled token, float32 [sampled tokens] a rollout.
 
-    ValueError: advantages of other shapes than `Advantage.__call__` allows, or not finite; whatever a user's raises.
+    AdvantageShapeError: advantages of other shapes than `Advantage.__call__` allows. AdvantageError: they are not
+    finite, or a user's class raises.
     """
     name, result = type(advantage).__name__, _called(advantage, rollouts)
+    where = f" at {place}" if (place := defined_at(type(advantage).__call__)) else ""
     if len(result) != len(rollouts):
-        raise ValueError(f"{name} returned {len(result)} advantages for {len(rollouts)} rollouts; return one for each")
+        raise AdvantageShapeError(
+            f"{name} returned {len(result)} advantages for {len(rollouts)} rollouts{where}; return one for each"
+        )
     found = []
     for row, (value, turns) in enumerate(zip(result, rollouts.turns)):
         values, count = np.asarray(value, np.float64), int(turns.max(initial=-1)) + 1
         if values.shape == (count,):
             values = values[turns]
         elif values.shape not in ((), turns.shape):
-            raise ValueError(
-                f"{name} gave rollout {row} advantages of shape {values.shape}: give a number, one for each of its "
-                f"turns ({count},), or one for each of its sampled tokens {turns.shape}"
+            raise AdvantageShapeError(
+                f"{name} gave rollout {row} advantages of shape {values.shape}{where}: give a number, one for each of "
+                f"its turns ({count},), or one for each of its sampled tokens {turns.shape}"
             )
         with np.errstate(over="ignore"):
             columns = np.broadcast_to(values, turns.shape).astype(np.float32)
         if not np.isfinite(columns).all():
-            raise ValueError(f"{name} gave rollout {row} an advantage that is not finite: {values}")
+            raise AdvantageError(f"{name} gave rollout {row} an advantage that is not finite{where}: {values}")
         found.append(columns)
     return found
 
 
 def _called(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Floats]:
-    """Return the advantages. ValueError with file and line: a user's class raises, or returns what has no length."""
+    """Return the advantages. AdvantageError: a user's class raises, or returns a value without a length."""
     kind = type(advantage)
     try:
         result = advantage(rollouts)
@@ -228,10 +240,12 @@ def _called(advantage: Advantage, rollouts: ScoredRollouts) -> Floats | Rows[Flo
         if kind.__module__.startswith("rlctl."):
             raise
         what = f"{type(error).__name__} at {raised_at(error, kind.__call__, __file__)}: {error_text(error)}"
-        raise ValueError(f"{kind.__name__} raised {what}") from error
+        raise AdvantageError(f"{kind.__name__} raised {what}") from error
     if not hasattr(result, "__len__"):
         where = f"{shortened(repr(result))} at {defined_at(kind.__call__)}"
-        raise ValueError(f"{kind.__name__} returned {where}; return an advantage for each of {len(rollouts)} rollouts")
+        raise AdvantageShapeError(
+            f"{kind.__name__} returned {where}; return an advantage for each of {len(rollouts)} rollouts"
+        )
     return result
 
 

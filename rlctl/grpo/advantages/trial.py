@@ -4,7 +4,19 @@ import numpy as np
 
 from rlctl.config.plugins import OVERLONG, reward_names
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.advantages.base import ScoredRollouts, make_advantage, token_advantages
+from rlctl.grpo.advantages.base import (
+    AdvantageError,
+    AdvantageShapeError,
+    ScoredRollouts,
+    make_advantage,
+    token_advantages,
+)
+from rlctl.utils.user_code import looks_like_bug
+
+
+class UnusableAdvantageError(AdvantageError):
+    """An advantage that no run can use; one line for the user."""
+
 
 _WHAT = "grpo.advantage.name={}, tried on made-up rewards of 0 and 1"
 
@@ -12,18 +24,22 @@ _WHAT = "grpo.advantage.name={}, tried on made-up rewards of 0 and 1"
 def try_advantage(config: GrpoConfig) -> tuple[str, bool]:
     """Return a line on how it went, and True if it failed; nothing for rlctl's own, or where rewards have no names yet.
 
-    An environment's rewards have none before an episode. Rewards of a run may lie elsewhere, so a failure need not
-    refuse it.
+    An environment's rewards have none before an episode. Rewards of a run may lie elsewhere, so most failures need not
+    refuse it. Raises UnusableAdvantageError for a wrong number of advantages, and for a bug, in any run.
     """
     name = config.grpo.advantage.name
-    if ":" not in name or config.has_turns:
+    if ":" not in name:
         return "", False
     try:
         # A result that is not finite is told below.
         with np.errstate(all="ignore"):
             token_advantages(make_advantage(config), _made_up(config))
     except Exception as error:  # whatever a user's class does
-        return f"{_WHAT.format(name)}: {error}", True
+        if isinstance(error, AdvantageShapeError) or looks_like_bug(str(error)):
+            raise UnusableAdvantageError(f"{_WHAT.format(name)}: {error}") from error
+        return ("", False) if config.has_turns else (f"{_WHAT.format(name)}: {error}", True)
+    if config.has_turns:
+        return "", False
     return f"{_WHAT.format(name)}: as many finite numbers as it must give", False
 
 

@@ -64,6 +64,18 @@ def test_rewards_that_work_say_what_they_gave(rlctl: Rlctl, recipe: Path) -> Non
     assert dry.code == 0 and said in " ".join(dry.err.split())
 
 
+def test_a_wrong_number_of_advantages_is_an_error_at_its_key(rlctl: Rlctl, recipe: Path) -> None:
+    (recipe.parent / "mine.py").write_text(
+        "from rlctl.grpo.advantages.base import Advantage\n\nclass Mine(Advantage):\n"
+        "    def __call__(self, rollouts):\n        return rollouts.reward[1:]\n"
+    )
+    recipe.write_text("defaults: grpo-tiny.yaml\ngrpo:\n  advantage: {name: 'mine.py:Mine'}\n")
+    done = rlctl("config", "check", "recipes/my.yaml", "--try-rewards")
+    assert done.code == 2 and done.err.startswith("error: recipes/my.yaml:3: grpo.advantage.name: ")
+    told = "Mine returned 15 advantages for 16 rollouts at recipes/mine.py:4; return one for each"
+    assert told in done.err.splitlines()[0]
+
+
 GAME = """\
 defaults: grpo-tiny.yaml
 environment: {name: "my_env.py:Game"}

@@ -72,11 +72,11 @@ def test_an_advantage_of_ones_own_that_fails_is_told_with_file_and_line(values: 
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        (np.zeros(3), r"Given returned 3 advantages for 2 rollouts; return one for each"),
+        (np.zeros(3), r"Given returned 3 advantages for 2 rollouts at .*; return one for each"),
         ([np.zeros(3), np.zeros(5)], r"rollout 1 advantages of shape \(5,\).* turns \(2,\).* sampled tokens \(3,\)"),
         ([np.zeros((3, 1)), np.zeros(3)], r"Given gave rollout 0 advantages of shape \(3, 1\)"),
-        (np.array([0.0, np.nan]), r"Given gave rollout 1 an advantage that is not finite: nan"),
-        (np.array([1e300, 0.0]), r"Given gave rollout 0 an advantage that is not finite: 1e\+300"),
+        (np.array([0.0, np.nan]), r"Given gave rollout 1 an advantage that is not finite at .*: nan"),
+        (np.array([1e300, 0.0]), r"Given gave rollout 0 an advantage that is not finite at .*: 1e\+300"),
     ],
 )
 def test_advantages_of_another_shape_or_not_finite_are_an_error_that_names_the_class(values: Any, what: str) -> None:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from rlctl.config.schema import GrpoConfig
-from rlctl.grpo.advantages.trial import try_advantage
+from rlctl.grpo.advantages.trial import UnusableAdvantageError, try_advantage
 from rlctl.preflight.load import load
 
 HEAD = """\
@@ -31,8 +33,24 @@ def tried(folder: Path, body: str, *overrides: str) -> tuple[str, bool]:
 def test_what_would_end_the_first_step_is_told_with_file_and_line(tmp_path: Path) -> None:
     line, failed = tried(tmp_path, "return rollouts.parts['other']")
     assert failed and line.startswith("Mine raised KeyError at ") and "mine.py:9" in line
-    line, failed = tried(tmp_path, "return rollouts.reward[1:]")
-    assert failed and "return one for each" in line
+
+
+@pytest.mark.parametrize("overrides", [(), ("environment.name=guess",)])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return rollouts.reward[1:]", "Mine returned 15 advantages for 16 rollouts at {}:8; return one for each"),
+        ("return 1.0", "Mine returned 1.0 at {}:8; return an advantage for each of 16 rollouts"),
+        ("return [[1.0] * 9] * len(rollouts)", "Mine gave rollout 0 advantages of shape (9,) at {}:8: give a number"),
+        ("return rollout.reward", "Mine raised NameError at {}:9: name 'rollout' is not defined"),
+    ],
+)
+def test_a_wrong_number_of_advantages_and_a_typo_are_errors_before_the_run(
+    tmp_path: Path, body: str, said: str, overrides: tuple[str, ...]
+) -> None:
+    with pytest.raises(UnusableAdvantageError) as error:
+        tried(tmp_path, body, *overrides)
+    assert f": {said.format(tmp_path / 'mine.py')}" in str(error.value)
 
 
 def test_rewards_have_the_runs_names_and_weights(tmp_path: Path) -> None:
