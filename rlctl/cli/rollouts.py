@@ -16,6 +16,7 @@ from rlctl.dashboard.rollout_query import NoSuchGroup, RolloutQuery, follow, sel
 from rlctl.dashboard.rollout_view import footer, plain, shown
 from rlctl.dashboard.state import read_state
 from rlctl.run.run_dir import RunDir
+from rlctl.telemetry.exact_tokens import with_lists, without_tokens
 from rlctl.telemetry.jsonl import Record
 
 
@@ -44,8 +45,9 @@ def make_query(
 class Printer:
     """Printer of the groups of the run in `folder` that a query asks for."""
 
-    def __init__(self, folder: Path, query: RolloutQuery, as_json: bool) -> None:
-        self._folder, self._path, self._query, self._json = folder, RunDir(folder).rollouts, query, as_json
+    def __init__(self, folder: Path, query: RolloutQuery, as_json: bool, tokens: bool = False) -> None:
+        self._folder, self._path, self._query = folder, RunDir(folder).rollouts, query
+        self._json, self._tokens = as_json, tokens
         self._console = SafeConsole(highlight=False, emoji=False)
 
     def show(self, limit: int) -> None:
@@ -78,15 +80,20 @@ class Printer:
         return read_state(self._folder).status not in ("new", "running")
 
     def _print(self, group: Record) -> None:
-        if self._json:
-            print(json.dumps(group, ensure_ascii=False), flush=True)
-        else:
-            print_group(group, self._console, self._query.pattern)
+        if not self._json:
+            print_group(group, self._console, self._query.pattern, self._tokens)
+            return
+        try:
+            record = with_lists(group) if self._tokens else without_tokens(group)
+        except ValueError as error:
+            say(f"warning: step {group.get('step')}, {group.get('task')}: {error}", err=True)
+            record = without_tokens(group)
+        print(json.dumps(record, ensure_ascii=False), flush=True)
 
 
-def print_group(group: Record, out: Console, pattern: re.Pattern[str] | None = None) -> None:
-    """Print a group for a person. pattern: what is marked in the texts."""
+def print_group(group: Record, out: Console, pattern: re.Pattern[str] | None = None, tokens: bool = False) -> None:
+    """Print a group for a person. pattern: is marked in the texts. tokens: with the exact ones."""
     if out.is_terminal:
-        out.print(shown(group, out, pattern))
+        out.print(shown(group, out, pattern, tokens))
     else:
-        print("\n".join(plain(group)), flush=True)
+        print("\n".join(plain(group, tokens)), flush=True)

@@ -169,15 +169,18 @@ def rollouts(
     grep: Annotated[str | None, typer.Option(metavar="REGEX", help="Only groups with this text.")] = None,
     limit: Annotated[int, typer.Option("--limit", "-n", help="The most groups that are shown.", min=1)] = 10,
     follow: Follow = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Token ids too, each sampled one with its log-prob; with --json as lists.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a group a line, as JSON.")] = False,
 ) -> None:
-    """Read what was sampled: conversations with their rewards and advantages, a group's rollouts side by side."""
+    """Read the sampled conversations with their rewards and advantages, a group's rollouts side by side."""
     from rlctl.cli.rollouts import Printer, make_query
 
     query = make_query(step, validation, worst, best, group, grep)
     folder = _find(run, root)
     _bring_up_to_date(folder)
-    printer = Printer(folder, query, as_json)
+    printer = Printer(folder, query, as_json, tokens)
     if follow:
         printer.follow()
     else:

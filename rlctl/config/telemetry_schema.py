@@ -72,6 +72,10 @@ class TelemetrySection:
     groups_per_validation: int = spec(
         "The held-out prompts of each validation whose answers are written to rollouts.jsonl, the first ones.", ge=0
     )
+    record_tokens: bool = spec(
+        "The recorded groups have their token ids too, each with its log-prob, weight version and if it was sampled: "
+        "about 7.5 bytes a sampled token. `rlctl runs rollouts --tokens` shows them."
+    )
     rollouts_limit_mib: int = spec(
         "The most that the groups in rollouts.jsonl take, in MiB. Above it those of every second step are left out.",
         ge=1,

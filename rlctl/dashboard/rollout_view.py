@@ -15,6 +15,7 @@ from rich.text import Text
 from rlctl.dashboard.event_text import one_line
 from rlctl.dashboard.formats import NONE, count, duration
 from rlctl.dashboard.rollout_query import mean_reward
+from rlctl.telemetry.exact_tokens import unpack
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.escapes import neutral
 
@@ -27,8 +28,8 @@ FOUND = "black on yellow"
 Pattern = re.Pattern[str] | None
 
 
-def shown(group: Record, console: Console, pattern: Pattern = None) -> RenderableType:
-    """Return a group as wide as a terminal. pattern: what is marked in the texts."""
+def shown(group: Record, console: Console, pattern: Pattern = None, tokens: bool = False) -> RenderableType:
+    """Return a group as wide as a terminal. pattern: is marked in the texts. tokens: the exact ones follow."""
     width, rollouts = console.width, group["rollouts"]
     columns = max(1, min(len(rollouts), width // LEAST_WIDTH))
     room = (width - 2 * (columns - 1)) // columns
@@ -43,11 +44,12 @@ def shown(group: Record, console: Console, pattern: Pattern = None) -> Renderabl
     prompt = [_marked(line, "", pattern, "  ") for line in _wrapped(asked, width - 2, console)] if asked else []
     title = Rule(Text(title_of(group), style="bold"), align="left", style="bright_black")
     facts = [Text(line, style="bright_black") for line in [about(group)] if line]
-    return Group(title, *facts, *prompt, *[Text()] * bool(facts or prompt), grid)
+    exact = [line for each in token_lines(group) for line in _wrapped(each, width, console)] if tokens else []
+    return Group(title, *facts, *prompt, *[Text()] * bool(facts or prompt), grid, *exact, *[Text()] * bool(exact))
 
 
-def plain(group: Record) -> Iterator[str]:
-    """Yield a group as lines for a pipe."""
+def plain(group: Record, tokens: bool = False) -> Iterator[str]:
+    """Yield a group as lines for a pipe. tokens: the exact ones follow."""
     yield "== " + " · ".join(filter(None, (title_of(group), about(group))))
     if prompt := str(group.get("prompt", "")):
         yield from (f"   {line}" for line in neutral(prompt).split("\n"))
@@ -56,7 +58,31 @@ def plain(group: Record) -> Iterator[str]:
         yield f"-- #{rollout.get('index')} {sign} " + " · ".join([*_worth(rollout), *_facts(rollout)])
         for text, sampled in pieces(rollout):
             yield from (f"{BAR if sampled else '  '} {line}" for line in neutral(text).split("\n"))
+    yield from token_lines(group) if tokens else ()
     yield ""
+
+
+def token_lines(group: Record) -> Iterator[str]:
+    """Yield the exact tokens of each rollout: ids that were given, and id:log-prob of sampled ones, a line a span."""
+    try:
+        rollouts = unpack(group)
+    except ValueError as error:
+        yield f"-- tokens cannot be read: {one_line(error)}"
+        return
+    if rollouts is None:
+        yield "-- no tokens were recorded (telemetry.record_tokens; runs of earlier versions have none)"
+    for record, rows in zip(group["rollouts"], rollouts or ()):
+        for number, row in enumerate(rows, 1):
+            which = f", row {number} of {len(rows)}" if len(rows) > 1 else ""
+            sampled = int(row.sampled.sum())
+            yield f"-- tokens of #{record.get('index')}{which}: {len(row.tokens) - sampled} given, {sampled} sampled"
+            for span in row.spans():
+                ids, log_probs = row.tokens[span], row.log_probs[span]
+                if row.sampled[span.start]:
+                    pairs = " ".join(f"{token}:{log_prob:.4g}" for token, log_prob in zip(ids, log_probs))
+                    yield f"{BAR} v{row.versions[span.start]} {pairs}"
+                else:
+                    yield "   " + " ".join(map(str, ids))
 
 
 def footer(found: int, listed: int, recorded: tuple[int, int]) -> Text:

@@ -10,20 +10,25 @@ from numpy.typing import NDArray
 
 from rlctl.grpo.batch import TaskOutcomes, TrainingBatch
 from rlctl.rollout.types import Decode, Rollout, RolloutGroup
+from rlctl.telemetry.exact_tokens import EXACT, TokenRow, pack
 from rlctl.telemetry.jsonl import Record
 
 # (task, index of the rollout) -> float32 [N], the advantages of its trained tokens, over all of its rows.
 Advantages = dict[tuple[str, int], NDArray[np.float32]]
 
 
-def step_records(groups: Sequence[RolloutGroup], batch: TrainingBatch, decode: Decode) -> list[Record]:
-    """Return the records of groups of a step, with outcomes and advantages. batch: what was trained of the step."""
-    records = group_records(groups, decode, _advantages(batch, {group.task.id for group in groups}))
-    return [{**record, "outcome": _outcome(record["task"], batch.outcomes)} for record in records]
+def step_records(
+    groups: Sequence[RolloutGroup], batch: TrainingBatch, decode: Decode, tokens: bool = False
+) -> list[Record]:
+    """Return the records of groups of a step, with outcomes and advantages. batch: the trained part of the step."""
+    records = group_records(groups, decode, tokens, _advantages(batch, {group.task.id for group in groups}))
+    return [{"outcome": _outcome(record["task"], batch.outcomes), **record} for record in records]
 
 
-def group_records(groups: Sequence[RolloutGroup], decode: Decode, advantages: Advantages | None = None) -> list[Record]:
-    """Return the record of each group. decode: keeps special tokens, so that ends are seen."""
+def group_records(
+    groups: Sequence[RolloutGroup], decode: Decode, tokens: bool = False, advantages: Advantages | None = None
+) -> list[Record]:
+    """Return the record of each group. decode: keeps special tokens, so that ends are seen. tokens: exact ones too."""
     advantages = advantages or {}
     return [
         {
@@ -34,6 +39,7 @@ def group_records(groups: Sequence[RolloutGroup], decode: Decode, advantages: Ad
                 _rollout(rollout, group.task.tokens, decode, advantages.get((group.task.id, rollout.id.index)))
                 for rollout in group.rollouts
             ],
+            **({EXACT: pack([_rows(rollout) for rollout in group.rollouts])} if tokens else {}),
         }
         for group in groups
     ]
@@ -76,6 +82,10 @@ def _rollout(
         **varied,
         "versions": {str(v): int(n) for v, n in zip(*np.unique(rollout.sampled_versions, return_counts=True))},
     }
+
+
+def _rows(rollout: Rollout) -> list[TokenRow]:
+    return [TokenRow(row.tokens, row.sampled, row.log_probs, row.versions) for row in rollout.rows]
 
 
 def _text(rollout: Rollout, prompt: Sequence[int], decode: Decode) -> list[tuple[str, bool]]:

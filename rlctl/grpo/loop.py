@@ -171,7 +171,9 @@ class GrpoLoop(Loop):
             validation = Validation(self._config, parts.dispatcher, parts.score, parts.validation, parts.player)
             groups = validation.groups(self.done)
             metrics |= validation_metrics(groups)
-        parts.recorder.groups(self.done, "validation", lambda count: group_records(groups[:count], parts.decode))
+        parts.recorder.groups(
+            self.done, "validation", lambda n, tokens: group_records(groups[:n], parts.decode, tokens)
+        )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         super().resume(checkpoint)

@@ -109,7 +109,7 @@ class GrpoStep:
         for group, reason in waste.filtered:
             batch.outcomes.add(TaskOutcomes(filtered={reason: [group.task.id]}))
         parts.recorder.outcomes(number, asdict(batch.outcomes) | left_out)
-        parts.recorder.groups(number, "train", lambda count: step_records(ended[:count], batch, parts.decode))
+        parts.recorder.groups(number, "train", lambda n, tokens: step_records(ended[:n], batch, parts.decode, tokens))
         monitor, times = parts.monitor.read(), self._recorder.finish()
         metrics |= self._speed(metrics, times, batch)
         parts.recorder.step(number, {"version": number, **metrics, **monitor, **times})

@@ -63,7 +63,7 @@ class SampledValidation:
         groups = self.validation.groups(version)
         if self.pool.sleeps:
             self.pool.rest()
-        self.recorder.groups(version, "validation", lambda count: group_records(groups[:count], self.decode))
+        self.recorder.groups(version, "validation", lambda n, tokens: group_records(groups[:n], self.decode, tokens))
         return validation_metrics(groups)
 
     def close(self) -> None:

@@ -15,11 +15,14 @@ from rlctl.models.model_files import list_end_tokens
 from rlctl.run.checkpoints import Checkpoint, Checkpoints
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog, MetricsLog
+from rlctl.telemetry.exact_tokens import without_tokens
 from rlctl.telemetry.jsonl import Record
 from rlctl.telemetry.rollouts_file import GroupPurpose, RolloutsFile
 
 # (the trainer's folder, that of the export if asked for, the export's dtype)
 WriteTrainer = Callable[[Path, Path | None, str | None], None]
+# (number of groups, from the first on; if with their exact tokens) -> their records
+MakeRecords = Callable[[int, bool], list[Record]]
 
 
 class RunRecorder:
@@ -32,6 +35,7 @@ class RunRecorder:
         self._rollouts = RolloutsFile(run_dir.rollouts, telemetry.rollouts_limit_mib << 20, events.emit)
         self._checkpoint, self._validation = config.checkpoint, config.validation
         self._shown = {"train": telemetry.groups_per_step, "validation": telemetry.groups_per_validation}
+        self._record_tokens = telemetry.record_tokens
         self.checkpoints = Checkpoints(run_dir.checkpoints, config.checkpoint.keep_last, config.checkpoint.keep_best)
         # Metrics of the step just done: a checkpoint is ranked by metrics of its own weights alone.
         self.measured: dict[str, float] = {}
@@ -63,12 +67,12 @@ class RunRecorder:
         """Write what became of the step's tasks."""
         self._rollouts.outcomes(step, outcomes)
 
-    def groups(self, step: int, purpose: GroupPurpose, records: Callable[[int], list[Record]]) -> None:
-        """Write some groups of a step or a validation, whole. records: makes the records of the first so many."""
+    def groups(self, step: int, purpose: GroupPurpose, records: MakeRecords) -> None:
+        """Write some groups of a step or a validation, whole. Trackers get them without their exact tokens."""
         if count := self._shown[purpose]:
-            shown = records(count)
+            shown = records(count, self._record_tokens)
             self._rollouts.groups(step, purpose, shown)
-            self.metrics.samples(purpose, step, shown)
+            self.metrics.samples(purpose, step, [without_tokens(each) for each in shown])
 
     @contextmanager
     def validation(self, step: int) -> Iterator[dict[str, float]]:

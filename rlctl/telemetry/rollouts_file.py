@@ -7,7 +7,8 @@ Two kinds of lines, each of which begins with its kind and its step:
   rollout has index, text (pairs of a text and if the policy sampled it, in order, after the prompt), tokens (sampled
   ones), finish, reward, rewards by name, right, failed (reason), advantage (mean over its tokens; null if it was not
   trained), advantages (least and greatest, where they differ), versions (weight version -> tokens it sampled), and
-  with an environment episode (messages, ending, turns, its value, tools, failures).
+  with an environment episode (messages, ending, turns, its value, tools, failures). The group's last field, exact, has
+  the token ids of all rollouts with log-probs and versions (`exact_tokens.py`), if `telemetry.record_tokens`.
 """
 
 import json
@@ -24,7 +25,7 @@ from rlctl.utils.files import sync
 GroupPurpose = Literal["train", "validation"]
 _HEAD = re.compile(rb'\{"kind": "group", "step": (\d+), "purpose": "(train|validation)", "task": ("(?:[^"\\]|\\.)*")')
 # A line of more than this at the end of the file is not looked for: the newest group is for a screen.
-_NEWEST_BYTES = 4 << 20
+_NEWEST_BYTES = 16 << 20
 
 
 class RolloutsFile:

@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlctl.config.builtin import RECIPES
+from rlctl.telemetry.exact_tokens import unpack
 from tests.faults.runs import Run, read, survivors
 from tests.faults.test_resume import same
 
@@ -110,6 +112,21 @@ def look_at_episodes(run: Run, purpose: str) -> list[dict[str, Any]]:
     return rollouts
 
 
+def look_at_tokens(run: Run) -> None:
+    """Each recorded rollout has the ids of its tokens: they are the text's, and those sampled have log-probs."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.path / "checkpoints/step_3/hf")
+    for group in groups(run):
+        for one, (row,) in zip(group["rollouts"], unpack(group) or (), strict=True):
+            spans = [row.tokens[span].tolist() for span in row.spans() if row.sampled[span.start]]
+            assert [tokenizer.decode(span) for span in spans] == [text for text, mark in one["text"] if mark]
+            assert row.sampled.sum() == one["tokens"] and set(row.versions[row.sampled]) == {
+                int(v) for v in one["versions"]
+            }
+            assert np.isfinite(row.log_probs).all() and (row.log_probs[row.sampled] < 0).any()
+
+
 @pytest.mark.slow
 def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -> None:
     run = Run(tmp_path, "guess", *GUESS, *data(tmp_path), "grpo.num_steps=3", "validation.every=3")
@@ -122,6 +139,7 @@ def test_a_game_is_trained_on_all_of_its_turns_token_for_token(tmp_path: Path) -
         assert 0 <= step["generator/prefix_hit_share"] < 1
     for purpose in ("train", "validation"):
         assert {one["episode"]["ending"] for one in look_at_episodes(run, purpose)} <= {"done", "max_turns"}
+    look_at_tokens(run)
     validated = [record for record in read(run.path / "metrics.jsonl") if record["kind"] == "validation"]
     assert all(record["validation/turns"] >= 1 and "validation/accuracy" in record for record in validated)
 

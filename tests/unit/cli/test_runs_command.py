@@ -7,12 +7,14 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from rlctl.cli.runs import app
 from rlctl.dashboard.state import read_state
 from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.exact_tokens import TokenRow, pack
 from rlctl.telemetry.rollouts_file import RolloutsFile
 from rlctl.utils.process import start_id
 from tests.unit.dashboard.synthetic import START, write_run
@@ -184,6 +186,34 @@ def test_rollouts_are_plain_lines_in_a_pipe_and_an_object_a_group_for_scripts(re
     assert (json.loads(line)["task"], json.loads(line)["rollouts"][0]["advantage"]) == ("e0-r1", 0.5)
     code, out, _ = call("rollouts", "a", "--dir", recorded, "--follow", "--json")
     assert code == 0 and json.loads(out)["step"] == 3
+
+
+def test_tokens_are_shown_with_log_probs_and_versions_if_asked_for(recorded: Path) -> None:
+    row = TokenRow(
+        np.array([15, 34, 49, 1], np.int32),
+        np.array([False, False, True, True]),
+        np.array([0, 0, -0.25, -1e-5], np.float32),
+        np.array([-1, -1, 2, 3], np.int32),
+    )
+    group = {
+        "task": "e0-r2",
+        "prompt": "15+34=",
+        "answer": "49",
+        "rollouts": [{"index": 0, "text": [["49<eos>", True]]}],
+    }
+    file = RolloutsFile(recorded / "a" / "rollouts.jsonl", 1 << 20, lambda *_, **__: None)
+    file.groups(4, "train", [{**group, "exact": pack([[row]])}])
+    _, out, _ = call("rollouts", "a", "--dir", recorded, "--tokens")
+    shown = "-- tokens of #0: 2 given, 2 sampled\n   15 34\n┃  v2 49:-0.25\n┃  v3 1:-1e-05\n"
+    assert shown in out
+    _, out, _ = call("rollouts", "a", "--dir", recorded, "--step", "3", "--tokens")
+    assert "-- no tokens were recorded (telemetry.record_tokens; runs of earlier versions have none)" in out
+    _, out, _ = call("rollouts", "a", "--dir", recorded, "--tokens", "--json")
+    (found,) = json.loads(out)["rollouts"][0]["rows"]
+    assert (found["tokens"], found["sampled"]) == ([15, 34, 49, 1], [False, False, True, True])
+    assert found["log_probs"] == row.log_probs.tolist() and found["versions"] == [-1, -1, 2, 3]
+    _, out, _ = call("rollouts", "a", "--dir", recorded, "--json")
+    assert "exact" not in json.loads(out) and "rows" not in json.loads(out)["rollouts"][0]
 
 
 def test_rollouts_that_are_not_there_are_one_line_and_exit_code_2(recorded: Path) -> None:

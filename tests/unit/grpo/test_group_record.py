@@ -1,8 +1,10 @@
 """A recorded group is what was sampled: every turn marked, with the advantage that each rollout was trained with."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from rlctl.data.tasks import Task
 from rlctl.generation.requests import Completion
@@ -11,6 +13,7 @@ from rlctl.grpo.group_record import group_records, step_records
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.conversation import TrajectoryRow
 from rlctl.rollout.types import Rollout, RolloutGroup
+from rlctl.telemetry.exact_tokens import unpack
 from tests.turns import turn
 from tests.unit.grpo.test_batch import ADVANTAGE, config, group
 
@@ -55,8 +58,41 @@ def test_every_turn_is_a_text_of_its_own_marked_as_sampled_or_given() -> None:
     (record,) = group_records([RolloutGroup(task, [several])], decode)
     (shown,) = record["rollouts"]
     assert shown["text"] == [("1 2", True), ("30 31", False), ("5", True)]
-    assert shown["versions"] == {"3": 2, "4": 1} and shown["tokens"] == 3
+    assert "exact" not in record and shown["versions"] == {"3": 2, "4": 1} and shown["tokens"] == 3
     assert shown["rewards"] == {"exact": 0.0, "form": 1.0} and shown["right"] is False
+
+
+def test_exact_tokens_come_back_bit_for_bit_with_their_log_probs_and_versions() -> None:
+    draws, groups = np.random.default_rng(0), []
+    for name in ("a", "b"):
+        rollouts = []
+        for index, lengths in enumerate([(9,), (), (5, 300)]):
+            rows = []
+            for n in lengths:
+                sampled = draws.random(n) < 0.5
+                log_probs = np.where(sampled, -draws.exponential(1, n), 0).astype(np.float32)
+                versions = np.where(sampled, draws.integers(0, 3, n), -1).astype(np.int32)
+                tokens = draws.integers(0, 250_000, n).astype(np.int32)
+                rows.append(TrajectoryRow(tokens, sampled, log_probs, versions, np.zeros(n, np.int16)))
+            completion = Completion(np.array([1], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
+            rollouts.append(replace(Rollout.of_turn(turn(index, 0, [7]), completion), rows=rows))
+        groups.append(RolloutGroup(Task(name, [7], "", "!"), rollouts))
+    for group_, record in zip(groups, group_records(groups, decode, tokens=True)):
+        found = unpack(json.loads(json.dumps(record)))
+        assert found is not None and [len(rows) for rows in found] == [1, 0, 2]
+        for one, rows in zip(group_.rollouts, found):
+            for before, after in zip(one.rows, rows, strict=True):
+                for column in ("tokens", "sampled", "log_probs", "versions"):
+                    assert getattr(after, column).tobytes() == getattr(before, column).tobytes(), column
+                assert np.concatenate([after.tokens[span] for span in after.spans()]).tolist() == before.tokens.tolist()
+
+
+def test_tokens_of_a_file_of_an_earlier_version_are_none_and_damaged_ones_an_error() -> None:
+    assert unpack({"rollouts": []}) is None
+    (record,) = group_records([group("a", [0.0, 1.0])], decode, tokens=True)
+    for hurt in ({"tokens": "AAAA"}, {"tokens": record["exact"]["sampled"]}, {"rows": None}):
+        with pytest.raises(ValueError, match="exact: "):
+            unpack({**record, "exact": {**record["exact"], **hurt}})
 
 
 def test_a_rollout_that_began_otherwise_than_its_task_is_shown_whole() -> None:

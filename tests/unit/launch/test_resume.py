@@ -104,7 +104,9 @@ def test_a_run_without_a_checkpoint_keeps_no_record_of_its_first_validation(run:
         if session.resumed:
             session.go_on()
         with session.recorder.validation(0) as metrics:
-            session.recorder.groups(0, "validation", lambda count: [{"task": "r0", "prompt": "", "rollouts": []}])
+            session.recorder.groups(
+                0, "validation", lambda count, tokens: [{"task": "r0", "prompt": "", "rollouts": []}]
+            )
             metrics["validation/prompts"] = 1
         counts.append([len(steps(run)), len(steps(run, "rollouts"))])
 

@@ -40,7 +40,7 @@ class Diary(Loop):
             load("sft", None, []).config,
             checkpoint=CheckpointSection(save, at_end, 9, 0, "loss", False, "auto"),
             validation=ValidationSection(validate, at_start, 1, 0.0, None),
-            telemetry=TelemetrySection("off", [], 0, 0, 1, None),
+            telemetry=TelemetrySection("off", [], 0, 0, False, 1, None),
         )
         recorder = RunRecorder(run, events, MetricsLog(run.metrics, events), config)
         self.book: list[str] = []

@@ -23,12 +23,13 @@ def make_recorder(
     at_end: bool = True,
     metric: str = "validation/accuracy",
     export: bool = False,
+    record_tokens: bool = True,
 ) -> RunRecorder:
     run = RunDir.create("r", root)
     events = EventLog(run.events)
     checkpoint = CheckpointSection(save_every, at_end, 9, 0, metric, export, "bfloat16" if export else "auto")
     validation = ValidationSection(every, False, 1, 0.0, None)
-    telemetry = TelemetrySection("off", [], 1, 2, 1, None)
+    telemetry = TelemetrySection("off", [], 1, 2, record_tokens, 1, None)
     config = replace(load("sft", None, []).config, checkpoint=checkpoint, validation=validation, telemetry=telemetry)
     return RunRecorder(run, events, MetricsLog(run.metrics, events), config)
 
@@ -157,8 +158,8 @@ def test_a_checkpoint_that_fails_is_neither_announced_nor_counted_as_saved(tmp_p
 def test_as_many_groups_as_the_config_says_are_written_behind_the_fates_of_all_tasks(tmp_path: Path) -> None:
     recorder, run = make_recorder(tmp_path), RunDir(tmp_path / "r")
     recorder.outcomes(4, {"trained": ["a"], "filtered": {}})
-    recorder.groups(4, "train", lambda count: [{"task": "a", "rollouts": []}, {"task": "b", "rollouts": []}][:count])
-    recorder.groups(4, "validation", lambda count: [{"task": str(each), "rollouts": []} for each in range(count)])
+    recorder.groups(4, "train", lambda n, _: [{"task": "a", "rollouts": []}, {"task": "b", "rollouts": []}][:n])
+    recorder.groups(4, "validation", lambda n, _: [{"task": str(each), "rollouts": []} for each in range(n)])
     group = {"kind": "group", "step": 4, "rollouts": []}
     assert records(run.rollouts) == [
         {"kind": "prompts", "step": 4, "trained": ["a"], "filtered": {}},
@@ -166,3 +167,16 @@ def test_as_many_groups_as_the_config_says_are_written_behind_the_fates_of_all_t
         {**group, "purpose": "validation", "task": "0"},
         {**group, "purpose": "validation", "task": "1"},
     ]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_exact_tokens_are_recorded_if_the_config_says_so_and_trackers_never_get_them(
+    tmp_path: Path, kept: bool
+) -> None:
+    recorder, run = make_recorder(tmp_path, record_tokens=kept), RunDir(tmp_path / "r")
+    sent: list[dict[str, Any]] = []
+    recorder.metrics.samples = lambda purpose, step, groups: sent.extend(groups)  # type: ignore[method-assign]
+    make = lambda n, tokens: [{"task": "a", "rollouts": [], **({"exact": {"rows": []}} if tokens else {})}]  # noqa: E731
+    recorder.groups(4, "train", make)
+    assert ["exact" in each for each in records(run.rollouts)] == [kept]
+    assert sent == [{"task": "a", "rollouts": []}]
