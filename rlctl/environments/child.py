@@ -78,7 +78,7 @@ class _Child:
                 error.name and name.endswith(f":{error.name}") and f"{name.rpartition(':')[0]} has no {error.name}"
             )
             return _unusable(name, problem or import_error(error, __file__))
-        except (Exception, SystemExit) as error:  # whatever the user's module does at import
+        except BaseException as error:  # whatever the user's module does at import
             return _unusable(name, import_error(error, __file__))
         is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
         contract = read_function(found) if is_function else read_contract(found, spec.args)

@@ -2,11 +2,13 @@
 
 Parsing reads a decoded copy and never changes what was sampled. Text is decoded with special tokens kept, since some
 formats mark calls with them; tokens that end a turn may be left on it. A call inside a thinking block is no call.
+Each format takes what vLLM's own parser takes. A turn that looks like a call and is none is a malformed call.
 """
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +17,10 @@ from rlctl.utils.user_code import MAX_LEVELS, is_too_deep
 _DECODER = json.JSONDecoder()
 # Calls of a turn, and characters of one call's arguments and name. A call beyond a bound is answered, and not made.
 MAX_CALLS, MAX_ARGUMENTS, MAX_NAME = 256, 1 << 18, 200
-_MARK = re.compile(r"</?tool_call>")
-_BETWEEN = re.compile(r"[\s;]*")
+_THINKING = re.compile(r"<think>|</think>|\[THINK\]|\[/THINK\]")
+_OPENING = ("<think>", "[THINK]")
+# What no turn without a call has, in any format.
+_CALL_MARK = re.compile(r"</?tool_call>|<function=|<\|python_tag\|>|\[TOOL_CALLS\]")
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,21 @@ class MalformedCall:
 
 
 Call = ToolCall | MalformedCall
+
+
+@dataclass(frozen=True)
+class FoundCall:
+    """A call, and where the turn has it."""
+
+    call: Call
+    # First character, and the one after the last.
+    start: int
+    end: int
+
+
 # Names of tools -> schemas of their parameters. Formats without types of their own read values by it.
 Parameters = dict[str, dict[str, Any]]
-Parser = Callable[[str, Parameters], tuple[list[Call], str]]
+Parser = Callable[[str, Parameters], list[FoundCall]]
 
 
 @dataclass(frozen=True)
@@ -72,109 +88,182 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
     format: a key of `PARSERS`. tools: schemas of the tools, as `tool_schema` makes them.
     """
     parameters = {each["function"]["name"]: each["function"]["parameters"]["properties"] for each in tools}
-    calls, content = PARSERS[format](text.rpartition("</think>")[2].partition("<think>")[0], parameters)
+    said = _without_thinking(text, PARSERS[format], parameters)
+    found = PARSERS[format](said, parameters)
+    starts, ends = [each.start for each in found], [each.end for each in found]
+    content = "".join(said[end:start] for end, start in zip([0, *ends], [*starts, len(said)], strict=True))
+    calls = [each.call for each in found]
+    if not calls and (reason := _near_call(said, parameters)):
+        calls = [MalformedCall(reason)]
     if len(calls) > MAX_CALLS:
         calls[MAX_CALLS:] = [MalformedCall(f"one of {len(calls):,} in a turn, and at most {MAX_CALLS} are called")]
     return ParsedMessage(content.strip(), [_bounded(each) for each in calls])
 
 
-def _hermes(text: str, parameters: Parameters) -> tuple[list[Call], str]:
-    """Parse `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes).
+def _without_thinking(text: str, find: Parser, parameters: Parameters) -> str:
+    """Return the text after the thinking, up to any that has no end. A mark within a call's arguments is none."""
+    begun = text.lstrip().startswith(_OPENING)
+    marks = [mark for mark in _THINKING.finditer(text) if not begun or mark[0] not in _OPENING]
+    if begun:
+        if not marks:
+            return ""
+        text = text[marks[0].end() :]
+    if not _THINKING.search(text):
+        return text
+    calls = [each for each in find(text, parameters) if isinstance(each.call, ToolCall)]
+    starts = [each.start for each in calls]
+    begin, end = 0, len(text)
+    for mark in _THINKING.finditer(text):
+        at = bisect_right(starts, mark.start()) - 1
+        if at >= 0 and mark.end() <= calls[at].end:
+            continue
+        if mark[0] not in _OPENING:
+            begin, end = mark.end(), len(text)
+        elif end == len(text):
+            end = mark.start()
+    return text[begin:end]
+
+
+def _near_call(text: str, parameters: Parameters) -> str:
+    """Return why a text without calls looks as if it were one; empty if it does not."""
+    if mark := _CALL_MARK.search(text):
+        return f"the mark {mark[0].strip('<>[]|/=')} without a whole call"
+    for name in re.findall(r'"name"\s*:\s*"([^"\n]{1,200})"', text):
+        if name in parameters:
+            return f"JSON that names {name}, and no whole call"
+    return ""
+
+
+_MARK = re.compile(r"</?tool_call>")
+
+
+def _hermes(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Find `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Qwen2.5, Qwen3, Hermes).
 
     A call that the end of the turn closes is taken, as serving engines take it.
     """
-    calls: list[Call] = []
-    outside: list[str] = []
+    found: list[FoundCall] = []
     at = 0
     while (start := text.find("<tool_call>", at)) >= 0:
-        outside.append(text[at:start])
         call, end = _json_call(text, start + len("<tool_call>"), "arguments")
         # After a mistake the next call begins at its own mark: what is between belongs to the broken one.
         mark = _MARK.search(text, end)
         at = len(text) if mark is None else mark.end() if mark[0] == "</tool_call>" else mark.start()
         if isinstance(call, ToolCall) and mark and (between := text[end : mark.start()].strip()):
-            call = MalformedCall(f"not one JSON object: {_shown(between)} follows it before </tool_call>")
-        elif isinstance(call, ToolCall) and mark is None:
-            outside.append(text[end:])
-        calls.append(call)
-    return calls, "".join([*outside, text[at:]])
+            call = MalformedCall(f"not one JSON object: {_shown(between)} follows it before the call's end")
+        found.append(FoundCall(call, start, end if isinstance(call, ToolCall) and mark is None else at))
+    return found
 
 
-def _llama3(text: str, parameters: Parameters) -> tuple[list[Call], str]:
-    """Parse `{"name": ..., "parameters": {...}}`, also after `<|python_tag|>`, several separated by `;`."""
-    before, marked, rest = text.rpartition("<|python_tag|>")
-    rest = re.sub(r"(<\|eot_id\|>|<\|eom_id\|>)\s*$", "", rest).strip()
-    if not rest.startswith("{") or not (marked or '"name"' in rest):
-        error = MalformedCall(f"not a JSON object: {_shown(rest)}")
-        return ([error], before) if marked else ([], text)
-    calls: list[Call] = []
-    at = 0
-    while rest.startswith("{", at):
-        call, end = _json_call(rest, at, "parameters")
-        calls.append(call)
-        at = _BETWEEN.match(rest, end).end() if isinstance(call, ToolCall) else len(rest)  # type: ignore[union-attr]
-    return calls, before + rest[at:]
+_TAG = "<|python_tag|>"
 
 
-def _mistral(text: str, parameters: Parameters) -> tuple[list[Call], str]:
-    """Parse `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and the newer `[TOOL_CALLS]name{...}`."""
-    content, marked, rest = text.partition("[TOOL_CALLS]")
-    calls: list[Call] = []
-    for part in rest.split("[TOOL_CALLS]") if marked else ():
-        part = part.removesuffix("</s>").strip()
-        if part.startswith("["):
-            calls += _json_list(part)
-        else:
-            name, brace, arguments = part.partition("{")
-            name = name.removesuffix("[ARGS]").strip()
-            whole = f'{{"name": {json.dumps(name)}, "arguments": {brace}{arguments}}}'
-            calls.append(_json_call(whole, 0, "arguments")[0])
-    return calls, content
+def _llama3(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Find `{"name": ..., "parameters": {...}}`, anywhere in the text, also after `<|python_tag|>`.
 
-
-def _json_list(text: str) -> Iterator[Call]:
-    try:
-        listed, _ = _DECODER.raw_decode(text)
-    except (ValueError, RecursionError) as error:
-        yield MalformedCall(_not_json(error))
-        return
-    for each in listed:
-        yield _checked(each, "arguments")
-
-
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*(?:</tool_call>|\Z)", re.DOTALL)
-
-
-def _qwen3_coder(text: str, parameters: Parameters) -> tuple[list[Call], str]:
-    """Parse `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5).
-
-    Values have no type in the text: they are read by the parameter's schema.
+    JSON that is no call is text. The first brace that begins no JSON ends the search: what it holds is part of it.
     """
-    calls: list[Call] = []
-    outside, *parts = text.split("<tool_call>")
-    for part in parts:
-        if found := _FUNCTION.match(part):
-            name = found[1].strip()
-            calls.append(_coder_call(name, found[2], parameters.get(name, {})))
-            outside += part[found.end() :]
-        else:
-            calls.append(MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function> in <tool_call>"))
-            outside += part.partition("</tool_call>")[2]
-    return calls, outside
+    found: list[FoundCall] = []
+    at = 0
+    while (start := text.find("{", at)) >= 0:
+        before = text[at:start]
+        tagged, bare = before.rstrip().endswith(_TAG), not before.strip(" \t\r\n;")
+        value, end = _json(text, start)
+        if isinstance(value, MalformedCall):
+            if tagged or (bare and '"name"' in text[start:]):
+                found.append(FoundCall(value, start, len(text)))
+            break
+        given = "parameters" in value or "arguments" in value or (bare and str(value.get("name")) in parameters)
+        if tagged or ("name" in value and given):
+            found.append(
+                FoundCall(_checked(value, "parameters"), text.rindex(_TAG, at, start) if tagged else start, end)
+            )
+        at = end
+    if not found and (tag := text.find(_TAG)) >= 0:
+        rest = re.sub(r"(<\|eot_id\|>|<\|eom_id\|>)\s*$", "", text[tag + len(_TAG) :])
+        found.append(FoundCall(MalformedCall(f"not a JSON object: {_shown(rest)}"), tag, len(text)))
+    return found
 
 
-def _coder_call(name: str, body: str, known: dict[str, Any]) -> Call:
-    """Return the call of a function's body. known: schemas of its parameters."""
-    arguments: dict[str, Any] = {}
-    rest = body.strip()
-    while rest:
-        head, closed, after = rest.partition("</parameter>")
-        key, bracket, value = head.removeprefix("<parameter=").partition(">")
-        if not closed or not bracket or not head.startswith("<parameter="):
-            return MalformedCall(f"{_shown(rest)} is no <parameter=KEY>value</parameter>")
-        arguments[key.strip()] = _value(value.removeprefix("\n").removesuffix("\n"), known.get(key.strip(), {}))
-        rest = after.strip()
-    return ToolCall(name, arguments)
+_MISTRAL_HEAD = re.compile(r"\s*([^\[\]{}]*?)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\]\s*)?(?=\{)")
+
+
+def _mistral(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Find `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, and `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`.
+
+    The id and the mark before the arguments may be left out.
+    """
+    found: list[FoundCall] = []
+    mark, at = "[TOOL_CALLS]", 0
+    while (start := text.find(mark, at)) >= 0:
+        begin = start + len(mark)
+        head = _MISTRAL_HEAD.match(text, begin)
+        listed = head is None or not head[1]
+        while listed and begin < len(text) and text[begin].isspace():
+            begin += 1
+        value, end = _json(text, begin if listed or head is None else head.end())
+        if isinstance(value, MalformedCall):
+            at = text.find(mark, begin)
+            at = len(text) if at < 0 else at
+            found.append(FoundCall(value, start, at))
+            continue
+        named = value if listed else {"name": head and head[1], "arguments": value}
+        for each in named if isinstance(named, list) else [named]:
+            found.append(FoundCall(_checked(each, "arguments"), max(start, at), end))
+            at = end
+        at = end
+    return found
+
+
+_CODER_MARK = re.compile(r"<tool_call>\s*(?:<function=)?|<function=")
+_CODER_END = re.compile(r"</tool_call>|<tool_call>|<function=")
+_CODER_OUTER_END = re.compile(r"\s*</tool_call>")
+_VALUE_END = re.compile(r"</parameter>|(?=<parameter=)")
+
+
+def _qwen3_coder(text: str, parameters: Parameters) -> list[FoundCall]:
+    """Find `<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5).
+
+    The outer marks may be left out, and the end of a function or of a parameter where the next one follows. Values have
+    no type in the text: they are read by the parameter's schema.
+    """
+    found: list[FoundCall] = []
+    at = 0
+    while mark := _CODER_MARK.search(text, at):
+        call, end = _coder_call(text, mark.end(), parameters, opened=mark[0].endswith("="))
+        if isinstance(call, MalformedCall):
+            closing = _CODER_END.search(text, end)
+            end = len(text) if closing is None else closing.start()
+        if outer := _CODER_OUTER_END.match(text, end):
+            end = outer.end()
+        found.append(FoundCall(call, mark.start(), end))
+        at = end
+    return found
+
+
+def _coder_call(text: str, at: int, known: Parameters, *, opened: bool) -> tuple[Call, int]:
+    """Return the call whose name begins at `at`, and the position after it. opened: `<function=` is before it."""
+    name = re.compile(r"[^<>\n]+>").match(text, at) if opened else None
+    if name is None:
+        return MalformedCall("not <function=NAME><parameter=KEY>value</parameter></function>"), at
+    call, at = ToolCall(name[0][:-1].strip(), {}), name.end()
+    schemas = known.get(call.name, {})
+    while True:
+        while text[at : at + 1].isspace():
+            at += 1
+        if text.startswith("</function>", at):
+            return call, at + len("</function>")
+        if _CODER_END.match(text, at):
+            return call, at
+        key = re.compile(r"<parameter=([^>\n]+)>").match(text, at)
+        closed = _VALUE_END.search(text, key.end()) if key else None
+        if key is None or closed is None:
+            rest = text[at : at + 200]
+            what = f"{_shown(rest)} is no <parameter=KEY>value</parameter>" if rest else "without </function>"
+            return MalformedCall(what), at
+        value = text[key.end() : closed.start()].removeprefix("\n").removesuffix("\n")
+        call.arguments[key[1].strip()] = _value(value, schemas.get(key[1].strip(), {}))
+        at = closed.end()
 
 
 def _value(text: str, schema: dict[str, Any]) -> Any:
@@ -209,13 +298,18 @@ def _json_call(text: str, at: int, key: str) -> tuple[Call, int]:
     """
     while at < len(text) and text[at].isspace():
         at += 1
+    value, end = _json(text, at)
+    return (value if isinstance(value, MalformedCall) else _checked(value, key)), end
+
+
+def _json(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON object or list at position `at`, or a MalformedCall, and the position after it."""
     if not text.startswith(("{", "["), at):  # the decoder would say so too, after counting all lines before
         return MalformedCall("not valid JSON: Expecting value at character 1 of the call"), at
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         return MalformedCall(_not_json(error, at)), at
-    return _checked(value, key), end
 
 
 def _checked(value: Any, key: str) -> Call:

@@ -11,6 +11,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from rlctl.utils.user_code import error_text
+
 Schema = dict[str, Any]
 
 _BASIC: dict[Any, Schema] = {
@@ -108,8 +110,8 @@ def _hints(tool: Callable[..., Any], problems: list[str]) -> dict[str, Any]:
     """Return the type hint of each parameter, and of `return` if there is one. problems: gets a line if they fail."""
     try:
         hints = get_type_hints(tool)
-    except Exception as error:  # a hint is code of the user's
-        problems.append(f"its type hints cannot be read: {type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:  # a hint is code of the user's
+        problems.append(f"its type hints cannot be read: {type(error).__name__}: {error_text(error)}")
         return {}
     return {name: hint for name, hint in hints.items() if name == "return" or not _is_positional(tool, name)}
 

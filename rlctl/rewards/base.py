@@ -67,7 +67,7 @@ def attempt(function: RewardFunction, item: RewardInput) -> Outcome:
     except RewardError as error:
         kind, _, detail = str(error).partition(": ")
         return RewardFailure(kind, detail=shortened(detail))
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too
         where = raised_at(error, function, __file__)
         return RewardFailure(f"raised {type(error).__name__}", where, error_text(error), trace_of(error))
     if number is not None:

@@ -57,26 +57,22 @@ def calls_of(text: str, format: str = "hermes") -> list[ToolCall | MalformedCall
 @given(CALLS, st.booleans(), st.sampled_from(["", "Let me see. ", "<think>a {call}</think>\n"]))
 def test_hermes_calls_come_back_as_they_were_written(calls: list[ToolCall], ascii: bool, before: str) -> None:
     parsed = parse_tool_calls(before + hermes(calls, ascii) + "<|im_end|>", "hermes", TOOLS)
-    # A closing thinking mark within an argument ends the thinking, as it does for every reader of such text.
-    if "</think>" not in hermes(calls, ascii):
-        assert parsed.calls == calls
-        assert parsed.content.removesuffix("<|im_end|>").strip() in ("", "Let me see.")
+    assert parsed.calls == calls
+    assert parsed.content.removesuffix("<|im_end|>").strip() in ("", "Let me see.")
 
 
 @settings(max_examples=40)
 @given(CALLS.filter(bool), st.sampled_from(["", "<|python_tag|>"]), st.sampled_from(["; ", "\n", " "]))
 def test_llama_calls_come_back_as_they_were_written(calls: list[ToolCall], before: str, between: str) -> None:
     text = before + between.join(json.dumps({"name": each.name, "parameters": each.arguments}) for each in calls)
-    if not any(mark in text.removeprefix(before) for mark in ("<|python_tag|>", "</think>")):
-        assert calls_of(text + "<|eot_id|>", "llama3") == calls
+    assert calls_of(text + "<|eot_id|>", "llama3") == calls
 
 
 @settings(max_examples=40)
-@given(CALLS)
+@given(CALLS.filter(bool))
 def test_mistral_calls_come_back_as_they_were_written(calls: list[ToolCall]) -> None:
     listed = json.dumps([{"name": each.name, "arguments": each.arguments} for each in calls])
-    if not any(mark in listed for mark in ("[TOOL_CALLS]", "</think>")):
-        assert calls_of(f"Well.[TOOL_CALLS]{listed}</s>", "mistral") == calls
+    assert calls_of(f"Well.[TOOL_CALLS]{listed}</s>", "mistral") == calls
     assert calls_of('[TOOL_CALLS]move[ARGS]{"steps": 1}[TOOL_CALLS]say{}', "mistral") == [
         ToolCall("move", {"steps": 1}),
         ToolCall("say", {}),
@@ -174,6 +170,53 @@ def test_what_is_thought_is_not_called() -> None:
     assert calls_of(f"<think>maybe {call}") == []
     parsed = parse_tool_calls(f"<think>maybe</think>Now. {call}", "hermes", TOOLS)
     assert parsed.calls == [ToolCall("move", {})] and parsed.content == "Now."
+
+
+@pytest.mark.parametrize("before", ["", "<think>maybe</think>", "maybe</think>", "[THINK]maybe[/THINK]"])
+@pytest.mark.parametrize("value", ["</think>", "<think>", "a</think>b<think>c", "</tool_call><tool_call>", "[/THINK]"])
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "say", "arguments": {"where": "@"}}</tool_call>'),
+        ("llama3", '{"name": "say", "parameters": {"where": "@"}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "say", "arguments": {"where": "@"}}]'),
+        ("mistral", '[TOOL_CALLS]say[ARGS]{"where": "@"}'),
+        ("qwen3_coder", "<tool_call><function=say><parameter=where>@</parameter></function></tool_call>"),
+    ],
+)
+def test_a_mark_of_thinking_in_an_argument_is_text(format: str, text: str, value: str, before: str) -> None:
+    expected = [ToolCall("say", {"where": value})]
+    assert calls_of(before + text.replace("@", value), format) == expected
+    assert calls_of(before + text.replace("@", value) + "\nWell.", format) == expected
+
+
+@pytest.mark.parametrize(
+    ("format", "text", "said"),
+    [
+        ("hermes", '{"name": "move", "arguments": {"steps": 1}}', "JSON that names move, and no whole call"),
+        ("hermes", 'I call {"name": "move"}.', "JSON that names move"),
+        ("hermes", "move</tool_call>", "the mark tool_call without a whole call"),
+        ("hermes", "<function=move><parameter=steps>1</parameter></function>", "the mark function without"),
+        ("llama3", 'Set {x}. {"name": "move", "parameters": {}}', "JSON that names move"),
+        ("llama3", "<tool_call>move</tool_call>", "the mark tool_call"),
+        ("mistral", '[{"name": "move", "arguments": {}}]', "JSON that names move"),
+        ("mistral", "[TOOL_CALLS][]", "the mark TOOL_CALLS without a whole call"),
+        ("qwen3_coder", '{"name": "move", "arguments": {}}', "JSON that names move"),
+        ("qwen3_coder", "<function=move><parameter=steps>1</parameter>", "without </function>"),
+    ],
+)
+def test_a_turn_that_looks_like_a_call_and_is_none_is_a_mistake(format: str, text: str, said: str) -> None:
+    for before in ("", "Let me see. ", "<think>hm</think>"):
+        (only,) = calls_of(before + text, format)
+        assert isinstance(only, MalformedCall) and said in only.error
+
+
+@pytest.mark.parametrize("format", sorted(PARSERS))
+@pytest.mark.parametrize(
+    "text", ["It is 4.", 'Their "name": "Bob".', '{"answer": 3}', "f(x) = {x}", '<think>"name": "move"</think>4', ""]
+)
+def test_an_answer_is_no_call(format: str, text: str) -> None:
+    assert calls_of(text, format) == []
 
 
 def test_coder_values_are_read_by_their_schema() -> None:
