@@ -330,6 +330,11 @@ class SftSection:
     num_steps: int = spec("The steps of the whole run.", ge=1, most=10**9)
     batch_size: int = spec("The samples of a step.", ge=1, most=MOST_SEQUENCES)
     mask: Literal["all", "last"] = spec("Train on all assistant turns of a chat, or on the last one.")
+    history: Literal["keep", "strip"] = spec(
+        "Each turn is trained as the chat template writes it while it is the last one. Where the template writes it "
+        "otherwise later, as one that drops thinking, strip begins another sample with the history as the template "
+        "writes it. keep goes on in the same sample."
+    )
 
 
 @dataclass

@@ -1,17 +1,10 @@
-"""Chats as tokens: a prompt as the model reads it, and a mask of the tokens that a chat's assistant wrote.
-
-The mask is exact by construction. The rendered chat is cut where each assistant turn starts and ends. The pieces are
-tokenized one by one, as the model meets them when it generates.
-"""
+"""Chats as text and tokens: a prompt as the model reads it, and what stands between two of its turns."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from rlctl.config.schema import DataSection
 from rlctl.data.control_tokens import ControlTokens, SpecialTokens, unmarked
@@ -20,13 +13,12 @@ from rlctl.data.files import DataError
 from rlctl.data.rows import Messages
 from rlctl.utils.process import fewer_collections
 
-Tokens = tuple[list[int], NDArray[np.bool_]]
 # JSON schemas of functions, as chat templates take them.
 Tools = Sequence[dict[str, Any]]
 
 # Stands for the text of a turn, where what a template writes around it is looked at.
 _ANSWER = "the-text-of-an-answer"
-_EMPTY = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
+EMPTY_PROMPT = "the prompt is empty, and the tokenizer puts no token before it: an answer has nothing to follow"
 
 
 @lru_cache(maxsize=4)
@@ -86,27 +78,27 @@ class Chat:
 
         tools: JSON schemas of the functions that it may call. Raises DataError for no token at all.
         """
-        text = self._render(messages, generation=True, tools=tools)
+        text = self.render(messages, generation=True, tools=tools)
         return Prompt(unmarked(text), self.prompt_tokens(text), self.spelled(messages, tools))
 
     def prompt_text(self, messages: Messages, tools: Tools = ()) -> str:
         """Return the text of a prompt. Its tokens are those of `prompt`: the text alone may spell further ones."""
-        return unmarked(self._render(messages, generation=True, tools=tools))
+        return unmarked(self.render(messages, generation=True, tools=tools))
 
     def spelled(self, messages: Messages, tools: Tools = ()) -> list[str]:
         """Return the control tokens that messages and tools spell and that are encoded as text, in order."""
         if self.special_tokens == "allow":
             return []
-        return self._control.spelled([*map(self._marked, messages), *self._control.outside(list(tools))])
+        return self._control.spelled([*map(self.marked, messages), *self._control.outside(list(tools))])
 
     def prompt_tokens(self, text: str) -> list[int]:
         """Return the tokens of a rendered text. A template writes the beginning-of-text token; plain text gets it here.
 
         Raises DataError for no token at all.
         """
-        tokens = self._begun(self._encode(text))
+        tokens = self.begun(self.encode(text))
         if not tokens:
-            raise DataError(_EMPTY)
+            raise DataError(EMPTY_PROMPT)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -138,7 +130,7 @@ class Chat:
             said += "-"
         answer = {"role": "assistant", "content": said}
         try:
-            text = self._render([*messages, answer, *added], generation=True, tools=tools)
+            text = self.render([*messages, answer, *added], generation=True, tools=tools)
         except Exception as error:  # Whatever a template raises.
             raise DataError(f"the chat template cannot go on after a turn: {' '.join(str(error).split())}") from error
         if said not in text:
@@ -146,9 +138,9 @@ class Chat:
         behind = text.rpartition(said)[2]
         marker = self._turn.token
         if marker is None:
-            return TurnLink([], self._encode(behind))
+            return TurnLink([], self.encode(behind))
         end = behind.index(marker) + len(marker)
-        return TurnLink(self._closing(behind[:end]), self._encode(behind[end:]))
+        return TurnLink(self._closing(behind[:end]), self.encode(behind[end:]))
 
     def rewrites_history(self) -> bool:
         """Return True if the template writes an earlier turn otherwise than it was sampled, as Qwen3's, which drops the
@@ -158,79 +150,19 @@ class Chat:
         said = f"<think>\nthought\n</think>\n\n{_ANSWER}"
         chat = [{"role": "user", "content": "question"}]
         more = [{"role": "assistant", "content": said}, {"role": "user", "content": "more"}]
-        return not self._render([*chat, *more], generation=True).startswith(self.prompt_text(chat) + said)
+        return not self.render([*chat, *more], generation=True).startswith(self.prompt_text(chat) + said)
 
-    def chat_tokens(self, messages: Messages, train: Literal["all", "last"]) -> Tokens:
-        """Return token ids and a mask, true on the trained assistant turns with their end tokens.
+    @cached_property
+    def shows_tools(self) -> bool:
+        """True if the template writes tools into a prompt."""
+        if self.template is None:
+            return False
+        function = {"name": "named", "description": "", "parameters": {"type": "object", "properties": {}}}
+        asked = [{"role": "user", "content": "question"}]
+        shown = self.prompt_text(asked, [{"type": "function", "function": function}])
+        return shown != self.prompt_text(asked)
 
-        Raises DataError if there is no assistant turn, or if the template changes what it wrote before.
-        """
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not turns:
-            raise DataError("no assistant message to train on")
-        turns = turns[-1:] if train == "last" else turns
-        text, spans = self._spans(messages, turns)
-        tokens: list[int] = []
-        mask: list[bool] = []
-        # The text ends with the last span.
-        position = 0
-        for start, end in spans:
-            before, answer = self._encode(text[position:start]), self._encode(text[start:end])
-            tokens += before + answer
-            mask += [False] * len(before) + [True] * len(answer)
-            position = end
-        if self._end_marker(text) is None:
-            trained = self.ends.trained
-            if trained is None:
-                what = "no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json"
-                raise DataError(what)
-            if tokens[-1:] != [trained]:
-                tokens.append(trained)
-                mask.append(True)
-        begun = self._begun(tokens)
-        mask = [False] * (len(begun) - len(tokens)) + mask
-        if mask[0]:
-            raise DataError(_EMPTY)
-        return begun, np.array(mask, dtype=np.bool_)
-
-    def _spans(self, messages: Messages, turns: list[int]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the chat rendered up to the end of the last trained turn, and (start, end) of each trained turn."""
-        text = self._render(messages[: turns[-1] + 1], generation=False)
-        spans: list[tuple[int, int]] = []
-        for turn in turns:
-            before = self._render(messages[:turn], generation=True)
-            if not text.startswith(before):
-                raise DataError(
-                    f"the chat template is not prefix-stable at message {turn + 1}: what it writes before the "
-                    "assistant's turn changes with what follows; set sft.mask=last or another data.chat_template"
-                )
-            if spans and spans[-1][1] > len(before):
-                raise DataError(
-                    f"the chat template ends message {turn - 1} as an earlier turn otherwise than as the last one; "
-                    "set sft.mask=last or another data.chat_template"
-                )
-            # The text ends with the last turn: it need not be rendered again.
-            alone = text if turn == turns[-1] else self._render(messages[: turn + 1], generation=False)
-            spans.append((len(before), self._turn_end(turn, alone, text, len(before))))
-        return text[: spans[-1][1]], spans
-
-    def _turn_end(self, turn: int, alone: str, text: str, start: int) -> int:
-        """Return where the turn that begins at `start` ends: after its end token, before the template's white space.
-
-        alone: the chat rendered up to this turn. The first end token decides, not the length: Qwen3's template drops
-        the empty thinking block of all turns but the last.
-        """
-        marker = self._end_marker(alone)
-        if marker is not None and marker in text[start:]:
-            return text.index(marker, start) + len(marker)
-        if marker is None and text.startswith(alone):
-            return len(alone.rstrip()) if self.template else len(alone)
-        raise DataError(
-            f"the chat template is not prefix-stable at message {turn + 1}: the assistant's turn reads "
-            "differently once the chat goes on; set sft.mask=last or another data.chat_template"
-        )
-
-    def _end_marker(self, text: str) -> str | None:
+    def end_marker(self, text: str) -> str | None:
         """Return the token by which the template ended the last turn of `text`; None: it writes none.
 
         Usually it is the same for all turns. Another special token may take its place, as after a tool call.
@@ -248,7 +180,7 @@ class Chat:
     @cached_property
     def _closing(self) -> Callable[[str], list[int]]:
         """Encodes what closes a turn; it is the same after nearly every turn."""
-        return lru_cache(maxsize=16)(self._encode)
+        return lru_cache(maxsize=16)(self.encode)
 
     @cached_property
     def _turn(self) -> TurnEnd:
@@ -256,14 +188,14 @@ class Chat:
             return TurnEnd()
         return find_turn_end(partial(self._write, generation=False), self.tokenizer)
 
-    def _render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
+    def render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         """Return the chat as text, with a mark in each control token that messages or tools spell."""
         templated = self.template is not None
         if templated and self.system_prompt is not None and messages[:1] and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if self.special_tokens == "text":
             tools = self._control.outside(list(tools))
-        return self._write([self._marked(message) for message in messages], generation, tools)
+        return self._write([self.marked(message) for message in messages], generation, tools)
 
     def _write(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         if self.template is None:
@@ -279,7 +211,7 @@ class Chat:
             )
         )
 
-    def _marked(self, message: dict[str, Any]) -> dict[str, Any]:
+    def marked(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with marks in the control tokens that it spells, unless it may write such tokens."""
         if self.special_tokens == "allow":
             return message
@@ -295,7 +227,7 @@ class Chat:
         marked = self.template is not None and self._turn.token is not None
         return None if marked else self.tokenizer.eos_token
 
-    def _begun(self, tokens: list[int]) -> list[int]:
+    def begun(self, tokens: list[int]) -> list[int]:
         """Return `tokens` with those before them that the tokenizer puts before plain text, once."""
         prefix = self._prefix if self.template is None else []
         return tokens if tokens[: len(prefix)] == prefix else [*prefix, *tokens]
@@ -303,12 +235,13 @@ class Chat:
     @cached_property
     def _prefix(self) -> list[int]:
         """Tokens that the tokenizer puts before a text by itself: usually the beginning-of-text token, or none."""
-        bare = self._encode("a")
+        bare = self.encode("a")
         whole = list(self.tokenizer("a").input_ids)
         starts = (at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
         return whole[: next(starts, 0)]
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of rendered text, none before them."""
         return self._control.encode(text)
 
 

@@ -149,7 +149,7 @@ def read_rows(config: RunConfig, section: DatasetSection) -> list[Row]:
         # A tokenizer takes seconds to load: only these rows are put to its template this early.
         chat, odd = load_chat(config, config.model.path), list(unusual.values())
         if isinstance(config, SftConfig):
-            tokenize_samples(odd, section, chat, config.sft.mask, None, sys.maxsize)
+            tokenize_samples(odd, section, chat, config.sft, None, sys.maxsize)
         else:
             tokenize_prompts(odd, section, chat, None)
     return rows
@@ -174,4 +174,4 @@ def load_samples(
     config: SftConfig, section: DatasetSection, chat: Chat, rows: list[Row], max_length: int
 ) -> tuple[list[SupervisedSample], LengthReport]:
     """Return the samples of `section` from its rows, cut after `max_length` tokens. Raises DataError."""
-    return tokenize_samples(rows, section, chat, config.sft.mask, config.data.max_prompt_length, max_length)
+    return tokenize_samples(rows, section, chat, config.sft, config.data.max_prompt_length, max_length)

@@ -55,6 +55,42 @@ def conversation(row: Row, section: DatasetSection) -> Messages:
     return messages
 
 
+def row_tools(row: Row) -> list[dict[str, Any]]:
+    """Return the JSON schemas of functions that a row's column `tools` shows the model: a list, or its JSON text.
+
+    Raises DataError for anything else.
+    """
+    tools = row.values.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except (ValueError, RecursionError):
+            tools = {}
+    if tools is None:
+        return []
+    if isinstance(tools, list):
+        tools = [_tool(each) for each in tools]
+        if all(tools):
+            return tools
+    what = "must be a list of JSON schemas of functions, {type: function, function: {name, ...}}, or its JSON text"
+    raise DataError(f"{row.origin}: column 'tools' {what}")
+
+
+def _tool(value: Any) -> dict[str, Any] | None:
+    """Return a function's schema as chat templates take it; None if it is none."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    if not isinstance(value, dict):
+        return None
+    function = value.get("function", value)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        return None
+    return {"type": "function", **value} if "function" in value else {"type": "function", "function": value}
+
+
 def is_plain(messages: Messages) -> bool:
     """Return True if the chat has text and alternates, as any template takes it: (system), user, assistant, ..."""
     roles = [message["role"] for message in messages]

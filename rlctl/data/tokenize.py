@@ -6,16 +6,16 @@ A row is a chat if it has the messages column, else a prompt text (a user messag
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from rlctl.config.plugins import ENVIRONMENT_COLUMN
-from rlctl.config.schema import DatasetSection
+from rlctl.config.schema import DatasetSection, SftSection
 from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row, shown
 from rlctl.data.files import DataError
-from rlctl.data.rows import conversation, question
+from rlctl.data.rows import conversation, question, row_tools
+from rlctl.data.supervised import chat_samples
 from rlctl.data.tasks import SupervisedSample, Task
 
 
@@ -36,6 +36,11 @@ class LengthReport:
     # Rows that spell a control token, which is encoded as text; place of the first one, with the token.
     spelled: int = 0
     first_spelled: str = ""
+    # Rows whose earlier turns the chat template writes otherwise once the chat goes on, and their samples.
+    rewritten: int = 0
+    rewritten_samples: int = 0
+    # Rows with tools that the chat template does not show.
+    unshown_tools: int = 0
 
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the counts of both sets of rows."""
@@ -52,17 +57,25 @@ class LengthReport:
         text = f"{self.rows:,} rows{longest}"
         lacks = [f"{self.unanswered:,} without an answer"] * bool(self.unanswered)
         lacks += [f"{self.unended:,} end with no token at which sampling stops"] * bool(self.unended)
+        if self.rewritten:
+            kept = "one sample each, turns kept as they were (sft.history=keep)"
+            stripped = f"{self.rewritten_samples:,} samples, each turn as it was while the last (sft.history=strip)"
+            done = kept if self.rewritten == self.rewritten_samples else stripped
+            lacks.append(f"{self.rewritten:,} with earlier turns that the chat template rewrites: {done}")
         lacks += [f"{self.spelled:,} spell control tokens (encoded as text)"] * bool(self.spelled)
         return "; ".join([text, *lacks])
 
     @property
     def warnings(self) -> list[str]:
         """One line for each thing that a person should look at."""
+        having = f"{self.unshown_tools:,} row{' has' if self.unshown_tools == 1 else 's have'} tools"
+        unshown = f"{having}, and the chat template shows none: the model does not see them"
+        lines = [f"{unshown}; set another data.chat_template"] * bool(self.unshown_tools)
         if not self.spelled:
-            return []
+            return lines
         others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
         what = f"{self.first_spelled}{others}, which is encoded as text and not as that control token"
-        return [f"{what}; data.special_tokens=allow makes tokens of all that rows spell"]
+        return [*lines, f"{what}; data.special_tokens=allow makes tokens of all that rows spell"]
 
     def note_spelled(self, row: Row, spelled: list[str]) -> None:
         """Count a row that spells these control tokens, if there are any."""
@@ -83,8 +96,10 @@ def tokenize_prompts(
     prompts: list[Task] = []
     for row in rows:
         messages, answer = question(row, section)
+        tools = row_tools(row)
         with _place(row):
-            prompt = chat.prompt(messages)
+            prompt = chat.prompt(messages, tools)
+        report.unshown_tools += bool(tools) and not chat.shows_tools
         tokens = prompt.tokens
         report.note_spelled(row, prompt.spelled)
         report.longest = max(report.longest, len(tokens))
@@ -104,12 +119,13 @@ def tokenize_samples(
     rows: list[Row],
     section: DatasetSection,
     chat: Chat,
-    train: Literal["all", "last"],
+    turns: SftSection,
     max_prompt_length: int | None,
     max_length: int,
 ) -> tuple[list[SupervisedSample], LengthReport]:
-    """Return samples named `r{row}`, cut after `max_length` tokens. train: the turns trained on (sft.mask).
+    """Return samples named `r{row}`, cut after `max_length` tokens. turns: which are trained on, and in what history.
 
+    Further samples of a row, of turns that the template rewrites, are named `r{row}.1` and so on.
     A sample whose first trained token comes after `max_prompt_length` or `max_length` is left out and counted.
     Raises DataError at the first bad row, or if no sample is left.
     """
@@ -117,18 +133,24 @@ def tokenize_samples(
     samples: list[SupervisedSample] = []
     for row in rows:
         messages = conversation(row, section)
+        tools = row_tools(row)
         with _place(row):
-            tokens, mask = chat.chat_tokens(messages, train)
-        report.note_spelled(row, chat.spelled(messages))
-        report.longest = max(report.longest, len(tokens))
-        prompt_length = max(int(mask.argmax()), 1)
-        if prompt_length > (max_prompt_length or max_length) or prompt_length >= max_length:
-            report.dropped += 1
-            continue
-        report.truncated += len(tokens) > max_length
-        report.unended += tokens[-1] not in stops
-        kept = np.array(tokens[:max_length], np.int32)
-        samples.append(SupervisedSample(f"r{row.number}", kept, mask[:max_length], row.source))
+            found = chat_samples(chat, messages, turns.mask, turns.history, tools)
+        report.unshown_tools += bool(tools) and not chat.shows_tools
+        report.rewritten += found.rewritten
+        report.rewritten_samples += len(found.rows) * found.rewritten
+        report.note_spelled(row, chat.spelled(messages, tools))
+        for number, (tokens, mask) in enumerate(found.rows):
+            report.longest = max(report.longest, len(tokens))
+            prompt_length = max(int(mask.argmax()), 1)
+            if prompt_length > (max_prompt_length or max_length) or prompt_length >= max_length:
+                report.dropped += 1
+                continue
+            report.truncated += len(tokens) > max_length
+            report.unended += tokens[-1] not in stops
+            kept = np.array(tokens[:max_length], np.int32)
+            name = f"r{row.number}.{number}" if number else f"r{row.number}"
+            samples.append(SupervisedSample(name, kept, mask[:max_length], row.source))
     if not samples:
         raise DataError(f"{shown(section.path)}: no sample is left: every prompt is longer than the limit")
     return samples, report

@@ -86,7 +86,7 @@ def made_with(config: RunConfig, model: Path | None) -> dict[str, Any]:
     if sources := config.data.train.sources:
         keys["data.train.sources"] = {name: section.weight for name, section in sources.items()}
     if isinstance(config, SftConfig):
-        keys |= {key: _value(config, key) for key in ("sft.mask", "model.max_length")}
+        keys |= {key: _value(config, key) for key in ("sft.mask", "sft.history", "model.max_length")}
     return {
         "model": _sizes(model) if model else None,
         "model_path": config.model.path,

@@ -1,10 +1,14 @@
 """A character tokenizer with ChatML's two special tokens, and chat templates that behave and misbehave."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from rlctl.config.schema import TrainDataSection
+from rlctl.config.schema import SftSection, TrainDataSection
+from rlctl.data.chat import Chat
+from rlctl.data.supervised import Tokens, chat_samples
+
+ALL = SftSection(num_steps=1, batch_size=1, mask="all", history="strip")
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -19,6 +23,12 @@ UNMARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def chat_tokens(chat: Chat, messages: Any, train: Literal["all", "last"]) -> Tokens:
+    """Tokens and mask of a chat that is one sample."""
+    (row,) = chat_samples(chat, messages, train, "strip").rows
+    return row
 
 
 @pytest.fixture(scope="session")

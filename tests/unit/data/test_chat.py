@@ -6,7 +6,7 @@ import pytest
 from rlctl.config.schema import DataSection, DatasetSection
 from rlctl.data.chat import Chat, load_tokenizer, make_chat
 from rlctl.data.files import DataError
-from tests.unit.data.conftest import CHATML, THINKING, UNMARKED, UNSTABLE
+from tests.unit.data.conftest import CHATML, UNMARKED, UNSTABLE, chat_tokens
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -23,7 +23,7 @@ def data(template: str, system_prompt: str | None = None) -> DataSection:
 
 def trained(chat: Chat, messages: list[dict[str, str]], train: Literal["all", "last"]) -> list[str]:
     """The stretches of text that are trained on."""
-    tokens, mask = chat.chat_tokens(messages, train)
+    tokens, mask = chat_tokens(chat, messages, train)
     assert len(tokens) == len(mask)
     stretches = groupby(zip(tokens, mask, strict=True), key=lambda pair: bool(pair[1]))
     return [chat.tokenizer.decode([token for token, _ in pairs]) for on, pairs in stretches if on]
@@ -39,22 +39,18 @@ def test_last_trains_the_last_assistant_turn_alone(tokenizer):
 
 def test_what_stands_before_a_trained_turn_is_what_generation_starts_from(tokenizer):
     chat = Chat(tokenizer, CHATML, None)
-    tokens, mask = chat.chat_tokens(CHAT, "last")
+    tokens, mask = chat_tokens(chat, CHAT, "last")
     assert tokens[: mask.argmax()] == chat.prompt_tokens(chat.prompt_text(CHAT[:3]))
 
 
 def test_messages_after_the_last_assistant_turn_are_left_out(tokenizer):
     chat = Chat(tokenizer, CHATML, None)
-    assert chat.chat_tokens(CHAT[:3], "all")[0] == chat.chat_tokens(CHAT[:2], "all")[0]
-
-
-def test_a_thinking_block_on_the_last_turn_alone_does_not_disturb_the_mask(tokenizer):
-    assert trained(Chat(tokenizer, THINKING, None), CHAT, "all") == ["yes<|im_end|>", "<think></think>no<|im_end|>"]
+    assert chat_tokens(chat, CHAT[:3], "all")[0] == chat_tokens(chat, CHAT[:2], "all")[0]
 
 
 def test_a_template_that_rewrites_what_it_wrote_before_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"not prefix-stable at message 2.*data\.chat_template"):
-        Chat(tokenizer, UNSTABLE, None).chat_tokens(CHAT, "all")
+        chat_tokens(Chat(tokenizer, UNSTABLE, None), CHAT, "all")
 
 
 def test_a_template_without_an_end_token_gets_the_tokenizers_own_behind_the_last_turn(tokenizer):
@@ -63,7 +59,7 @@ def test_a_template_without_an_end_token_gets_the_tokenizers_own_behind_the_last
 
 def test_without_a_template_texts_are_joined_and_the_end_token_is_trained(tokenizer):
     chat = Chat(tokenizer, None, None)
-    tokens, _ = chat.chat_tokens(CHAT[:2], "all")
+    tokens, _ = chat_tokens(chat, CHAT[:2], "all")
     assert tokenizer.decode(tokens) == "hiyes<eos>"
     assert trained(chat, CHAT[:2], "all") == ["yes<eos>"]
 
@@ -82,7 +78,7 @@ def test_the_system_prompt_comes_first_unless_the_chat_has_one_of_its_own(tokeni
 
 def test_a_chat_without_an_assistant_is_refused(tokenizer):
     with pytest.raises(DataError, match="no assistant message"):
-        Chat(tokenizer, CHATML, None).chat_tokens(CHAT[:1], "all")
+        chat_tokens(Chat(tokenizer, CHATML, None), CHAT[:1], "all")
 
 
 def test_auto_takes_the_tokenizers_template_and_none_leaves_it(tokenizer, tmp_path):

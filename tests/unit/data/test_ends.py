@@ -8,7 +8,7 @@ import pytest
 
 from rlctl.data.chat import Chat
 from rlctl.data.files import DataError
-from tests.unit.data.conftest import CHATML, UNMARKED
+from tests.unit.data.conftest import ALL, CHATML, UNMARKED, chat_tokens
 
 SPECIAL = ["<unk>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"]
 LLAMA3 = (
@@ -59,7 +59,7 @@ def test_what_sft_trains_behind_an_answer_is_where_sampling_stops(template: str 
     chat = Chat(make(begins=True), template, None)
     assert set(names(chat)) == {end, "<eos>"}
     assert chat.tokenizer.convert_ids_to_tokens(chat.ends.trained) == end
-    tokens, mask = chat.chat_tokens(CHAT, "all")
+    tokens, mask = chat_tokens(chat, CHAT, "all")
     assert (tokens[-1], bool(mask[-1])) == (chat.ends.trained, True)
     assert tokens.count(2) == (template not in (CHATML, UNMARKED)), "the token that begins a text comes once"
 
@@ -103,9 +103,9 @@ def test_an_id_that_is_no_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("last", ["</think>", "<|im_start|>", "yes"])
 def test_text_whose_last_token_is_any_added_one_still_gets_its_end_token(template: str | None, last: str) -> None:
     chat = Chat(make(), template, None)
-    tokens, mask = chat.chat_tokens([CHAT[0], {"role": "assistant", "content": f"so {last}"}], "all")
+    tokens, mask = chat_tokens(chat, [CHAT[0], {"role": "assistant", "content": f"so {last}"}], "all")
     assert chat.tokenizer.decode(tokens).endswith(f"so {last}<eos>") and mask[-1]
-    written, _ = chat.chat_tokens([CHAT[0], {"role": "assistant", "content": f"so {last}<eos>"}], "all")
+    written, _ = chat_tokens(chat, [CHAT[0], {"role": "assistant", "content": f"so {last}<eos>"}], "all")
     assert written == tokens, "an end token that the answer has is not put there twice"
 
 
@@ -118,7 +118,7 @@ def test_another_end_such_as_that_of_a_tool_call_is_kept_and_counted() -> None:
     called = [CHAT[0], {**CHAT[1], "tool_calls": [{"name": "f"}]}]
     rows = [Row(index, f"a.jsonl:{index + 1}", {"messages": each}) for index, each in enumerate((CHAT, called))]
     section = DatasetSection("a.jsonl", "train", "prompt", "answer", "messages", None, {})
-    samples, report = tokenize_samples(rows, section, chat, "all", None, 64)
+    samples, report = tokenize_samples(rows, section, chat, ALL, None, 64)
     assert [chat.tokenizer.convert_ids_to_tokens(int(each.tokens[-1])) for each in samples] == [
         "<|eot_id|>",
         "<|eom_id|>",
@@ -130,7 +130,7 @@ def test_the_token_that_begins_a_text_comes_once() -> None:
     chat = Chat(make(begins=True), None, None)
     assert chat.prompt_tokens("a") == chat.prompt_tokens("<bos>a") == [2, *chat.tokenizer("a").input_ids[1:]]
     assert chat.prompt_tokens("") == [2]
-    tokens, mask = chat.chat_tokens([{"role": "user", "content": ""}, CHAT[1]], "all")
+    tokens, mask = chat_tokens(chat, [{"role": "user", "content": ""}, CHAT[1]], "all")
     assert (tokens.count(2), mask.tolist()) == (1, [False, True, True, True, True])
     (warning,) = Chat(make(begins=True), CHATML, None).ends.warnings
     assert warning.startswith("the chat template writes no <bos>")
@@ -141,4 +141,4 @@ def test_an_empty_prompt_without_a_beginning_is_refused() -> None:
     with pytest.raises(DataError, match="the prompt is empty"):
         chat.prompt_tokens("")
     with pytest.raises(DataError, match="the prompt is empty"):
-        chat.chat_tokens([{"role": "user", "content": ""}, CHAT[1]], "all")
+        chat_tokens(chat, [{"role": "user", "content": ""}, CHAT[1]], "all")

@@ -6,7 +6,7 @@ from rlctl.data.chat import Chat
 from rlctl.data.datasets import Row
 from rlctl.data.files import DataError
 from rlctl.data.tokenize import tokenize_prompts, tokenize_samples
-from tests.unit.data.conftest import CHATML
+from tests.unit.data.conftest import ALL, CHATML
 
 
 def rows(*values: dict) -> list[Row]:
@@ -54,11 +54,11 @@ def test_nothing_left_after_the_cut_is_an_error(plain, section):
     with pytest.raises(DataError, match=r"every prompt is longer than data\.max_prompt_length=2"):
         tokenize_prompts(rows({"prompt": "abc"}), section, plain, 2)
     with pytest.raises(DataError, match="no sample is left"):
-        tokenize_samples(rows({"prompt": "abc", "answer": "d"}), section, plain, "all", None, 3)
+        tokenize_samples(rows({"prompt": "abc", "answer": "d"}), section, plain, ALL, None, 3)
 
 
 def test_a_response_is_trained_on_and_its_prompt_is_not(plain, section):
-    (sample,), _ = tokenize_samples(rows({"prompt": "1+1=", "answer": "2"}), section, plain, "all", None, 64)
+    (sample,), _ = tokenize_samples(rows({"prompt": "1+1=", "answer": "2"}), section, plain, ALL, None, 64)
     assert plain.tokenizer.decode(sample.tokens) == "1+1=2<eos>"
     assert sample.mask.tolist() == [False] * 4 + [True] * 2
     assert (sample.tokens.dtype, sample.mask.dtype) == ("int32", "bool")
@@ -66,7 +66,7 @@ def test_a_response_is_trained_on_and_its_prompt_is_not(plain, section):
 
 def test_samples_are_truncated_at_max_length_and_those_without_a_trained_token_dropped(plain, section):
     values = [{"prompt": "ab", "answer": "c"}, {"prompt": "ab", "answer": "cdef"}, {"prompt": "abcd", "answer": "e"}]
-    samples, report = tokenize_samples(rows(*values), section, plain, "all", None, 4)
+    samples, report = tokenize_samples(rows(*values), section, plain, ALL, None, 4)
     assert [len(sample.tokens) for sample in samples] == [4, 4]
     assert (report.dropped, report.truncated, report.longest) == (1, 1, 7)
 
@@ -90,9 +90,9 @@ def test_a_bad_row_is_named_by_file_and_line(plain, section, value, complaint):
 
 def test_a_bad_sample_is_named_by_file_and_line(plain, section):
     with pytest.raises(DataError, match=r"some\.jsonl:1: no answer to train on: no column 'answer'"):
-        tokenize_samples(rows({"prompt": "x"}), section, plain, "all", None, 64)
+        tokenize_samples(rows({"prompt": "x"}), section, plain, ALL, None, 64)
     with pytest.raises(DataError, match=r"some\.jsonl:1: no assistant message"):
-        tokenize_samples(rows({"messages": [{"role": "user", "content": "x"}]}), section, plain, "all", None, 64)
+        tokenize_samples(rows({"messages": [{"role": "user", "content": "x"}]}), section, plain, ALL, None, 64)
 
 
 def test_what_a_template_raises_is_named_by_file_and_line(tokenizer, section):
@@ -111,7 +111,7 @@ def test_rows_that_spell_control_tokens_are_counted_and_the_first_is_named(chatm
     forged = {"prompt": "a<|im_end|>b<|im_start|>", "answer": "c"}
     given = rows({"prompt": "a", "answer": "b"}, forged, {"prompt": "x", "answer": "y<|im_end|>z"})
     prompts, of_prompts = tokenize_prompts(given, section, chatml, None)
-    samples, of_samples = tokenize_samples(given, section, chatml, "all", None, 64)
+    samples, of_samples = tokenize_samples(given, section, chatml, ALL, None, 64)
     assert (of_prompts.spelled, of_samples.spelled) == (1, 2)
     assert str(of_samples).endswith("2 spell control tokens (encoded as text)")
     (warning,) = of_samples.warnings
@@ -122,5 +122,5 @@ def test_rows_that_spell_control_tokens_are_counted_and_the_first_is_named(chatm
     assert [sample.tokens.tolist().count(end) for sample in samples] == [2, 2, 2], "each turn's own"
     assert (of_prompts + of_samples).warnings[0].startswith("some.jsonl:2")
     allowed = replace(chatml, special_tokens="allow")
-    _, report = tokenize_samples(given, section, allowed, "all", None, 64)
+    _, report = tokenize_samples(given, section, allowed, ALL, None, 64)
     assert (report.spelled, report.warnings) == (0, [])

@@ -50,7 +50,7 @@ class ScriptedEngines:
     ) -> None:
         for request in requests:
             said = self.says(request)
-            tokens = (said if isinstance(said, list) else self.chat._encode(said))[: request.max_new_tokens]
+            tokens = (said if isinstance(said, list) else self.chat.encode(said))[: request.max_new_tokens]
             self.asked.append((request, tokens))
             count, version = len(tokens), len(self.asked)
             log_probs = np.linspace(-1, -2, count, dtype=np.float32)

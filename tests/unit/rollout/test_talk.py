@@ -34,7 +34,7 @@ class Says:
         if isinstance(text, BaseException):
             self.pending = text
             return
-        tokens = np.array(self.chat._encode(text)[: request.max_new_tokens], np.int32)
+        tokens = np.array(self.chat.encode(text)[: request.max_new_tokens], np.int32)
         finish: Any = "stop" if text.endswith("<|im_end|>") else "length"
         zeros = np.zeros(len(tokens), np.float32)
         submitter.completed([(request, Completion(tokens, zeros, np.zeros(len(tokens), np.int32), finish))])
@@ -61,7 +61,7 @@ def test_the_second_prompt_is_the_first_the_sampled_turn_and_what_was_said(token
     # A turn that was cut is closed.
     assert texts[2].startswith(texts[1] + "cut in<|im_end|>\n<|im_start|>user\nend")
     assert says.prompts[2][: len(says.prompts[1])] == says.prompts[1]
-    assert talk.length == len(says.prompts[2]) + len(chat._encode("bye<|im_end|>"))
+    assert talk.length == len(says.prompts[2]) + len(chat.encode("bye<|im_end|>"))
 
 
 def test_tools_answer_until_the_policy_does(tokenizer: Any) -> None:

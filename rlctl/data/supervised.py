@@ -1,0 +1,156 @@
+"""Chats as samples to imitate: each trained turn reads as the chat template writes it while it is the last one.
+
+The mask is exact by construction. The rendered chat is cut where each trained turn starts and ends. The pieces are
+tokenized one by one, as the model meets them when it generates.
+
+Some templates write a turn otherwise once the chat goes on: Qwen3's drops its thinking. Turns that stay as they were
+share a sample. Where one does not, `history` decides: strip begins another sample, whose earlier turns read as the
+template writes them now, as they do when the model is asked; keep goes on in the same sample, as GRPO does.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rlctl.data.chat import EMPTY_PROMPT, Chat, Tools
+from rlctl.data.files import DataError
+from rlctl.data.rows import Messages
+
+Tokens = tuple[list[int], NDArray[np.bool_]]
+History = Literal["keep", "strip"]
+
+_OPEN = "<think>"
+# What a message holds before the end of its thinking, and the white space behind that.
+_THINKING = re.compile(r"\s*(?:<think>)?(.*?)</think>(\s*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TrainedTurn:
+    """One turn of the assistant, as text with marks (`ControlTokens`)."""
+
+    # Index of its message.
+    index: int
+    # Prompt that it follows.
+    before: str
+    # The turn, up to its end token.
+    said: str
+
+    @property
+    def whole(self) -> str:
+        """The chat up to the end of the turn."""
+        return self.before + self.said
+
+
+@dataclass(frozen=True)
+class ChatSamples:
+    """Samples of one chat."""
+
+    # int32-valued ids and bool [T] of each: true on the trained turns with their end tokens.
+    rows: list[Tokens]
+    # True if the template writes an earlier trained turn otherwise once the chat goes on.
+    rewritten: bool
+
+
+def chat_samples(
+    chat: Chat, messages: Messages, train: Literal["all", "last"], history: History, tools: Tools = ()
+) -> ChatSamples:
+    """Return the samples of a chat. Each trained turn is trained in one of them.
+
+    train: all assistant turns, or the last. tools: JSON schemas that the prompt shows. Raises DataError if there is no
+    assistant turn, or if the template does not write one as the model would say it.
+    """
+    indices = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not indices:
+        raise DataError("no assistant message to train on")
+    turns = [_turn(chat, messages, index, tools) for index in (indices[-1:] if train == "last" else indices)]
+    groups: list[list[TrainedTurn]] = []
+    for turn in turns:
+        if groups and turn.before.startswith(groups[-1][-1].whole):
+            groups[-1].append(turn)
+        else:
+            groups.append([turn])
+    if history == "keep" and len(groups) > 1:
+        rows = [_kept(chat, messages, turns, tools)]
+    else:
+        rows = [_sample(chat, group) for group in groups]
+    return ChatSamples([_ended(chat, row, turns[-1]) for row in rows], len(groups) > 1)
+
+
+def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
+    """Return (tokens, true if trained on) of turns that all stand in the last one's prompt."""
+    pieces: list[tuple[list[int], bool]] = []
+    position = 0
+    for turn in turns:
+        pieces += [(chat.encode(turn.before[position:]), False), (chat.encode(turn.said), True)]
+        position = len(turn.whole)
+    return pieces
+
+
+def _kept(chat: Chat, messages: Messages, turns: list[TrainedTurn], tools: Tools) -> list[tuple[list[int], bool]]:
+    """Return the same of turns that each follow the earlier ones as they were while they were the last."""
+    pieces = [(chat.encode(turns[0].before), False), (chat.encode(turns[0].said), True)]
+    for last, turn in pairwise(turns):
+        added = messages[last.index + 1 : turn.index]
+        link = chat.link(messages[: last.index], added, tools)
+        pieces += [(link.between, False), (chat.encode(turn.said), True)]
+    return pieces
+
+
+def _ended(chat: Chat, pieces: list[tuple[list[int], bool]], last: TrainedTurn) -> Tokens:
+    """Return tokens and mask of a sample, with the tokens that begin and end it. last: a turn that ends as it does."""
+    tokens = [token for piece, _ in pieces for token in piece]
+    mask = [trained for piece, trained in pieces for _ in piece]
+    if chat.end_marker(last.whole) is None:
+        trained = chat.ends.trained
+        if trained is None:
+            raise DataError("no token ends an answer: the tokenizer has no eos_token; set it in tokenizer_config.json")
+        if tokens[-1:] != [trained]:
+            tokens.append(trained)
+            mask.append(True)
+    begun = chat.begun(tokens)
+    mask = [False] * (len(begun) - len(tokens)) + mask
+    if mask[0]:
+        raise DataError(EMPTY_PROMPT)
+    return begun, np.array(mask, dtype=np.bool_)
+
+
+def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTurn:
+    """Return a turn as the template writes it while it is the last one."""
+    before = chat.render(messages[:index], generation=True, tools=tools)
+    whole = chat.render(messages[: index + 1], generation=False, tools=tools)
+    bare = before.rstrip().removesuffix(_OPEN)
+    thinking = _THINKING.match(chat.marked(messages[index])["content"])
+    start = len(before) if whole.startswith(before) else len(bare)
+    said = whole[start : _end(chat, whole, start)]
+    if whole.startswith(before) and (thinking is None or thinking[1].strip() in said):
+        return TrainedTurn(index, before, said)
+    if not whole.startswith(bare):
+        raise DataError(
+            f"the chat template is not prefix-stable at message {index + 1}: what it writes before the assistant's "
+            "turn changes with the turn; set another data.chat_template"
+        )
+    if thinking is None:
+        raise DataError(
+            f"the chat template opens the answer of message {index + 1} with {_OPEN}, and the message has no thinking: "
+            f"write it as {_OPEN}...</think> before the answer, or set data.chat_template to a file that opens none"
+        )
+    return TrainedTurn(index, before, _with_thinking(before, thinking, said))
+
+
+def _with_thinking(before: str, thinking: re.Match[str], said: str) -> str:
+    """Return a turn whose thinking the template drops, with its thinking, as the model says it after `before`."""
+    opened = before.rstrip().endswith(_OPEN)
+    thought = thinking[1].lstrip() if opened and before[-1:].isspace() else thinking[1]
+    return f"{'' if opened else _OPEN}{thought}</think>{thinking[2]}{said.lstrip()}"
+
+
+def _end(chat: Chat, whole: str, start: int) -> int:
+    """Return where the turn ends that begins at `start`: after its end token, before the template's white space."""
+    marker = chat.end_marker(whole)
+    if marker is not None and marker in whole[start:]:
+        return whole.index(marker, start) + len(marker)
+    return len(whole.rstrip()) if chat.template else len(whole)
