@@ -67,7 +67,8 @@ class LineFormat:
         if kind == "validation":
             values = {key.partition("/")[2]: value for key, value in record.items() if key.startswith("validation/")}
             if not values.get("failed_rewards"):
-                values.pop("failed_rewards", None)
+                for name in ("failed_rewards", "answers"):
+                    values.pop(name, None)
             shown = " ".join(f"{name} {number(value)}" for name, value in values.items())
             yield f"validation  step {record['step']}  {shown}"
         elif kind == "step":

@@ -74,7 +74,13 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
         ("loss", "loss/nll", number),
     ):
         if series := state.series(name):
-            yield label, f"{show(series[0][1])} → {show(series[-1][1])}  (step {series[0][0]} → {series[-1][0]})"
+            (first, start), (last, end) = series[0], series[-1]
+            told = f"{show(start)} → {show(end)}  (step {first} → {last})"
+            yield label, told if len(series) > 1 else f"{show(end)}  (step {last})"
+    if missing := _failed_validation(state):
+        yield "last validation", missing
+    if skipped := sum(state.values("train/skipped_updates")):
+        yield "skipped updates", f"{skipped:,.0f} without an optimizer step (train/skipped_updates)"
     if (uniform := state.values("groups/uniform")) and (share := sum(uniform) / len(uniform)) >= _MOSTLY:
         yield "little to learn", f"{percent(share)} of the groups had equal rewards: rlctl runs rollouts shows them"
     if failed := _failed_rewards(state):
@@ -103,6 +109,16 @@ def facts_of(state: RunState) -> Iterator[tuple[str, str]]:
     held = {side: state.values(f"memory/{side}_gib") for side in ("trainer", "engine", "driver")}
     if peaks := [f"{side} {gib(max(values))}" for side, values in held.items() if values]:
         yield "peak memory", " · ".join(peaks)
+
+
+def _failed_validation(state: RunState) -> str:
+    """Return how many answers of the last validation had no score; empty if all had one."""
+    last = state.validations.last
+    if not (failed := last.get("validation/failed_rewards", 0)):
+        return ""
+    unknown = "" if "validation/accuracy" in last else ", so that it has no accuracy"
+    answers = last.get("validation/answers", failed)
+    return f"step {last['step']}: rewards failed for {failed:,.0f} of {answers:,.0f} answers{unknown}"
 
 
 def _failed_rewards(state: RunState) -> str:

@@ -138,7 +138,7 @@ class GrpoLoop(Loop):
     def _not_finite(self, step: GrpoStep, error: FloatingPointError) -> Exception:
         """Return what an update that is not finite raises: after an earlier update the weights are between two steps,
         and no checkpoint is made of them."""
-        if not any(update.metrics for update in step.updates):
+        if all(update.skipped for update in step.updates):
             return error
         which = f"step {step.version + 1}, update {len(step.updates) + 1} of {self._config.grpo.updates_per_step}"
         return HealthStop(f"{which}: {error}, as the updates before made them; {self._parts.recorder.newest}")

@@ -159,8 +159,10 @@ def validation_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     scored = [[score for score in group.scores if score.value is not None] for group in groups]
     flat = [score for group in scored for score in group]
     lengths = [rollout.num_sampled for group in groups for rollout in group.rollouts if rollout.rows]
+    answers = sum(len(group.rollouts) for group in groups)
     metrics = {
-        "validation/failed_rewards": float(sum(len(group.rollouts) for group in groups) - len(flat)),
+        "validation/answers": float(answers),
+        "validation/failed_rewards": float(answers - len(flat)),
         "validation/length": float(np.mean(lengths)) if lengths else 0.0,
         "validation/prompts": float(len(groups)),
     }

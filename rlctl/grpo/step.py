@@ -28,7 +28,7 @@ from rlctl.rollout.buffer import RolloutBuffer
 from rlctl.rollout.types import RolloutGroup
 from rlctl.telemetry.clock import StepRecorder
 from rlctl.telemetry.throughput import length_of_a_token, mfu
-from rlctl.training.trainer_group import Update
+from rlctl.training.trainer_group import NO_GRADIENT, NO_TOKEN, Update
 
 
 class GrpoStep:
@@ -85,9 +85,10 @@ class GrpoStep:
         return sum(len(ids) for batch in self._batches for ids in batch.outcomes.filtered.values())
 
     @property
-    def skipped_updates(self) -> int:
-        """Number of updates without a token to train on, for which no optimizer step was made."""
-        return sum(not update.metrics for update in self.updates) if self.updates else 1
+    def skipped_updates(self) -> list[str]:
+        """Cause for which each update of the step made no optimizer step; empty for one that was made."""
+        why = {NO_GRADIENT: f"{NO_GRADIENT}: no advantage differs from 0, or bounds hold each token that has one"}
+        return [why.get(update.skipped, update.skipped) for update in self.updates] or [NO_TOKEN]
 
     def record(self, buffer: RolloutBuffer, refit: RefitReport) -> None:
         """Write the step's metrics and its rollouts. refit: of the sync that ended it."""

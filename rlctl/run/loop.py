@@ -1,7 +1,7 @@
 """The part of a loop that every algorithm has: validation, checkpoints, health, and a checkpoint at Ctrl-C."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Loop(ABC):
         self._details: dict[str, str] = {}
         # Steps done, which is the weight version.
         self.done = 0
-        self._warned_of_skipped = False
+        self._warned_of_skipped = set[str]()
 
     def run(self, start: int) -> None:
         """Run from the step after `start` on. Validates and saves as the config says, and saves when it is stopped.
@@ -60,13 +60,17 @@ class Loop(ABC):
         """Restore the state that `save_with` wrote."""
         self._health.load_state_dict(checkpoint.state.get("health", {}))
 
-    def _skipped_updates(self, step: int, count: int) -> dict[str, float]:
-        """Return the metric of a step's updates that had no token to train on, and warn of the run's first."""
-        if count and not self._warned_of_skipped:
-            self._warned_of_skipped = True
-            what = f"step {step}: no optimizer step, for it has no token to train on; further ones are counted only"
-            self._recorder.events.emit("warning", what=f"{what} (train/skipped_updates)")
-        return {"train/skipped_updates": float(count)}
+    def _skipped_updates(self, step: int, skipped: Sequence[str]) -> dict[str, float]:
+        """Return the metric of a step's updates without an optimizer step, and warn of the run's first of each cause.
+
+        skipped: the cause of each, empty for an update that was made.
+        """
+        for cause in dict.fromkeys(skipped):
+            if cause and cause not in self._warned_of_skipped:
+                self._warned_of_skipped.add(cause)
+                what = f"step {step}: no optimizer step, for {cause}; further ones are counted only"
+                self._recorder.events.emit("warning", what=f"{what} (train/skipped_updates)")
+        return {"train/skipped_updates": float(sum(map(bool, skipped)))}
 
     def _judge(self, start: int) -> None:
         """Warn of each bound that the step just done has left. Raises HealthStop, with a checkpoint of the step."""

@@ -149,7 +149,8 @@ class TrainerRank(ABC):
 
         totals: over all ranks and parts of the update. Returns metrics that are equal on every rank: the loss's,
         train/grad_norm (divided, before clipping) and train/lr. Returns nothing, and makes no optimizer step, if
-        nothing was accumulated or the normalizer is 0.
+        nothing was accumulated or the normalizer is 0. A norm of exactly 0 makes no optimizer step either: AdamW's
+        momentum and decay would move weights that nothing pulls. There is no train/lr then.
 
         Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
         finite.
@@ -163,11 +164,13 @@ class TrainerRank(ABC):
                 return {}
             lr = learning_rate(self._updates, self._config.optimizer, self._spec.total_updates)
             self._reduce_gradients()
-            norm = self._step(lr, metrics.loss(self._device), normalizer)
+            norm = self._clip(metrics.loss(self._device), normalizer)
+            if norm:
+                self._move_weights(lr)
         finally:
             self._zero_gradients()
-        self._updates += 1
-        return metrics.join() | {"train/grad_norm": norm, "train/lr": lr}
+        self._updates += norm > 0
+        return metrics.join() | {"train/grad_norm": norm} | ({"train/lr": lr} if norm else {})
 
     def discard(self) -> None:
         """Forget what `accumulate` took."""
@@ -314,11 +317,15 @@ class TrainerRank(ABC):
         """Add the gradients up over ranks, where the backward pass has not done so."""
 
     @abstractmethod
-    def _step(self, lr: float, loss: Tensor, normalizer: float) -> float:
-        """Divide and clip the gradients, make an optimizer step; return their norm, see `update.divide_and_clip`.
+    def _clip(self, loss: Tensor, normalizer: float) -> float:
+        """Divide and clip the gradients; return their norm, equal on all ranks, see `update.divide_and_clip`.
 
         loss: this rank's share, float64; ranks' shares add up. State that was away may still be on its way back.
         """
+
+    @abstractmethod
+    def _move_weights(self, lr: float) -> None:
+        """Make an optimizer step of the gradients that `_clip` left."""
 
     @abstractmethod
     def _rehearse(self, loss: Tensor) -> None:

@@ -22,6 +22,9 @@ from rlctl.workers.group import WorkerGroup
 R = TypeVar("R")
 Timed = Callable[[], AbstractContextManager[None]]
 NOTHING_NEEDED = LossNeeds()
+# Why an update makes no optimizer step.
+NO_TOKEN = "it has no token to train on"
+NO_GRADIENT = "its gradient is exactly 0"
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,15 @@ class Update:
         # Parts with samples, and how many of them the ranks have.
         self.parts, self._sent = 0, 0
         # The loss's, train/grad_norm and train/lr, once the update is made. Empty if nothing was accumulated, or
-        # nothing that counts: then there was no optimizer step.
+        # nothing that counts.
         self.metrics: dict[str, float] = {}
+
+    @property
+    def skipped(self) -> str:
+        """Cause for which no optimizer step was made; empty if one was."""
+        if not self.metrics:
+            return NO_TOKEN
+        return "" if self.metrics["train/grad_norm"] else NO_GRADIENT
 
     def accumulate(self, samples: Rows[TrainingSample] | PreparedBatch) -> None:
         """Add the gradients of some samples, any number of times."""

@@ -70,6 +70,27 @@ def _merged(parts: list[Found]) -> Found:
     return sums, maxima
 
 
+# Elements that are added up in float32 at a time.
+_ROW = 4096
+
+
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients together, float64 [], on their device (of none on the CPU).
+
+    On a CPU rows of 4096 elements are added up in float64: torch's own float32 sum is 1% too small at 1e8 elements, and
+    1e-3 at 2e7.
+    """
+    if gradients and gradients[0].device.type != "cpu":
+        return torch.nn.utils.get_total_norm(gradients).double()
+    square = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        flat = gradient.reshape(-1)
+        even = flat.numel() // _ROW * _ROW
+        square += torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1).double().square().sum()
+        square += flat[even:].double().square().sum()
+    return square.sqrt()
+
+
 def divide_and_clip(
     gradients: list[Tensor],
     named: Iterable[tuple[str, Tensor]],

@@ -110,7 +110,16 @@ TABLE = (
     MetricChart(_REFIT, "Bandwidth, GB/s", ("refit/gb_per_s",)),
 )
 # Counters and sums that another chart shows.
-_LEFT_OUT = ("version", "time/step", "validation/prompts", "validation/samples", "age/share_*", "step", "time")
+_LEFT_OUT = (
+    "version",
+    "time/step",
+    "validation/prompts",
+    "validation/answers",
+    "validation/samples",
+    "age/share_*",
+    "step",
+    "time",
+)
 # Metric with the bound of health.max_token_mult_prob_error, by if the run is asynchronous.
 # The bound on the mismatch is drawn once the metric has come this share of the way from 1 to it: further off it would
 # flatten the curve.

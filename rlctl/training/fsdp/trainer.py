@@ -22,7 +22,7 @@ from rlctl.training.offload import OffloadManager
 from rlctl.training.packing import pack, token_batch
 from rlctl.training.rank import TrainerRank, TrainerSpec
 from rlctl.training.sharded_checkpoint import TensorShard, load_shards
-from rlctl.training.update import MetricAccumulator, divide_and_clip
+from rlctl.training.update import MetricAccumulator, divide_and_clip, gradient_norm
 
 
 class FsdpTrainer(TrainerRank):
@@ -110,26 +110,28 @@ class FsdpTrainer(TrainerRank):
         # Every backward pass has.
         pass
 
-    def _step(self, lr: float, loss: Tensor, normalizer: float) -> float:
+    def _clip(self, loss: Tensor, normalizer: float) -> float:
         grads = {name: local(p.grad) for name, p in self._parameters.items() if p.grad is not None}
-        squared = torch.nn.utils.get_total_norm(list(grads.values())).double().square()
+        squared = gradient_norm(list(grads.values())).to(self._device).square()
         # The loss is reduced and read together with the norm, so that it costs no wait of its own.
         both = torch.stack([squared, loss])
         dist.all_reduce(both)
         square, total = both.tolist()
         most = self._config.optimizer.max_grad_norm
-        norm = divide_and_clip(list(grads.values()), grads.items(), math.sqrt(square), total, normalizer, most)
+        return divide_and_clip(list(grads.values()), grads.items(), math.sqrt(square), total, normalizer, most)
+
+    def _move_weights(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._state.wait()
         self._optimizer.step()
-        return norm
 
     def _rehearse(self, loss: Tensor) -> None:
         for p in self._parameters.values():
             if p.grad is not None:
                 local(p.grad).zero_()
-        self._step(0.0, loss, 1.0)
+        self._clip(loss, 1.0)
+        self._move_weights(0.0)
         for state in self._optimizer.state.values():
             state["step"].zero_()
 

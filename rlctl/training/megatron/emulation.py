@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rlctl.training.update import gradient_norm
+
 CPU = torch.device("cpu")
 
 
@@ -26,6 +28,7 @@ class Emulation:
         """Begin, unless there is CUDA."""
         if torch.cuda.is_available():
             return
+        from megatron.core.optimizer import clip_grads
         from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
         from megatron.core.tensor_parallel import random as megatron_random
 
@@ -35,6 +38,7 @@ class Emulation:
         generator = {"_get_cuda_rng_state": _get_rng_state, "_set_cuda_rng_state": _set_rng_state}
         self._replace(megatron_random, generator)
         self._replace(dist, {"all_to_all_single": _whole_sizes(dist.all_to_all_single)})
+        self._replace(clip_grads, {"l2_norm_impl": _l2_norm})
         split = HybridDeviceOptimizer._get_sub_optimizer_param_groups
         self._replace(HybridDeviceOptimizer, {"_get_sub_optimizer_param_groups": _on_a_device(mode, split)})
         self._undo.enter_context(mode)
@@ -107,6 +111,11 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Callable[..., "_Nothing"]:
         return lambda *args, **kwargs: self
+
+
+def _l2_norm(chunk: int, overflow: Tensor, gradients: list[list[Tensor]], each: bool) -> tuple[Tensor, None]:
+    """Return the norm of all gradients, float32 [1]."""
+    return gradient_norm(gradients[0]).float().view(1), None
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

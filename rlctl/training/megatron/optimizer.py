@@ -52,15 +52,11 @@ class Optimizer:
         self._ddp.zero_grad_buffer()
         self._chained.zero_grad(set_to_none=True)
 
-    def step(self, lr: float, loss: Tensor, normalizer: float) -> float:
-        """Divide and clip the reduced gradients, make a step at rate `lr`; see `update.divide_and_clip`.
+    def clip(self, loss: Tensor, normalizer: float) -> float:
+        """Divide and clip the reduced gradients; return their norm, see `update.divide_and_clip`.
 
         loss: this rank's share.
         """
-        for group in self._chained.param_groups:
-            # Without its own scheduler Megatron applies neither: norms would decay like matrices.
-            group["lr"] = lr * group.get("lr_mult", 1.0)
-            group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)
         self._chained.prepare_grads()
         # Ahead of the norm, for which the host waits in any case: to read the loss is no wait of its own then.
         dist.all_reduce(loss)
@@ -68,14 +64,21 @@ class Optimizer:
         found = (getattr(p, self._gradient, None) for member in self._members for p in member.get_parameters())
         gradients = [gradient for gradient in found if gradient is not None]
         named = ((name, p.main_grad) for name, p in self._ddp.module.named_parameters())
-        norm = divide_and_clip(gradients, named, norm, float(loss), normalizer, self._section.max_grad_norm)
+        return divide_and_clip(gradients, named, norm, float(loss), normalizer, self._section.max_grad_norm)
+
+    def step(self, lr: float) -> None:
+        """Make a step at rate `lr` of the gradients that `clip` left."""
+        for group in self._chained.param_groups:
+            # Without its own scheduler Megatron applies neither: norms would decay like matrices.
+            group["lr"] = lr * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self._section.weight_decay * group.get("wd_mult", 1.0)
         self._chained.step_with_ready_grads()
-        return norm
 
     def rehearse(self, loss: Tensor) -> None:
         """Make a step at rate 0 of gradients that are all 0, and take its step counts back."""
         self._ddp.zero_grad_buffer()
-        self.step(0.0, loss, 1.0)
+        self.clip(loss, 1.0)
+        self.step(0.0)
         for slot in self.slots.values():
             slot.state["step"].zero_()
 

@@ -187,9 +187,12 @@ class MegatronTrainer(TrainerRank):
         # Without a number of tokens, which Megatron would divide by.
         finalize_model_grads([self._ddp], None)
 
-    def _step(self, lr: float, loss: Tensor, normalizer: float) -> float:
+    def _clip(self, loss: Tensor, normalizer: float) -> float:
         self._state.wait()
-        return self._optimizer.step(lr, loss, normalizer)
+        return self._optimizer.clip(loss, normalizer)
+
+    def _move_weights(self, lr: float) -> None:
+        self._optimizer.step(lr)
 
     def _rehearse(self, loss: Tensor) -> None:
         self._state.wait()

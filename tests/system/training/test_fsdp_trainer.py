@@ -406,6 +406,32 @@ def test_an_update_of_nothing_makes_no_step(backend: str, models: dict[Kind, Pat
         assert one.train([DATA], LOSS, totals(DATA))["train/lr"] == learning_rate(0, OPTIMIZER, TOTAL_UPDATES)
 
 
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_gradient_of_exactly_zero_makes_no_step(backend: str, models: dict[Kind, Path], tmp_path: Path) -> None:
+    """Momentum and decay would move the weights. Schedule and curve are those without it, after a resume too."""
+    if backend == "megatron":
+        pytest.importorskip("megatron.core")
+    flat = [replace(s, fields={"advantage": np.zeros_like(s.fields["advantage"])}) for s in DATA]
+    curves = []
+    for way in ("plain", "flat", "resumed"):
+        with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+            one.train(share(DATA, 64), LOSS, totals(DATA))
+            if way != "plain":
+                before = weights(one)
+                found = one.train(share(flat, 64), WeightedLoss(entropy=0.0), totals(flat))
+                assert found["train/grad_norm"] == found["train/loss"] == 0 and "train/lr" not in found
+                assert_close(weights(one), before, atol=0)
+            one.save(tmp_path / way)
+            if way != "resumed":
+                curves.append((one.train(share(DATA, 64), LOSS, totals(DATA)), weights(one)))
+    with trainer(models["qwen3"], tmp_path, backend=backend) as one:
+        one.load(tmp_path / "resumed")
+        curves.append((one.train(share(DATA, 64), LOSS, totals(DATA)), weights(one)))
+    assert curves[0][0] == curves[1][0] == curves[2][0]
+    for _, after in curves[1:]:
+        assert_close(after, curves[0][1], atol=0)
+
+
 def test_bfloat16_computes_close_to_float32_and_keeps_float32_masters(models: dict[Kind, Path], tmp_path: Path) -> None:
     results = []
     for dtype in ("float32", "bfloat16"):

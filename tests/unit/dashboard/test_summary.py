@@ -82,6 +82,35 @@ def test_failed_rewards_are_counted(tmp_path: Path) -> None:
     assert "failed rewards 120 rollouts in 5 of 20 steps, at most 75.0% of a step's · 3 validation answers" in text
 
 
+def test_a_last_validation_that_failed_is_no_result_of_the_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    log = MetricsLog(run.metrics, EventLog(run.events), now=lambda: START + 100)
+    log.write(
+        "validation", 21, {"validation/failed_rewards": 3.0, "validation/answers": 50.0, "validation/accuracy": 0.5}
+    )
+    assert "last validation step 21: rewards failed for 3 of 50 answers " in " ".join(summary(run.path, 120).split())
+    log.write("validation", 22, {"validation/failed_rewards": 50.0, "validation/answers": 50.0})
+    text = " ".join(summary(run.path, 120).split())
+    assert "last validation step 22: rewards failed for 50 of 50 answers, so that it has no accuracy" in text
+    log.write("validation", 23, {"validation/failed_rewards": 0.0, "validation/accuracy": 0.5})
+    assert "last validation" not in summary(run.path)
+
+
+def test_one_validation_is_no_change(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=0)
+    log = MetricsLog(run.metrics, EventLog(run.events), now=lambda: START + 100)
+    log.write("validation", 0, {"validation/accuracy": 0.45})
+    assert "validation accuracy 45.0% (step 0)" in " ".join(summary(run.path, 120).split())
+
+
+def test_updates_without_an_optimizer_step_are_counted(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path, metrics=lambda step: {**step_metrics(step), "train/skipped_updates": float(step % 4 == 0)}
+    )
+    text = " ".join(summary(run.path, 120).split())
+    assert "skipped updates 5 without an optimizer step (train/skipped_updates)" in text
+
+
 def test_warnings_of_the_runs_health_are_counted(tmp_path: Path) -> None:
     run = write_run(tmp_path, ended=None)
     for check, step in (("grad_norm", 3), ("accuracy", 5), *(("grad_norm", step) for step in (7, 9, 12, 14))):

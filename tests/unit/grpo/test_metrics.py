@@ -113,6 +113,7 @@ def held_out(*groups: list[float | None]) -> dict[str, float]:
 
 def test_held_out_accuracy_is_of_what_was_scored_and_failures_are_apart() -> None:
     assert held_out([1.0], [None], [0.0], [1.0]) == {
+        "validation/answers": 4,
         "validation/failed_rewards": 1,
         "validation/accuracy": pytest.approx(2 / 3),
         "validation/reward": pytest.approx(2 / 3),
@@ -124,6 +125,7 @@ def test_held_out_accuracy_is_of_what_was_scored_and_failures_are_apart() -> Non
 
 def test_where_every_held_out_reward_failed_there_is_no_accuracy() -> None:
     assert held_out([None], [None]) == {
+        "validation/answers": 2,
         "validation/failed_rewards": 2,
         "validation/length": 3,
         "validation/prompts": 2,

@@ -1,6 +1,6 @@
 """What happens around the steps of a run: in which order, and how it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ class Diary(Loop):
         stop: Callable[[list[str]], bool] = lambda _: False,
         ill_at: int = 0,
         broken_at: int = 0,
+        skips: Sequence[Sequence[str]] = (),
     ) -> None:
         run = RunDir.create("r", root)
         events = EventLog(run.events)
@@ -44,7 +45,7 @@ class Diary(Loop):
         )
         recorder = RunRecorder(run, events, MetricsLog(run.metrics, events), config)
         self.book: list[str] = []
-        self.run_dir, self._ill_at, self._broken_at = run, ill_at, broken_at
+        self.run_dir, self._ill_at, self._broken_at, self._skips = run, ill_at, broken_at, skips
         self.kept = recorder.checkpoints
         health = Health([Ceiling("height", "height", 2, "height {value}, at most {bound}")], stop=True)
         super().__init__(steps, recorder, Cursor(100, 0, False), self._save, lambda: stop(self.book), health)
@@ -55,7 +56,8 @@ class Diary(Loop):
         self._cursor.draw(1)
         self.done += 1
         self.book.append(f"step {self.done}")
-        self._recorder.step(self.done, {"height": 3.0 if self.done == self._ill_at else 1.0})
+        skipped = self._skipped_updates(self.done, self._skips[self.done - 1]) if self._skips else {}
+        self._recorder.step(self.done, {"height": 3.0 if self.done == self._ill_at else 1.0, **skipped})
 
     def validate(self) -> None:
         self.book.append(f"validate {self.done}")
@@ -184,3 +186,14 @@ def test_in_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(HealthStop, match=r"^step 1: the loss is nan; there is no checkpoint$"):
         diary.run(0)
     assert diary.book == []
+
+
+def test_updates_without_an_optimizer_step_are_counted_and_each_cause_is_told_once(tmp_path: Path) -> None:
+    diary = Diary(tmp_path, steps=4, skips=[["", ""], ["zero", ""], ["zero", "zero"], ["none", "zero"]])
+    diary.run(0)
+    said = [event["what"] for event in read_records(diary.run_dir.events) if event["kind"] == "warning"]
+    assert said == [
+        f"step {step}: no optimizer step, for {cause}; further ones are counted only (train/skipped_updates)"
+        for step, cause in ((2, "zero"), (4, "none"))
+    ]
+    assert [step["train/skipped_updates"] for step in read_records(diary.run_dir.metrics)] == [0, 1, 2, 2]

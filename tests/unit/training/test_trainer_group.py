@@ -37,9 +37,9 @@ def test_tokens_count_once_however_many_ranks_get_them(layout: dict[str, int]) -
 class Recorder:
     """A group of two ranks that only takes note. fails: method -> what its call raises."""
 
-    def __init__(self, **fails: Exception) -> None:
+    def __init__(self, metrics: dict[str, float] | None = None, **fails: Exception) -> None:
         self.calls: list[tuple[str, list[tuple[Any, ...]]]] = []
-        self._fails = fails
+        self._metrics, self._fails = {"made": 1.0} if metrics is None else metrics, fails
 
     def __len__(self) -> int:
         return 2
@@ -48,7 +48,7 @@ class Recorder:
         self.calls.append((method.__name__, arguments))
         if method.__name__ in self._fails:
             raise self._fails[method.__name__]
-        return [{"made": 1.0}] * len(arguments)
+        return [self._metrics] * len(arguments)
 
     def call(self, method: Callable[..., Any]) -> list[Any]:
         return self.run(method, [()] * 2)
@@ -64,6 +64,20 @@ def client(group: Recorder) -> TrainerGroup:
 
 
 LOSS = NllLoss()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "skipped"),
+    [
+        ({}, "it has no token to train on"),
+        ({"train/grad_norm": 0.0}, "its gradient is exactly 0"),
+        ({"train/grad_norm": 1e-30, "train/lr": 1.0}, ""),
+    ],
+)
+def test_an_update_says_why_it_made_no_optimizer_step(metrics: dict[str, float], skipped: str) -> None:
+    with client(Recorder(metrics)).update(LOSS) as update:
+        update.accumulate([sequence(5)])
+    assert update.skipped == skipped
 
 
 def test_an_update_of_one_part_is_one_call_and_may_be_prepared_before() -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlctl.training.update import divide_and_clip
+from rlctl.training.update import divide_and_clip, gradient_norm
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1, 1e6), st.floats(1e-3, 1e3))
@@ -42,3 +42,18 @@ def test_what_is_not_finite_is_named_and_nothing_changed(loss: float, norm: floa
 def test_a_rank_whose_own_gradients_are_finite_says_so() -> None:
     with pytest.raises(FloatingPointError, match="gradient norm is nan \\(on another rank\\)"):
         divide_and_clip([], [("good", torch.ones(2))], math.nan, 1.0, 4.0, 1.0)
+
+
+@pytest.mark.parametrize("shapes", [[], [()], [(3,)], [(4096,), (5000, 3), (2, 2, 2)]])
+def test_the_norm_is_that_of_all_gradients_together(shapes: list[tuple[int, ...]]) -> None:
+    gradients = [torch.randn(shape) for shape in shapes]
+    whole = torch.cat([torch.zeros(0), *[gradient.flatten() for gradient in gradients]]).double().norm()
+    assert float(gradient_norm(gradients)) == pytest.approx(float(whole), rel=1e-7)
+
+
+def test_the_norm_of_many_elements_loses_none_on_a_cpu() -> None:
+    gradient = torch.randn(1_000_000, generator=torch.Generator().manual_seed(0)).repeat(20)
+    exact = float(gradient[:1_000_000].double().square().sum() * 20) ** 0.5
+    assert float(gradient_norm([gradient])) == pytest.approx(exact, rel=1e-7)
+    # torch's own float32 sum.
+    assert float(torch.nn.utils.get_total_norm([gradient])) != pytest.approx(exact, rel=1e-4)
