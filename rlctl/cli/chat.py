@@ -1,6 +1,7 @@
 """`rlctl chat`: a conversation with a checkpoint in the terminal. For looking, not for serving."""
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -31,7 +32,13 @@ EPILOG = examples(
     "rlctl chat my-run --tools my_env.py:Game         with an environment's tools",
     "rlctl chat sums < questions.txt                  a line, an answer",
 )
-_NEW = "/new"
+_NEW, _HELP, _ENDS = "/new", "/help", ("/exit", "/quit", "/bye")
+_ANSWER = f"""\
+{_NEW}     begins another conversation
+{_HELP}    shows this
+/exit    ends, and so does Ctrl-D
+Ctrl-C   stops an answer
+All else is said to the model. --temperature, --max-tokens, --system, --tools and --step are options of the command."""
 
 
 def chat(
@@ -58,7 +65,7 @@ def chat(
     ] = None,
     row: Annotated[str, typer.Option(metavar="JSON", help="The row for the environment's reset.")] = "{}",
 ) -> None:
-    """Talk to a model. /new begins another conversation; Ctrl-C stops an answer; Ctrl-D ends."""
+    """Talk to a model. /new begins another conversation; /help says more; Ctrl-C stops an answer; Ctrl-D ends."""
     from rlctl.evaluation.target import find_target
 
     with explained_weights("interrupted"):
@@ -87,7 +94,7 @@ def _talk(
         with busy(f"starting an engine for {target.name}"):
             session = stack.enter_context(chat_session(target, config, sampling, environment, row, logs, tell))
         said = f"{target.name}, temperature {sampling[1]:g}; {_NEW} begins another conversation, "
-        say(f"{said}Ctrl-D ends", err=True)
+        say(f"{said}Ctrl-D ends, {_HELP} shows more", err=True)
         _converse(session)
 
 
@@ -97,8 +104,14 @@ def _converse(session: "ChatSession") -> None:
 
     talk = None
     for line in _lines():
-        if line.strip() == _NEW:
+        word = line.strip()
+        if word in _ENDS:
+            return
+        if word == _NEW:
             talk = None
+            continue
+        if re.fullmatch(r"/\w+|/\?", word):
+            say(_ANSWER if word in (_HELP, "/?") else f"no command {word}; {_HELP} shows them", err=True)
             continue
         try:
             if talk is None:

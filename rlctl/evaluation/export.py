@@ -10,7 +10,7 @@ import yaml
 from rlctl.data.datasets import shown
 from rlctl.evaluation.store import EvaluationFolder
 from rlctl.evaluation.target import Target
-from rlctl.run.run_dir import RunDir
+from rlctl.run.run_dir import RunDir, model_name
 from rlctl.telemetry.jsonl import read_records
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
@@ -84,7 +84,7 @@ def model_card(target: Target, dtypes: list[str]) -> str:
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {target.name}", f"Weights in {', '.join(dtypes)}."]
     if target.run and config:
         start = "random weights in the shape of " if config["model"].get("random_init") else ""
-        start += Path(config["model"]["path"]).name
+        start += model_name(config["model"]["path"])
         made = f"Trained by rlctl ({config['kind']}) from {start}, {target.step} steps."
         parts += [made, "## Data", _data(config), "## Figures", *_figures(target, target.run)]
         recipe = yaml.safe_dump(_public(config), sort_keys=False).strip()
@@ -98,7 +98,7 @@ def _public(value: Any) -> Any:
         return {key: _public(each) for key, each in value.items() if key not in ("run", "telemetry", "placement")}
     if isinstance(value, list):
         return [_public(each) for each in value]
-    return Path(value).name if isinstance(value, str) and value.startswith("/") else value
+    return model_name(value) if isinstance(value, str) and value.startswith("/") else value
 
 
 def _data(config: Mapping[str, Any]) -> str:

@@ -19,4 +19,6 @@ def test_lines_of_a_pipe_are_answered_and_new_forgets_what_was_said() -> None:
     first, second, again = done.stdout.splitlines()
     assert first.startswith("model > ") and second.startswith("model > ")
     assert first == again
-    assert done.stderr.splitlines() == ["qwen3-tiny, temperature 0; /new begins another conversation, Ctrl-D ends"]
+    assert done.stderr.splitlines() == [
+        "qwen3-tiny, temperature 0; /new begins another conversation, Ctrl-D ends, /help shows more"
+    ]

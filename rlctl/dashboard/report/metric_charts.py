@@ -1,7 +1,7 @@
 """Charts of a report: which metrics are drawn together, in which section, and how. Pure.
 
-A metric that no row of `TABLE` names gets a chart of its own in the section of the others. One that is 0 in every step
-gets none.
+A metric that no row of `TABLE` names gets a chart of its own: an environment's among the episodes, any other in the
+last section. One that is 0 in every step gets none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -59,7 +59,7 @@ class MetricChart:
 
 
 _LEARNING, _TIME, _SPEED, _AGES = "Learning", "Step time", "Throughput and idle", "Ages"
-_MISMATCH, _TOKENS, _REFIT = "Mismatch", "Groups and tokens", "Weight updates"
+_AGENTS, _MISMATCH, _TOKENS, _REFIT = "Episodes and tools", "Mismatch", "Groups and tokens", "Weight updates"
 TABLE = (
     MetricChart(_LEARNING, "Accuracy", ("reward/accuracy", "validation/accuracy", "validation/pass_at_k"), "share"),
     MetricChart(_LEARNING, "Reward", ("reward/mean", "validation/reward")),
@@ -78,6 +78,16 @@ TABLE = (
     MetricChart(_LEARNING, "Advantages", ("advantage/mean", "advantage/std")),
     MetricChart(_LEARNING, "Failed rewards", ("reward/failed", "reward/*/failed", "validation/failed_rewards")),
     MetricChart(_LEARNING, "Share of failed rewards", ("reward/failed_share",), "share"),
+    MetricChart(_AGENTS, "Turns of an episode", ("environment/turns", "validation/turns")),
+    MetricChart(_AGENTS, "Tool calls of an episode", ("environment/tool_calls",)),
+    MetricChart(_AGENTS, "Tool calls that failed", ("environment/tool_errors", "environment/tool_raised"), "share"),
+    MetricChart(_AGENTS, "Endings of episodes", ("environment/endings/*",), "share"),
+    MetricChart(_AGENTS, "Reward by turns", ("reward/turns_*",)),
+    MetricChart(
+        _AGENTS, "Environment failures", ("environment/failed", "environment/retries", "validation/failed_episodes")
+    ),
+    MetricChart(_AGENTS, "Waits for the environment", ("environment/seconds",), "seconds"),
+    MetricChart(_AGENTS, "Rows of an episode", ("environment/rows",)),
     MetricChart(_TIME, "Validation", ("time/validation",), "seconds"),
     MetricChart(_TIME, "Phases of a step", ("time/*",), "seconds", stacked=True),
     MetricChart(_SPEED, "Throughput, tokens/s/device", ("throughput/effective", "throughput/training")),
@@ -133,7 +143,10 @@ def charts_of(states: Sequence[RunState]) -> list[MetricChart]:
     rows = list(TABLE)
     for name in names:
         if not any(row.matches(name) for row in TABLE):
-            rows.append(MetricChart(OTHERS, name, (name,)))
+            rows.append(MetricChart(_AGENTS if name.startswith("environment/") else OTHERS, name, (name,)))
+    # A section's charts are together, in the order of the table.
+    order = {section: place for place, section in enumerate(dict.fromkeys(row.section for row in [*TABLE, *rows]))}
+    rows.sort(key=lambda row: order[row.section])
     charts: list[MetricChart] = []
     taken: set[str] = set()
     for row in rows:

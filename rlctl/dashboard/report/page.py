@@ -35,8 +35,8 @@ def page(runs: Sequence[ReportedRun], written: str) -> str:
     sections = list(dict.fromkeys(chart.section for chart in charts))
     body = "".join(
         [
-            _differences(runs) if len(runs) > 1 else "",
             *(_section(each, _grid(charts, each, names)) for each in sections if each != OTHERS),
+            _differences(runs) if len(runs) > 1 else "",
             _section(_HEALTH, _health_grid(runs) + _events(runs)),
             _section("Samples", '<div id="samples"></div>') if any(any(run.samples.values()) for run in runs) else "",
             _section(OTHERS, _grid(charts, OTHERS, names) + _zeros(runs)),
@@ -144,12 +144,25 @@ def _head(run: ReportedRun) -> str:
 
 
 def _differences(runs: Sequence[ReportedRun]) -> str:
+    """Return the keys in which the runs differ. Where their kinds do, a kind's own keys are folded in a table apart."""
     keys = [key for key in _keys(runs) if len({run.config.get(key, _ABSENT).text for run in runs}) > 1]
     known = [run for run in runs if run.config]
     if len(known) < 2:
         return ""
-    rows = _table(runs, keys) if keys else "<p>Their configs are equal.</p>"
-    return _section("What differs", rows)
+    if not keys:
+        return _section("What differs", "<p>Their configs are equal.</p>")
+    owners = {key: tuple(run.name for run in known if key in run.config) for key in keys}
+    if len({run.config.get("kind", _ABSENT).text for run in known}) == 1:
+        owners = dict.fromkeys(keys, tuple(run.name for run in known))
+    shared = [key for key in keys if len(owners[key]) == len(known)]
+    parts = [_table(runs, shared) if shared else ""]
+    for some in dict.fromkeys(owner for owner in owners.values() if len(owner) < len(known)):
+        mine = [key for key in keys if owners[key] == some]
+        sections = ", ".join(dict.fromkeys(key.partition(".")[0] for key in mine))
+        title = f"{len(mine)} keys of {', '.join(some)} alone: {sections}"
+        table = _table([run for run in runs if run.name in some], mine, id_=f"only-{len(parts)}")
+        parts.append(f"<details><summary>{escape(title)}</summary>{table}</details>")
+    return _section("What differs", "".join(parts))
 
 
 def _config(runs: Sequence[ReportedRun]) -> str:
@@ -180,8 +193,8 @@ def _table(runs: Sequence[ReportedRun], keys: Iterable[str], id_: str = "differe
         doc = escape(meaning_of_key(key, meanings))
         rows.append(f'<tr{default}><th title="{doc}">{escape(key)}</th>{cells}</tr>')
     return (
-        f"<div class='scroll'><table id='{id_}' class='config'><thead><tr><th>key</th>{heads}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
+        f"<div class='scroll'><table id='{id_}' class='config'>"
+        f"<thead><tr><th>key</th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 

@@ -127,10 +127,12 @@ def spec_of(chart: MetricChart, names: Sequence[str], hover: bool = True) -> Spe
         "axis": {"labelExpr": _LABELS[chart.unit], "tickCount": 5},
         "scale": {"zero": chart.unit == "share"},
     }
-    by_run = len(shown) > 1 and not chart.stacked
-    colour: Spec = {"field": "run" if by_run else "metric", "type": "nominal", "sort": shown if by_run else metrics}
-    colour["legend"] = _STROKES
-    if len(shown if by_run else metrics) == 1 and not chart.stacked:
+    by_run = len(names) > 1 and not chart.stacked
+    colour: Spec = {"field": "run" if by_run else "metric", "type": "nominal", "sort": metrics, "legend": _STROKES}
+    if by_run:
+        # A run has one colour in all charts, and is named though it alone has the metric.
+        colour |= {"sort": list(names), "scale": {"domain": list(names)}, "legend": {**_STROKES, "values": shown}}
+    elif len(metrics) == 1 and not chart.stacked:
         colour["legend"] = None
     encoding: Spec = {"y": y, "color": colour}
     if chart.stacked:

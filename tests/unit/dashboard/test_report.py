@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 from rlctl.cli.runs import app
 from rlctl.config.errors import ConfigError
 from rlctl.dashboard.report import vega
-from rlctl.dashboard.report.metric_charts import charts_of, stack_sums, thinned, zeros
+from rlctl.dashboard.report.metric_charts import MetricChart, charts_of, stack_sums, thinned, zeros
 from rlctl.dashboard.report.page import page
 from rlctl.dashboard.report.source import ConfigValue, evenly, read_run, read_runs
 from rlctl.dashboard.state import read_state
+from rlctl.preflight.load import load
 from rlctl.run.run_dir import RunDir
 from rlctl.telemetry.events import EventLog
 from rlctl.telemetry.rollouts_file import RolloutsFile
@@ -146,6 +147,49 @@ def test_two_runs_are_drawn_together_with_what_differs(tmp_path: Path, light: No
     assert [each["label"] for each in data_of(html)["charts"][0]["series"]] == [
         f"{run} · {name}" for name in ("reward/accuracy", "validation/accuracy") for run in "ab"
     ]
+
+
+def test_runs_of_two_kinds_have_a_table_of_what_both_have_and_fold_the_rest(tmp_path: Path, light: None) -> None:
+    for name, kind in (("played", "grpo"), ("start", "sft")):
+        run = write_run(tmp_path, name)
+        run.config.write_text(load(kind, None, [f"run.name={name}"]).to_yaml())
+    html = page(read_runs([tmp_path / "played", tmp_path / "start"]), "")
+    assert html.index('<section id="learning">') < html.index('<section id="what-differs">')
+    differs = html.split('<section id="what-differs">')[1].split("</section>")[0]
+    shared, of_played, of_start = differs.split("<details>")
+    assert "checkpoint.metric" in shared and "grpo.num_steps" not in shared and "<td><code>–" not in differs
+    assert re.match(r"<summary>\d+ keys of played alone: rewards, environment, rollout, grpo,", of_played)
+    assert "grpo.num_steps" in of_played and "sft.num_steps" not in of_played
+    assert re.match(r"<summary>\d+ keys of start alone: sft,", of_start) and "sft.num_steps" in of_start
+
+
+def test_a_run_has_one_colour_in_all_charts_and_is_named_where_it_is_alone(tmp_path: Path) -> None:
+    write_run(tmp_path, "a", metrics=async_metrics)
+    write_run(tmp_path, "b", metrics=lambda step: {"loss/nll": 1.0 / step, "train/lr": step})
+    charts = charts_of([read_state(tmp_path / name) for name in ("a", "b")])
+    colours = [layer["encoding"]["color"] for layer in _layers(charts, ["a", "b"]) if "color" in layer["encoding"]]
+    assert {str(each["scale"]["domain"]) for each in colours} == {"['a', 'b']"}
+    assert {str(each["legend"]["values"]) for each in colours} == {"['a']", "['b']", "['a', 'b']", "['b', 'a']"}
+
+
+def _layers(charts: list[MetricChart], names: list[str]) -> list[Any]:
+    return [layer for chart in charts if not chart.stacked for layer in vega.spec_of(chart, names, False)["layer"]]
+
+
+def test_episodes_and_tools_have_a_section_of_their_own(tmp_path: Path) -> None:
+    played = {"environment/turns": 3, "environment/tool_errors": 0.5, "environment/failed": 2, "environment/new": 1}
+    played |= {"environment/endings/done": 0.75, "reward/turns_2": 0.5, "environment/tool_calls": 2}
+    write_run(tmp_path, "a", metrics=lambda step: {**step_metrics(step), **played})
+    charts = charts_of([read_state(tmp_path / "a")])
+    mine = [chart for chart in charts if chart.section == "Episodes and tools"]
+    assert {each.name for chart in mine for each in chart.series} == set(played)
+    assert [chart.title for chart in mine[:3]] == [
+        "Turns of an episode",
+        "Tool calls of an episode",
+        "Tool calls that failed",
+    ]
+    sections = [chart.section for chart in charts]
+    assert sections == sorted(sections, key=list(dict.fromkeys(sections)).index)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -147,3 +147,14 @@ def test_every_source_of_a_mix_is_in_the_model_card(run: Path) -> None:
     (run / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     card = model_card(find_target(str(run), Path("/")), ["float32"])
     assert "- train, sums: `train.jsonl`, weight 3\n- train, games: `games`, weight 0.5\n- validation: " in card
+
+
+def test_a_model_card_names_the_run_and_step_whose_weights_it_started_from(run: Path, tmp_path: Path) -> None:
+    start = tmp_path / "runs/start/checkpoints/step_800/hf"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"] |= {"path": str(start), "random_init": False}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    card = model_card(find_target(str(run), Path("/")), ["float32"])
+    assert "Trained by rlctl (grpo) from start-step_800, 4 steps." in card
+    recipe = yaml.safe_load(card.split("```yaml")[1].split("```")[0])
+    assert recipe["model"]["path"] == "start-step_800"
