@@ -17,6 +17,16 @@ class TensorBoardSection:
 class WandbSection:
     name: Literal["wandb"] = spec("Weights & Biases.")
     project: str = spec("The project there, for example {name: wandb, project: arithmetic}.")
+    entity: str | None = spec("The user or team that the project is of. null is the user's default there.")
+    group: str | None = spec("The group that the run is shown in. null is none.")
+    tags: list[str] = spec("The run's tags.")
+    mode: Literal["online", "offline", "disabled"] | None = spec(
+        "If it sends to Weights & Biases (online), writes into the run directory, to be sent later by `wandb sync` "
+        "(offline), or does nothing (disabled). null is WANDB_MODE, or else online."
+    )
+    id: str | None = spec(
+        "The id of the run there. A run of that id is continued, as it is after a resume. null is the run's name."
+    )
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Checks that a config's trackers can start: installed, and with a key where they send. Imports none.
 
-A tracker that fails in the middle of a run costs the run nothing: `telemetry/trackers/base.py` says so once.
+A tracker that fails in the middle of a run costs the run nothing: `telemetry/trackers/base.py` says so once a cause.
 """
 
 import netrc
@@ -37,8 +37,8 @@ def check_trackers(config: RunConfig) -> Violations:
 
 def _missing(tracker: TrackerSection) -> str:
     """Return what an installed tracker lacks; empty if nothing."""
-    if isinstance(tracker, WandbSection) and not _has_wandb_key():
-        return "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
+    if isinstance(tracker, WandbSection) and not _has_wandb_key(tracker.mode):
+        return "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or mode: offline"
     if isinstance(tracker, SwanlabSection) and tracker.mode == "online" and not _has_swanlab_key():
         return "no key for SwanLab: swanlab login, or SWANLAB_API_KEY, or mode: offline"
     if isinstance(tracker, TrackioSection) and tracker.space is not None and not _has_hugging_face_token():
@@ -57,9 +57,9 @@ def _has_hugging_face_token() -> bool:
     return bool(os.environ.get("HF_TOKEN") or _text(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").strip())
 
 
-def _has_wandb_key() -> bool:
+def _has_wandb_key(mode: str | None) -> bool:
     """Return True unless wandb would have to ask for a key, which nobody could answer below the dashboard."""
-    if os.environ.get("WANDB_MODE") in _WITHOUT_LOGIN:
+    if (mode or os.environ.get("WANDB_MODE")) in _WITHOUT_LOGIN:
         return True
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

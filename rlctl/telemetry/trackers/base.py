@@ -4,9 +4,15 @@ A tracker is a class that is called with the run directory, the resolved config 
 `write(kind, step, metrics)` (kind: step or validation) and `close()`, and it may have `samples(purpose, step, groups)`
 (purpose: train or validation; groups: as in rollouts.jsonl).
 
-The first error of a tracker, at import, start or any write, is one warning event, and that tracker is off.
+A record that a tracker fails to take is skipped for that tracker: metrics.jsonl has it. Each cause is one warning, the
+number of skipped records another at the end. The next record is tried; from the second failure in a row on there is a
+pause of 1 s, 2 s and so on up to 5 minutes, in which records are skipped too. A tracker that fails to start is started
+again in the same way, except where its package is missing.
 """
 
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -18,6 +24,13 @@ from rlctl.config.telemetry_schema import TrackerSection, UserTrackerSection
 from rlctl.telemetry.events import EventLog, Tracker
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.plugins import load_object
+
+# Seconds: the longest pause after failures in a row.
+_LONGEST_PAUSE_S = 300.0
+# Causes that are warned of, each once; further ones are counted.
+_MOST_CAUSES = 5
+_NUMBERS, _ROLLOUTS = "numbers", "rollouts"
+_FILES = {_NUMBERS: "metrics.jsonl", _ROLLOUTS: "rollouts.jsonl"}
 
 
 def open_trackers(
@@ -33,34 +46,97 @@ def _make(section: TrackerSection, run: Path, config: Mapping[str, Any]) -> Any:
     return load_object(TRACKERS.get(section.name, section.name))(run, config, **options)
 
 
-class Guarded:
-    """A tracker that is dropped with one warning at its first failure."""
+class _Attempts:
+    """Failures in a row of one call, and the pause after them."""
 
-    def __init__(self, name: str, make: Callable[[], Any], events: EventLog) -> None:
-        self._name = name
-        self._events = events
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self._failures, self._until = now, 0, 0.0
+
+    @property
+    def due(self) -> bool:
+        """True unless a pause is going on."""
+        return self._now() >= self._until
+
+    def succeeded(self) -> None:
+        self._failures = 0
+
+    def failed(self) -> None:
+        """Begin the next pause: none after the first failure, so that one bad value costs no other."""
+        if self._failures:
+            self._until = self._now() + min(2.0 ** min(self._failures - 1, 30), _LONGEST_PAUSE_S)
+        self._failures += 1
+
+
+class Guarded:
+    """A tracker whose failures are skipped, warned of once a cause, and counted."""
+
+    def __init__(
+        self, name: str, make: Callable[[], Any], events: EventLog, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """make: starts the tracker, now and again after a failure."""
+        self._name, self._make, self._events = name, make, events
         self._tracker: Any = None
-        self._try(lambda: setattr(self, "_tracker", make()))
+        self._missing = False
+        # Starting, numbers and groups fail independently of each other.
+        self._attempts = {what: _Attempts(now) for what in ("start", _NUMBERS, _ROLLOUTS)}
+        self._skipped: Counter[str] = Counter()
+        self._causes: set[str] = set()
+        self._started()
 
     def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-        if (tracker := self._tracker) is not None:
-            self._try(lambda: tracker.write(kind, step, metrics))
+        self._pass(_NUMBERS, f"{kind} {step}", lambda: self._tracker.write(kind, step, metrics))
 
     def samples(self, purpose: str, step: int, groups: Sequence[Record]) -> None:
         """Pass groups of rollouts on to a tracker that takes them."""
-        if (take := getattr(self._tracker, "samples", None)) is not None:
-            self._try(lambda: take(purpose, step, groups))
+        if self._tracker is None or hasattr(self._tracker, "samples"):
+            self._pass(_ROLLOUTS, f"{purpose} {step}", lambda: self._tracker.samples(purpose, step, groups))
 
     def close(self) -> None:
-        if (tracker := self._tracker) is not None:
-            self._try(tracker.close)
-
-    def _try(self, action: Callable[[], None]) -> None:
+        """Close the tracker, and say how many records it missed."""
         try:
-            action()
+            if self._tracker is not None:
+                self._tracker.close()
         except Exception as error:
-            self._tracker = None
-            missing = isinstance(error, ImportError) and self._name in TRACKERS
-            hint = f"; pip install 'rlctl[{self._name}]'" if missing else ""
-            what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self._events.emit("warning", what=f"{self._name} is off from now on: {what}{hint}")
+            self._warn(error, "at its end; its last records may be missing there")
+        if not hasattr(self._tracker, "samples"):
+            del self._skipped[_ROLLOUTS]
+        for what, count in self._skipped.items():
+            self._events.emit(
+                "warning", what=f"{self._name} missed the {what} of {count} records; {_FILES[what]} has them"
+            )
+
+    def _started(self) -> bool:
+        """Return True if the tracker is started, which is tried where it is due."""
+        attempts = self._attempts["start"]
+        if self._tracker is None and not self._missing and attempts.due:
+            try:
+                self._tracker = self._make()
+            except Exception as error:
+                attempts.failed()
+                self._missing = isinstance(error, ImportError)
+                hint = f"; pip install 'rlctl[{self._name}]'" if self._missing and self._name in TRACKERS else ""
+                after = f"it is off{hint}" if self._missing else "it is started again with the next records"
+                self._warn(error, f"at its start; {after}")
+        return self._tracker is not None
+
+    def _pass(self, what: str, which: str, call: Callable[[], None]) -> None:
+        """Make a call that is due; count it as skipped where it is not, or fails. which: the record, for a person."""
+        attempts = self._attempts[what]
+        if not self._started() or not attempts.due:
+            self._skipped[what] += 1
+            return
+        try:
+            call()
+            attempts.succeeded()
+        except Exception as error:
+            attempts.failed()
+            self._skipped[what] += 1
+            self._warn(error, f"the {what} of {which} are skipped there, and counted; the next are tried")
+
+    def _warn(self, error: Exception, what: str) -> None:
+        """Warn once of a cause: a kind of error, with a text that differs in more than its numbers."""
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        cause = re.sub(r"\d+", "0", said)
+        if cause not in self._causes and len(self._causes) < _MOST_CAUSES:
+            self._causes.add(cause)
+            self._events.emit("warning", what=f"{self._name} failed: {said}: {what}")

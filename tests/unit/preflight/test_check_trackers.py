@@ -12,7 +12,7 @@ from rlctl.preflight.load import load
 from tests.unit.folders import GRPO
 
 WANDB = "telemetry.trackers=[{name: wandb, project: mine}]"
-LOGIN = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
+LOGIN = "no key for Weights & Biases: wandb login, or WANDB_API_KEY, or mode: offline"
 
 
 def problems(*overrides: str) -> list[str]:
@@ -109,6 +109,10 @@ def test_wandb_without_a_key_is_an_error(wandb: Path) -> None:
 def test_a_key_or_none_needed_by_the_environment(wandb: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(*variable.split("="))
     assert problems(WANDB) == []
+
+
+def test_a_mode_that_sends_nothing_needs_no_key(wandb: Path) -> None:
+    assert problems("telemetry.trackers=[{name: wandb, project: mine, mode: offline, tags: [a], group: b}]") == []
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ A package that is not installed is skipped. All of them: pip install -e '.[track
 pytest -n 0 tests/unit/telemetry/test_real_trackers.py
 """
 
+import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,24 @@ def record(run: RunDir, section: TrackerSection, steps: range) -> None:
     assert [event["what"] for event in read_records(run.events)] == []
 
 
+def wandb_records(log: Path) -> list[Any]:
+    """Return the records of an offline run's file: LevelDB's log format, blocks of 32 KiB with a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole, records = log.read_bytes(), 7, b"", list[Any]()
+    while at + 7 <= len(data):
+        _, length, part = struct.unpack("<IHB", data[at : at + 7])
+        if part:
+            whole += data[at + 7 : at + 7 + length]
+        if part in (1, 4):  # a whole record, or the last part of one
+            records.append(Record.FromString(whole))
+            whole = b""
+        at += 7 + length
+        # A block's end that is too short for a header is filled up.
+        at += 32768 - at % 32768 if 32768 - at % 32768 < 7 else 0
+    return records
+
+
 def test_mlflow_has_a_run_with_its_parameters_metrics_and_groups(run: RunDir) -> None:
     pytest.importorskip("mlflow", reason="pip install 'rlctl[mlflow]'")
     from mlflow.tracking import MlflowClient
@@ -93,8 +113,10 @@ def test_swanlab_writes_a_run_into_the_run_directory(run: RunDir) -> None:
 
 def test_wandb_writes_an_offline_run_with_a_table_of_rollouts(run: RunDir) -> None:
     pytest.importorskip("wandb", reason="pip install 'rlctl[wandb]'")
-    record(run, WandbSection("wandb", "mine"), range(1, 3))
+    section = WandbSection("wandb", "mine", "team", "sweep", ["first", "tiny"], None, "chosen")
+    record(run, section, range(1, 3))
     (folder,) = (run.path / "wandb").glob("offline-run-*")
+    assert folder.name.endswith("-chosen")
     tables = [path.read_text() for path in folder.rglob("*.table.json")]
     assert len(tables) == 2 and "15+34=" in tables[0] and "tool: 7" in tables[0]
     (log,) = folder.glob("*.wandb")
@@ -103,3 +125,11 @@ def test_wandb_writes_an_offline_run_with_a_table_of_rollouts(run: RunDir) -> No
     while b"reward/exact/mean" not in log.read_bytes():
         assert time.monotonic() < end
         time.sleep(0.1)
+    told = wandb_records(log)
+    # Every number has the training step as its axis, the held-out ones too.
+    axes = {
+        each.metric.glob_name: each.metric.step_metric for each in told if each.WhichOneof("record_type") == "metric"
+    }
+    assert axes["*"] == "step"
+    (made,) = [each.run for each in told if each.WhichOneof("record_type") == "run"]
+    assert (made.entity, made.run_group, list(made.tags)) == ("team", "sweep", ["first", "tiny"])

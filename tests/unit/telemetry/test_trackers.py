@@ -51,41 +51,116 @@ def test_tensorboard_files_hold_every_scalar(run: RunDir) -> None:
 def test_a_tracker_that_is_not_installed_is_one_warning(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "rlctl.telemetry.trackers.wandb", raising=False)
-    (tracker,) = open_trackers([WandbSection("wandb", "p")], run.path, {}, EventLog(run.events))
+    (tracker,) = open_trackers(
+        [WandbSection("wandb", "p", None, None, [], None, None)], run.path, {}, EventLog(run.events)
+    )
     tracker.write("step", 1, {"a": 1.0})
     tracker.close()
-    (what,) = warnings(run)
-    assert what.startswith("wandb is off from now on") and what.endswith("pip install 'rlctl[wandb]'")
+    what, missed = warnings(run)
+    assert what.startswith("wandb failed: ModuleNotFoundError: ")
+    assert what.endswith(": at its start; it is off; pip install 'rlctl[wandb]'")
+    assert missed == "wandb missed the numbers of 1 records; metrics.jsonl has them"
 
 
-def test_a_tracker_that_fails_to_write_is_one_warning_and_then_silent(run: RunDir) -> None:
-    class Broken:
-        def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
-            raise ConnectionError("no\nroute")
+class Flaky:
+    """Raises what `errors` has for a call, in turn; keeps the steps of the others."""
 
-        def close(self) -> None:
-            raise ConnectionError
+    def __init__(self, *errors: Exception | None) -> None:
+        self.errors, self.steps, self.calls = list(errors), list[int](), 0
 
-    tracker = Guarded("broken", Broken, EventLog(run.events))
-    for step in range(3):
+    def write(self, kind: str, step: int, metrics: Mapping[str, float]) -> None:
+        self.calls += 1
+        if self.errors and (error := self.errors.pop(0)):
+            raise error
+        self.steps.append(step)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_record_that_a_tracker_refuses_costs_that_record_alone(run: RunDir) -> None:
+    flaky = Flaky(None, ConnectionError("no\nroute to 10.0.0.1"), None, ConnectionError("no route to 10.0.0.2"))
+    tracker = Guarded("flaky", lambda: flaky, EventLog(run.events))
+    for step in range(1, 7):
         tracker.write("step", step, {})
     tracker.close()
-    assert warnings(run) == ["broken is off from now on: ConnectionError: no route"]
+    assert flaky.steps == [1, 3, 5, 6]
+    # The second failure is of the same cause.
+    assert warnings(run) == [
+        "flaky failed: ConnectionError: no route to 10.0.0.1: the numbers of step 2 are skipped there, and counted; "
+        "the next are tried",
+        "flaky missed the numbers of 2 records; metrics.jsonl has them",
+    ]
+
+
+def test_a_tracker_that_goes_on_failing_is_tried_less_and_less_and_takes_records_again(run: RunDir) -> None:
+    clock, flaky = [0.0], Flaky(*[TimeoutError()] * 15)
+    tracker = Guarded("flaky", lambda: flaky, EventLog(run.events), lambda: clock[0])
+    for second in range(3600):
+        clock[0] = float(second)
+        tracker.write("step", second, {})
+    tracker.close()
+    # 1 + 2 + 4 + ... + 256 s, and then a try every 5 minutes.
+    assert flaky.calls == 15 + len(flaky.steps) and flaky.steps[0] == 0 + 1 + 511 + 5 * 300
+    assert flaky.steps == list(range(flaky.steps[0], 3600))
+    assert len(warnings(run)) == 2 and f"numbers of {flaky.steps[0]} records" in warnings(run)[1]
+
+
+def test_a_tracker_whose_server_is_down_at_the_start_is_started_later(run: RunDir) -> None:
+    flaky, tries = Flaky(), list[int]()
+
+    def start() -> Flaky:
+        tries.append(len(tries))
+        if len(tries) < 2:
+            raise ConnectionError("refused")
+        return flaky
+
+    tracker = Guarded("flaky", start, EventLog(run.events))
+    for step in range(3):
+        tracker.write("step", step, {})
+        tracker.samples("train", step, [])
+    tracker.close()
+    assert flaky.steps == [0, 1, 2]
+    assert warnings(run) == [
+        "flaky failed: ConnectionError: refused: at its start; it is started again with the next records"
+    ]
+
+
+def test_rollouts_that_a_tracker_cannot_take_leave_it_its_numbers_and_causes_are_bounded(run: RunDir) -> None:
+    class Numbers(Flaky):
+        def samples(self, purpose: str, step: int, groups: object) -> None:
+            raise ValueError("no table " + "x" * step)
+
+    numbers = Numbers()
+    clock = [0.0]
+    tracker = Guarded("numbers", lambda: numbers, EventLog(run.events), lambda: clock[0])
+    for step in range(20):
+        clock[0] += 1000
+        tracker.write("step", step, {})
+        tracker.samples("train", step, [])
+    tracker.close()
+    assert numbers.steps == list(range(20))
+    assert len(warnings(run)) == 6 and warnings(run)[-1] == (
+        "numbers missed the rollouts of 20 records; rollouts.jsonl has them"
+    )
 
 
 def test_wandb_gets_its_project_and_the_config(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package itself would call home: a file of its name takes its place, and writes down what it is told."""
     (run.path / "wandb.py").write_text(
         "def Settings(**_): ...\n"
-        "def init(**told):\n    open(told['dir'] + '/told', 'w').write(f\"{told['project']} {told['config']}\")\n"
+        "class Run:\n    def define_metric(self, *_, **__): ...\n"
+        "def init(**told):\n"
+        "    open(told['dir'] + '/told', 'w').write(f\"{told['project']} {told['id']} {told['config']}\")\n"
+        "    return Run()\n"
     )
     monkeypatch.syspath_prepend(run.path)
     for name in ("wandb", "rlctl.telemetry.trackers.wandb"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    open_trackers([WandbSection("wandb", "p")], run.path, {"a": 1}, EventLog(run.events))
+    open_trackers([WandbSection("wandb", "p", None, None, [], None, None)], run.path, {"a": 1}, EventLog(run.events))
     monkeypatch.delitem(sys.modules, "wandb")
     monkeypatch.delitem(sys.modules, "rlctl.telemetry.trackers.wandb")
-    assert (run.path / "told").read_text() == "p {'a': 1}" and warnings(run) == []
+    assert (run.path / "told").read_text() == "p a {'a': 1}" and warnings(run) == []
 
 
 def test_a_tracker_of_the_users_own_gets_the_keys_of_its_entry(run: RunDir) -> None:
@@ -97,7 +172,7 @@ def test_a_tracker_of_the_users_own_gets_the_keys_of_its_entry(run: RunDir) -> N
     assert (run.path / "notes").read_text() == "pb step 3 {'x': 1.0}"
     open_trackers([UserTrackerSection(f"{file}:Notes", {"sufix": "p"})], run.path, {}, EventLog(run.events))
     (what,) = warnings(run)
-    assert "Notes is off from now on: TypeError" in what and "sufix" in what
+    assert "Notes failed: TypeError" in what and "sufix" in what
 
 
 def test_groups_of_rollouts_reach_tensorboard_as_text_and_no_tracker_without_a_place_for_them(run: RunDir) -> None:
