@@ -192,6 +192,7 @@ def _course(episode: dict[str, Any]) -> list[str]:
     parts = [f"{count(episode.get('turns', 0), 'turn')}: {episode.get('ending')}"]
     if calls := episode.get("tool_calls"):
         errors = f", {episode['tool_errors']} failed" if episode.get("tool_errors") else ""
+        errors += f" ({episode['malformed_calls']} malformed)" if episode.get("malformed_calls") else ""
         parts.append(f"{count(calls, 'tool call')}{errors}")
     if spelled := episode.get("spelled"):
         parts.append(f"{count(spelled, 'control token')} read as text")

@@ -64,7 +64,7 @@ def environment_metrics(groups: Rows[RolloutGroup]) -> dict[str, float]:
     for name in ("turns", "tool_calls"):
         metrics[f"environment/{name}"] = float(np.mean([getattr(episode, name) for _, episode in played]))
     calls = sum(episode.tool_calls for _, episode in played)
-    for name in ("tool_errors", "tool_raised"):
+    for name in ("tool_errors", "tool_raised", "malformed_calls"):
         metrics[f"environment/{name}"] = sum(getattr(episode, name) for _, episode in played) / max(1, calls)
     if spelled := sum(episode.spelled for _, episode in played):
         metrics["environment/spelled_tokens"] = float(spelled)

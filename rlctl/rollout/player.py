@@ -23,7 +23,7 @@ from rlctl.data.files import DataError
 from rlctl.environments.contract import EnvironmentContract, Message, Reward, opening
 from rlctl.environments.outcomes import EnvironmentFailure, ToolResult
 from rlctl.environments.pool import EnvironmentPool
-from rlctl.environments.tool_calls import parse_tool_calls
+from rlctl.environments.tool_calls import MalformedCall, parse_tool_calls
 from rlctl.environments.tool_schema import Schema
 from rlctl.generation.requests import Completion, RequestId, RolloutId, TurnRequest, turn_seed
 from rlctl.rollout.conversation import Conversation, TrajectoryRow
@@ -77,6 +77,7 @@ class Play:
     tool_calls: int = 0
     tool_errors: int = 0
     tool_raised: int = 0
+    malformed_calls: int = 0
     # Control tokens that were spelled to the policy, and encoded as text.
     spelled: int = 0
     # Turns that engines sample, by number; more than one only of a rollout function.
@@ -271,6 +272,7 @@ class EpisodePlayer:
         calls = parse_tool_calls(text, self._format, contract.tools).calls if self._format and contract.tools else []
         if calls:
             play.tool_calls += len(calls)
+            play.malformed_calls += sum(isinstance(each, MalformedCall) for each in calls)
             self._ask(play, self._pool.call(play.start.id, calls), self._tools_answered)
         elif contract.has_step:
             self._ask(play, self._pool.step(play.start.id, text), self._stepped)
@@ -395,6 +397,7 @@ class EpisodePlayer:
             play.tool_errors,
             play.tool_raised,
             play.spelled,
+            play.malformed_calls,
         )
         finish = one.completions[-1].finish if one.turns else "stop"
         play.taker.ended([Rollout(play.start.id, rows, finish, episode=episode)])

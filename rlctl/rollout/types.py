@@ -94,6 +94,8 @@ class PlayedEpisode:
     tool_raised: int = 0
     # Control tokens that rows, the environment or its tools spelled, and that were encoded as text.
     spelled: int = 0
+    # Calls among the failed ones that could not be read, text that only looks like a call included.
+    malformed_calls: int = 0
 
 
 @dataclass(frozen=True)

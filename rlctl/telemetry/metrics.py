@@ -26,6 +26,7 @@ MEANING = {
     "environment/tool_errors": "share of tool calls that were malformed or whose tool raised",
     "environment/tool_raised": "share of tool calls in which the tool's own code raised (health.max_tool_raised_share)",
     "environment/spelled_tokens": "control tokens that rows, environments or tools spelled, encoded as text",
+    "environment/malformed_calls": "share of tool calls that cannot be read, text that only looks like one included",
     "environment/seconds": "seconds in which an episode waited for its environment, mean",
     "environment/rows": "rows that an episode trains on, mean; above 1 where its history was rewritten",
     "environment/failed": "episodes left out: their environment failed in every try, or no micro-batch holds them",

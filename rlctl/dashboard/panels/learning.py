@@ -44,6 +44,7 @@ METRICS = {
         Metric("turns", "environment/turns"),
         Metric("tool calls", "environment/tool_calls", used=True),
         Metric("tool error", "environment/tool_errors", percent, used=True),
+        Metric("malformed", "environment/malformed_calls", percent, used=True),
         Metric("", "environment/endings/", percent),
         Metric("entropy", "loss/entropy"),
         Metric("clip low", "ratio/clipped_low", percent),

@@ -16,7 +16,7 @@ from tests.turns import turn
 def rollout(turns: int, reward: float | None, ending: Any, calls: int = 0, errors: int = 0, tries: int = 0) -> Rollout:
     answer = Completion(np.array([8], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), "stop")
     one = Rollout.of_turn(turn(0), answer)
-    played = PlayedEpisode([], 0, ending, turns, reward, None, tries, 0.5 * turns, calls, errors, errors)
+    played = PlayedEpisode([], 0, ending, turns, reward, None, tries, 0.5 * turns, calls, errors, errors, 0, errors)
     return replace(one, rows=one.rows * (ending != "failed"), episode=played, score=Score(reward, {}, None, False))
 
 
@@ -35,6 +35,7 @@ def test_turns_calls_endings_and_reward_by_turns_are_of_the_episodes_that_did_no
         "environment/tool_calls": 4 / 3,
         "environment/tool_errors": 0.25,
         "environment/tool_raised": 0.25,
+        "environment/malformed_calls": 0.25,
         "environment/seconds": 3.5 / 3,
         "environment/rows": 1.0,
         "environment/endings/done": 2 / 3,

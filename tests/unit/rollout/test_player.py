@@ -294,6 +294,7 @@ def test_a_turn_without_a_call_ends_an_episode_of_tools_and_calls_are_counted(to
     )
     rollout, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
     assert (episode.ending, episode.tool_calls, episode.tool_errors) == ("answered", 2, 1)
+    assert episode.malformed_calls == 1
     roles = [message["role"] for message in episode.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
     assert episode.reward == {"right": 1.0} and pool.closed == [rollout.id]
@@ -399,6 +400,20 @@ def test_a_call_of_500_levels_is_answered_and_its_episode_goes_on(tokenizer: Any
     assert episode.messages[-2]["content"] == (
         "Error: no tool was called: arguments of 'echo' are nested too deep: at most 64 levels are allowed"
     )
+
+
+def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(tokenizer: Any) -> None:
+    chat = Chat(tokenizer, TOOLS, None)
+    bare = '{"name": "add", "arguments": {"a": 1}}<|im_end|>'
+    turns = iter([bare, "it is 4<|im_end|>"])
+
+    def acts(kind: str, payload: Any) -> Any:
+        return [ToolResult("", each.error, failed=True) for each in payload] if kind == "call" else None
+
+    pool = ScriptedPool(acts)
+    _, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
+    assert (episode.ending, episode.turns, episode.tool_errors, episode.malformed_calls) == ("answered", 2, 1, 1)
+    assert episode.messages[2] == {"role": "tool", "content": "JSON that names add, and no whole call"}
 
 
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
