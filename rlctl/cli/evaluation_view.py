@@ -45,16 +45,16 @@ def _settings(result: Mapping[str, Any]) -> Iterator[Text]:
     """Yield the settings of both sides of a comparison: in one line where they are equal."""
     first, second = (result["settings"][side] for side in ("first", "second"))
     if not result["unequal"]:
-        yield Text(f"both: {_sampling(first)}", "bright_black")
+        yield Text(f"both: {_side(result, first)}", "bright_black")
         return
-    yield Text(f"{result['second']}: {_sampling(second)}{_scoring(result, second)}", "bright_black")
-    yield Text(f"{result['first']}: {_sampling(first)}{_scoring(result, first)}", "bright_black")
+    yield Text(f"B, {result['second']}: {_side(result, second)}", "bright_black")
+    yield Text(f"A, {result['first']}: {_side(result, first)}", "bright_black")
     differ = ", ".join(result["unequal"])
     yield Text(f"Settings differ ({differ}): the difference is that of models and settings together.", "yellow")
 
 
 def _sampling(settings: Mapping[str, Any]) -> str:
-    """Return how answers were sampled: `4 answers each, temperature 1, at most 64 tokens`."""
+    """Return how answers were sampled: `4 answers each, temperature 1, top_p 0.9`."""
     temperature = settings["temperature"]
     parts = [f"{count(settings['generations'], 'answer')} each"]
     parts.append(f"temperature {temperature:g}" if temperature else "greedy")
@@ -62,12 +62,15 @@ def _sampling(settings: Mapping[str, Any]) -> str:
         parts.append(f"top_p {settings['top_p']:g}")
     if temperature and settings.get("top_k", 0) > 0:
         parts.append(f"top_k {settings['top_k']}")
-    return ", ".join([*parts, f"at most {count(settings['max_new_tokens'], 'token')}"])
+    return ", ".join(parts)
 
 
-def _scoring(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the rewards of one side if the other has different ones."""
-    return f", scored by {' + '.join(settings['scored_by'])}" if "scored_by" in result["unequal"] else ""
+def _side(result: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the settings of one side of a comparison; its rewards too if the other has different ones."""
+    parts = [_sampling(settings), f"at most {count(settings['max_new_tokens'], 'token')}"]
+    if "scored_by" in result["unequal"]:
+        parts.append(f"scored by {' + '.join(settings['scored_by'])}")
+    return ", ".join(parts)
 
 
 def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

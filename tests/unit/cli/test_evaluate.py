@@ -81,7 +81,7 @@ def test_answers_of_unequal_settings_are_compared_with_both_in_the_header(rlctl:
     keep(home / "b", {**result("b", 9), "generations": 4, "temperature": 1.0, "top_p": 0.9})
     keep(home / "c", {**result("c", 9), "scored_by": ["mine.py:strict x 0.5"]})
     sampled = rlctl("eval", "--compare", "a", "b").out
-    assert "b: 4 answers each, temperature 1, top_p 0.9, at most 64 tokens\na: 1 answer each, greedy" in sampled
+    assert "B, b: 4 answers each, temperature 1, top_p 0.9, at most 64 tokens\nA, a: 1 answer each, greedy" in sampled
     assert "Settings differ (generations, temperature): the difference is that of models" in sampled
     scored = rlctl("eval", "--compare", "a", "c").out
     assert "at most 64 tokens, scored by mine.py:strict x 0.5\n" in scored and "differ (scored_by)" in scored
