@@ -190,12 +190,14 @@ class Chat:
 
     def render(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         """Return the chat as text, with a mark in each control token that messages or tools spell."""
+        shown = [self.marked(message) for message in messages]
         templated = self.template is not None
         if templated and self.system_prompt is not None and messages[:1] and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+            # The config's own text, which may name control tokens.
+            shown = [{"role": "system", "content": self.system_prompt}, *shown]
         if self.special_tokens == "text":
             tools = self._control.outside(list(tools))
-        return self._write([self.marked(message) for message in messages], generation, tools)
+        return self._write(shown, generation, tools)
 
     def _write(self, messages: Messages, generation: bool, tools: Tools = ()) -> str:
         if self.template is None:

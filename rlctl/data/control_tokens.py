@@ -7,6 +7,7 @@ Unicode, which templates leave where they are. `encode` then knows which tokens 
 
 import json
 import re
+import secrets
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ SpecialTokens = Literal["text", "allow"]
 _ESCAPE = "\ufdd0"
 _MARK = f"{_ESCAPE}\ufdd1"
 _LITERAL = f"{_ESCAPE}\ufdd2"
-# Stands for an added token while the text around it is encoded; the number is the token's id.
-_PLACE = "\ufdd3{}\ufdd4"
+# Stands for an added token while the text around it is encoded; the number is the token's id. No text can spell it.
+_PLACE = f"\ufdd3{secrets.token_hex(16)} {{}}\ufdd4"
+# Roles from which templates make control tokens, as in <|user|>.
+_ROLES = {"system", "developer", "user", "assistant", "tool", "function", "observation", "environment", "ipython"}
 # Marks of the model's own thinking and tool calls, as the tokenizers of the usual families name them.
 _OWN = re.compile(
     r"think|thought|reasoning|tool[_▁ ]?call|tool[_▁ ]?sep|python_tag|\[ARGS\]|\[CALL_ID\]|arg_(key|value)"
@@ -67,7 +70,7 @@ class ControlTokens:
         where the template writes none.
         """
         if message.get("role") != "assistant":
-            return dict(self.outside(message))
+            return {**self.outside(message), "role": self._role(message.get("role"))}
         said = {name: self._said(value, end) for name, value in message.items() if name in _SAID}
         return {**self.outside({name: value for name, value in message.items() if name not in said}), **said}
 
@@ -99,7 +102,9 @@ class ControlTokens:
             found = (self._longest(unmarked(value[at - 1] + value[at : at + near])) for at in _marks(value))
             return [token for token in found if token]
         if isinstance(value, dict):
-            value = [*value, *value.values()]
+            role = str(value.get("role") or "")
+            made = [unmarked(role)] if _MARK in role and not self.spelled(role) else []
+            return made + self.spelled([*value, *value.values()])
         return [token for each in value for token in self.spelled(each)] if isinstance(value, list) else []
 
     def encode(self, text: str) -> list[int]:
@@ -117,6 +122,14 @@ class ControlTokens:
 
     def _own(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False).input_ids)
+
+    def _role(self, role: Any) -> Any:
+        """Return a role with marks throughout if a template could make a control token of it, as <|end|> of `end`."""
+        if not isinstance(role, str) or role in _ROLES or not role:
+            return self.outside(role)
+        if role.replace("-", "_").isidentifier() and not any(role in token for token in self._added):
+            return role
+        return _MARK + _MARK.join(role.replace(_ESCAPE, "")) + _MARK
 
     def _said(self, value: Any, end: str | None) -> Any:
         if not isinstance(value, str):
@@ -170,8 +183,9 @@ class ControlTokens:
     def _normalizer(self) -> Any:
         """Normalizer that changes text before some added tokens are found in it; None where it does so before none."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        flagged = any(token.normalized for token in self._tokenizer.added_tokens_decoder.values())
-        return backend.normalizer if backend is not None and flagged else None
+        if backend is None or not any(token.normalized for token in self._tokenizer.added_tokens_decoder.values()):
+            return None
+        return backend.normalizer
 
     @cached_property
     def _written(self) -> re.Pattern[str]:

@@ -134,7 +134,7 @@ class Evaluation:
 
     def _data_set(self, name: str, composed: Composed, root: Path, weights: str) -> DataSet:
         config = _config(composed)
-        tasks = held_out_tasks(config, self._chat, self._files)
+        tasks = held_out_tasks(config, self._chat, self._files, self._emit)
         digest = digest_of_rows(tasks)
         place = f"step_{self.target.step}" if self.target.run else self.target.name
         path = root / f"{place}--{name}--{digest_of(composed.values(), weights, digest)}"

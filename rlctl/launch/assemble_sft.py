@@ -87,7 +87,7 @@ class SftParts:
             session.events.emit("data", what=f"packing: {packs}")
         session.depend_on_rows(digest_rows(found["train"]))
         if sampling := self.sampling:
-            self.tasks = held_out_tasks(sampling.config, sampling.chat, self.files)
+            self.tasks = held_out_tasks(sampling.config, sampling.chat, self.files, session.events.emit)
             session.events.emit("data", what=f"validation.recipe: {len(self.tasks)} prompts")
             sampling.try_on(self.tasks[0])
         return RunData(found["train"], first_of_each(found["validation"], config.validation.max_prompts))

@@ -5,6 +5,7 @@ A GRPO run has them, and an SFT run that is validated by a recipe.
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.tuning import Tuned
 from rlctl.workers.reaper import SHARED_MEMORY, free_bytes
+from rlctl.workers.user_logs import Emit
 
 if TYPE_CHECKING:
     from rlctl.environments.pool import EnvironmentPool
@@ -163,9 +165,14 @@ class SamplingParts:
         return allocation.folder(f"rlctl-{self.session.run_dir.name}-", root)
 
 
-def held_out_tasks(config: GrpoConfig, chat: Chat, files: ModelFiles) -> list[Task]:
-    """Return the tasks that a validation samples, read and tokenized. Raises DataError, also for too long prompts."""
+def held_out_tasks(config: GrpoConfig, chat: Chat, files: ModelFiles, emit: Emit) -> list[Task]:
+    """Return the tasks that a validation samples, read and tokenized. Raises DataError, also for too long prompts.
+
+    emit: writes an event for each thing in the rows that a person should look at.
+    """
     loaded = [load_prompts(config, part.section, chat, part.rows) for part in part_of(config, "validation")]
+    for line in chain.from_iterable(report.warnings for _, report in loaded):
+        emit("warning", what=line)
     tasks = first_of_each([task for tasks, _ in loaded for task in tasks], config.validation.max_prompts)
     check_room(tasks, config.generation.max_new_tokens, Resolved(config).max_length(files.max_length))
     return tasks
