@@ -25,6 +25,7 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
     note(composed.notes)
     console().print(format_plan(plan))
     refuse(composed, plan.too_large)
+    refuse(composed, plan.unserved, "model.path")
     if not where:
         data, ends = composed.config.data, ends_of(composed.config)
         is_here = all(
@@ -42,10 +43,9 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
     raise typer.Exit(OK)
 
 
-def refuse(composed: "Composed", why: str | None) -> None:
-    """Raise ConfigError if the machine cannot do what is asked. why: the reason, None if it can."""
+def refuse(composed: "Composed", why: str | None, key: str = "trainer.num_ranks") -> None:
+    """Raise ConfigError if the machine cannot do what is asked by `key`. why: the reason, None if it can."""
     if why:
-        key = "trainer.num_ranks"
         raise ConfigError([Problem(str(composed.origins.get(key, "")), key, why)])
 
 

@@ -156,6 +156,7 @@ def _check_here(composed: "Composed", resumed: "Resumed | None", dry_run: bool, 
         show_plan(replace(composed, notes=[*composed.notes, *tried]), plan, resumed)
     if not elsewhere:
         refuse(composed, plan.misplaced or plan.too_large)
+        refuse(composed, plan.unserved, "model.path")
     note(composed.notes)
     needed = ["torch", "transformers", "ray"] + ["vllm"] * (sampling is not None)
     if absent := [name for name in needed if find_spec(name) is None]:

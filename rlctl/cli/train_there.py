@@ -72,6 +72,7 @@ def train_there(
         show_plan(composed, plan, resumed, f" --cluster {target.state.name}")
     short = f"{plan.misplaced}; --wait waits for it" if plan.misplaced and not where.wait else None
     refuse(composed, short or plan.too_large)
+    refuse(composed, plan.unserved, "model.path")
     note(composed.notes)
     flags = ["--wait"] * where.wait + ["--probe"] * where.probe
     if unsent := [name for name in composed.variables() if name not in where.secrets]:

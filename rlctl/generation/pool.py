@@ -1,11 +1,12 @@
 """The generator: a pool of engines at one weight version, which replaces an engine that dies.
 
 An engine that dies or hangs is rebuilt at the trainer's version. One whose node is gone is not: the pool goes on with
-the others.
+the others. An error that two engines raise before any token is no accident, and ends the run.
 """
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from rlctl.generation.spec import EngineSpec, build_engine
 from rlctl.refit.plan import RefitPlan
 from rlctl.refit.protocol import Checks, RefitReport
 from rlctl.refit.refit import EngineEnd, EnginesLost, Refit
-from rlctl.workers.errors import NoEngineLeft, WorkerDied, WorkerTimeout
+from rlctl.workers.errors import EngineUnusable, NoEngineLeft, WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.group import Worker, WorkerSpec
 from rlctl.workers.nodes import NodeLease
 from rlctl.workers.waits import Waits
@@ -52,6 +53,8 @@ class GeneratorPool:
         self._spec, self._slots, self._logs = spec, slots, logs
         self._deadline_s, self._max_restarts, self._emit = deadline_s, max_restarts, emit
         self._restarts_left = max_restarts
+        # Errors that engines raised before any token, without their numbers.
+        self._early: set[str] = set()
         self.version = spec.version
         self.asleep = False
         # None where engines keep the weights that they are built with.
@@ -143,12 +146,15 @@ class GeneratorPool:
         """Number of rollouts that an engine decodes at a time."""
         return self._spec.max_num_seqs
 
-    def replace(self, lost: dict[int, Exception]) -> None:
+    def replace(self, lost: dict[int, Exception], early: Collection[int] = ()) -> None:
         """Rebuild lost engines (slot to the reason of its loss) at the pool's version, which the trainer still has.
 
-        Raises RuntimeError when `generation.max_restarts` are used up.
+        early: slots of those that have sampled no token. Raises RuntimeError when `generation.max_restarts` are used
+        up, and EngineUnusable for an error that an engine before it raised too, both before any token.
         """
         for index, reason in lost.items():
+            if index in early and isinstance(reason, WorkerError):
+                self._must_be_new(index, reason)
             self._count_loss(index, reason)
         self._rebuild(list(lost), self.version)
 
@@ -202,6 +208,19 @@ class GeneratorPool:
                 f"engine-{index}", make, slot.environment, log, threads=_THREADS, node=slot.node, waits=slot.waits
             )
         )
+
+    def _must_be_new(self, index: int, error: WorkerError) -> None:
+        """Raise EngineUnusable for an error that an engine raised before."""
+        first = error.failures[0]
+        said = f"{first.type}: {first.text}"
+        # Addresses, ids and sizes of a moment.
+        kind = re.sub(r"0x[0-9a-fA-F]+|\d+", "#", said)
+        if kind in self._early:
+            self._emit("engine_lost", engine=index, reason=str(error))
+            raise EngineUnusable(
+                f"engine-{index} cannot sample, as the one before it: {said.splitlines()[0]}"
+            ) from error
+        self._early.add(kind)
 
     def _count_loss(self, index: int, reason: Exception) -> None:
         self._emit("engine_lost", engine=index, reason=str(reason))

@@ -26,6 +26,7 @@ from rlctl.launch.warm_up import warm_up, warms_up
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import Placement, resources
+from rlctl.preflight.plan import require_served
 from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.tuning import Tuned, tune
 from rlctl.run.fingerprint import made_with
@@ -99,7 +100,9 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
 
         def begin(placement: Placement, memory: int | None) -> None:
             announce(session, placement)
-            tuned = tune(config, placement.device, read_sizes(Path(files.folder) / "config.json"), memory)
+            sizes = read_sizes(Path(files.folder) / "config.json")
+            require_served(config, placement.device, sizes)
+            tuned = tune(config, placement.device, sizes, memory)
             parts.settle(tuned)
             if placement.device == "cuda" and tuned.choices:
                 session.events.emit("chosen", **{choice.key: choice.value for choice in tuned.choices})

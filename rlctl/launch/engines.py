@@ -13,6 +13,7 @@ from rlctl.launch.worker_specs import engine_slots, engine_spec
 from rlctl.models.model_files import ModelFiles
 from rlctl.models.model_sizes import read_sizes
 from rlctl.preflight.placement import ResourceRequest, place, this_machine
+from rlctl.preflight.plan import require_served
 from rlctl.preflight.tuning import tune
 from rlctl.rollout.dispatcher import RolloutDispatcher
 from rlctl.rollout.patience import Emit
@@ -36,7 +37,9 @@ def engines(
     wanted = ResourceRequest(0, *sizes, colocated=False, cpus_per_process=config.placement.cpus_per_process)
     placement = place(this_machine(count_gpus()), wanted)
     memory = device_memory() if placement.device == "cuda" else None
-    tuned = tune(config, placement.device, read_sizes(Path(files.folder) / "config.json"), memory)
+    model = read_sizes(Path(files.folder) / "config.json")
+    require_served(config, placement.device, model)
+    tuned = tune(config, placement.device, model, memory)
     assert isinstance(tuned.config, GrpoConfig)
     config = tuned.config
     with ExitStack() as stack:

@@ -25,6 +25,7 @@ from rlctl.config.schema import GrpoConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import Violation, Violations
 from rlctl.preflight.check_inputs import check_reward, missing_plugin
+from rlctl.preflight.engines.vllm import model_limits
 from rlctl.preflight.resolved import Resolved
 from rlctl.utils.plugins import load_object
 
@@ -111,8 +112,8 @@ def check_engines(config: GrpoConfig, sizes: ModelSizes | None) -> Violations:
     size = config.generation.tensor_parallel_size
     if sizes is None:
         return
-    if sizes.activation != "silu":
-        yield Violation(_PATH, f"hidden_act {sizes.activation}: vLLM samples from silu models of this kind alone")
+    if config.generation.engine == "vllm":
+        yield from (Violation(_PATH, what) for what in model_limits(sizes))
     if sizes.heads % size:
         fits = [count for count in range(1, sizes.heads + 1) if sizes.heads % count == 0]
         what = f"must divide the model's {sizes.heads} attention heads ({', '.join(map(str, fits))}), not {size}"

