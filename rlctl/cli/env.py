@@ -54,6 +54,10 @@ def check(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="An argument of the class; the value is YAML.", show_default=False),
     ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE:FUNCTION", help="A reward that takes `environments`.", show_default=False),
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that each action may take.", min=0.01)] = 5.0,
     memory: Annotated[int, typer.Option(help="MiB that the process may use.", min=64)] = 4096,
     model: Annotated[
@@ -86,7 +90,10 @@ def check(
     section, rows = _rows(name, data, seed, max(EPISODES, episodes or 1))
     weights = _weights(model, seed) if model is not None else None
     own = arguments_of(weights[1], name) if weights else {}
-    spec = EnvironmentSpec(name, timeout, _arguments(arg) if arg else own, is_function=None)
+    for each in reward or []:
+        require_reward(each)
+    arguments = _arguments(arg) if arg else own
+    spec = EnvironmentSpec(name, timeout, arguments, is_function=None, rewards=tuple(reward or ()))
     with busy(f"playing {name}"):
         report = check_environment(spec, [row.values for row in rows], memory, seed)
     played = None
@@ -143,6 +150,14 @@ def require_environment(name: str, where: str) -> None:
 
     if what := missing_plugin(name, ENVIRONMENTS, "Class"):
         raise ConfigError([Problem(where, "", what)])
+
+
+def require_reward(name: str) -> None:
+    """Raise ConfigError if there is no such reward function, as far as its source says."""
+    from rlctl.preflight.check_inputs import missing_plugin
+
+    if what := missing_plugin(name, (), "function"):
+        raise ConfigError([Problem("--reward", "", what)])
 
 
 def _rows(name: str, data: Path | None, seed: int, count: int) -> "tuple[DatasetSection, list[Row]]":

@@ -72,6 +72,8 @@ def _try_rewards(composed: "Composed", fetch: bool) -> list[str]:
         ]
         raise ConfigError([_problem(composed, *each) for each in found]) from error
     parts = ", ".join(f"{name} {value:g}" for name, value in score.parts.items() if value is not None)
+    if score.value is None:
+        return ["rewards: called with the environment at the end of each episode, so not tried here"]
     judged = "right" if score.right else "not right"
     tried = f"rewards: tried on the first row of {shown(config.data.train.paths)}: {parts}; its own answer is {judged}"
     try:
@@ -159,7 +161,7 @@ def _score_of_first_row(config: GrpoConfig) -> "Score":
     section, row = _first_row(config)
     whole = replace(config, data=replace(config.data, max_prompt_length=None))
     prompts, _ = load_prompts(whole, section, load_chat(config, config.model.path), [row])
-    with Scorer(config.rewards) as scorer:
+    with Scorer(config.rewards, episodes=config.environment.enabled) as scorer:
         return scorer.try_on_sample(sample_item(prompts[0]))
 
 

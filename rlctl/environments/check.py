@@ -189,7 +189,8 @@ def _play(
     if failure is None and contract.has_step:
         failure = _play_steps(pool, index, episode)
     if failure is None and contract.has_reward:
-        reward, episode.reward_s = _timed(partial(pool.reward, index))
+        said = {**row, "prompts": episode.opening, "completions": []} if contract.rewards else None
+        reward, episode.reward_s = _timed(partial(pool.reward, index, said))
         if isinstance(reward, EnvironmentFailure):
             failure = reward
         else:

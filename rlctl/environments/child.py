@@ -11,21 +11,23 @@ import json
 import os
 import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlctl.config.plugins import ENVIRONMENTS
 from rlctl.environments import seeding
-from rlctl.environments.contract import EnvironmentContract, read_contract
+from rlctl.environments.contract import NO_REWARD, EnvironmentContract, read_contract
 from rlctl.environments.episode import CoroutineLoop, Episode
 from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec
 from rlctl.environments.rollout_function import FunctionEpisode, read_function
 from rlctl.utils.plugins import load_object
 from rlctl.utils.user_code import error_text, import_error
+from rlctl.workers.named_reward import takes_environments
 from rlctl.workers.supervisor import run_guarded
 
 # Bytes of a reply. JSON escapes a character by six, one beyond the basic plane by twelve.
@@ -82,14 +84,18 @@ class _Child:
             return _unusable(name, import_error(error, __file__))
         is_function = inspect.isfunction(found) if spec.is_function is None else spec.is_function
         contract = read_function(found) if is_function else read_contract(found, spec.args)
-        if not contract.problems:
-            own = (self._loop, self._reply)
-            self._makers[key] = (
-                partial(FunctionEpisode, found, *own)
-                if is_function
-                else partial(Episode, found, spec.args, [each["function"]["name"] for each in contract.tools], *own)
-            )
-        return contract
+        if contract.problems:
+            return contract
+        own = (self._loop, self._reply)
+        if is_function:
+            self._makers[key] = partial(FunctionEpisode, found, *own)
+            return contract
+        rewards, tools = _rewards(spec, found), [each["function"]["name"] for each in contract.tools]
+        self._makers[key] = partial(Episode, found, spec.args, tools, rewards, *own)
+        if not rewards:
+            return contract
+        notes = [each for each in contract.notes if not each.startswith(NO_REWARD)]
+        return replace(contract, rewards=list(rewards), has_reward=True, notes=notes)
 
     def _reply(self, action: int, outcome: Any) -> None:
         if os.getpid() != self._own:
@@ -107,6 +113,20 @@ class _Child:
             raise ValueError(f"{len(line):,} bytes, and at most {MAX_REPLY:,} can be sent")
         with self._lock, contextlib.suppress(OSError):  # the parent has hung up: the process is about to end
             self._connection.sendall(line)
+
+
+def _rewards(spec: EnvironmentSpec, environment: Any) -> dict[str, Callable[..., Any]]:
+    """Return the reward functions that take `environments`. Whoever runs the others tells why one cannot be used."""
+    found = {}
+    for name in spec.rewards:
+        same = name.rpartition(":")[0] == spec.name.rpartition(":")[0]
+        with contextlib.suppress(Exception, SystemExit):
+            # A file is not run twice: its globals are those of the environment.
+            shared = sys.modules[environment.__module__] if same else None
+            function = getattr(shared, name.rpartition(":")[2]) if shared else load_object(name)
+            if takes_environments(function):
+                found[name] = function
+    return found
 
 
 def _unusable(name: str, problem: str) -> EnvironmentContract:

@@ -1,13 +1,14 @@
 """Contract of an environment: a class as TRL's `environment_factory` takes it, read without making an instance.
 
 `reset(self, **row)` begins an episode, `get_reward(self)` values it. Every other public method is a tool. Beyond TRL's
-contract, `step(self, message)` plays games without tools, and `close(self)` frees what an episode holds.
+contract, `step(self, message)` plays games without tools, and `close(self)` frees the resources of an episode. A `step`
+that is documented as a tool is one.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +17,7 @@ from rlctl.config.plugins import ENVIRONMENT_COLUMN
 from rlctl.environments.tool_schema import Schema, SchemaError, foreign_classes, tool_schema
 from rlctl.utils.user_code import MAX_LEVELS, defined_at, finite_number, is_too_deep, shortened
 
+NO_REWARD = "has no get_reward"
 # Methods that are no tools.
 RESERVED = ("close", "get_reward", "reset", "step")
 
@@ -48,6 +50,8 @@ class EnvironmentContract:
     notes: list[str]
     # True for a rollout function, which has none of the above.
     is_function: bool = False
+    # Names of reward functions that get the instance at the end of an episode.
+    rewards: list[str] = field(default_factory=list)
 
 
 def read_contract(environment: object, arguments: Mapping[str, Any]) -> EnvironmentContract:
@@ -58,10 +62,11 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
             str(getattr(environment, "__name__", environment)), [], False, False, False, [reason], []
         )
     members = _methods(environment)
+    reserved = [name for name in RESERVED if not (name == "step" and is_tool(members.get(name)))]
     tools: list[Schema] = []
-    problems, notes = _construction(environment, arguments), _notes(environment, members)
+    problems, notes = _construction(environment, arguments), _notes(environment, members, reserved)
     for name, method in members.items():
-        if name not in RESERVED:
+        if name not in reserved:
             try:
                 tools.append(tool_schema(method))
                 for parameter, kind in foreign_classes(method).items():
@@ -69,11 +74,25 @@ def read_contract(environment: object, arguments: Mapping[str, Any]) -> Environm
             except SchemaError as error:
                 hint = _reserved_name(name, members)
                 problems += [f"tool {name}: {each}{hint}" for each in error.args[: 1 if hint else None]]
-    problems += _reserved(members)
+    problems += _reserved({name: each for name, each in members.items() if name in reserved})
     takes_seed = "seed" in inspect.signature(members["reset"]).parameters if "reset" in members else False
     return EnvironmentContract(
-        environment.__name__, tools, "step" in members, "get_reward" in members, takes_seed, problems, notes
+        environment.__name__,
+        tools,
+        "step" in members and "step" in reserved,
+        "get_reward" in members,
+        takes_seed,
+        problems,
+        notes,
     )
+
+
+def is_tool(method: Callable[..., Any] | None) -> bool:
+    """Return True if a method has all that a tool needs: a docstring, and a type and a line for each parameter."""
+    try:
+        return method is not None and bool(tool_schema(method))
+    except SchemaError:
+        return False
 
 
 def reset_arguments(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -201,7 +220,10 @@ def _reserved(members: Mapping[str, Callable[..., Any]]) -> list[str]:
             try:
                 inspect.signature(members[name]).bind(None, *given)
             except TypeError as error:
-                problems.append(f"{name} is called as {name}({', '.join(('self', *given))}): {error}")
+                tool = "; a tool needs a docstring, and a type and a line below `Args:` for each parameter"
+                problems.append(
+                    f"{name} is called as {name}({', '.join(('self', *given))}): {error}" + tool * (name == "step")
+                )
     return problems
 
 
@@ -210,11 +232,15 @@ def _reserved_name(name: str, members: Mapping[str, Callable[..., Any]]) -> str:
     return did_you_mean(name, [each for each in RESERVED if each not in members])
 
 
-def _notes(environment: type, members: Mapping[str, Callable[..., Any]]) -> list[str]:
+def _notes(environment: type, members: Mapping[str, Callable[..., Any]], reserved: Sequence[str]) -> list[str]:
     notes = []
     if "get_reward" not in members:
-        notes.append("has no get_reward: a reward function must value its episodes")
-    if not set(members) - set(RESERVED) and "step" not in members:
+        what = "a reward function must value its episodes; its parameter `environments` gets the instance, as in TRL"
+        notes.append(f"{NO_REWARD}: {what}")
+    if "step" in members and "step" not in reserved:
+        what = "documented as one, as in TRL; without `Args:` it would answer messages that call no tool"
+        notes.append(f"step is a tool: it is {what}")
+    if not set(members) - set(reserved) and "step" not in members:
         notes.append("has neither tools nor step: the model's first message ends the episode")
     for name in set(members) - set(RESERVED):
         if hint := _reserved_name(name, members):

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import Any, TypeVarTuple, Unpack
 
+from rlctl.config.plugins import ENVIRONMENT_REWARD
 from rlctl.environments import seeding
 from rlctl.environments.contract import (
     ContractError,
@@ -28,6 +29,7 @@ from rlctl.environments.contract import (
 )
 from rlctl.environments.outcomes import EnvironmentFailure
 from rlctl.utils.user_code import error_text, raised_at, raised_inside, shortened, trace_of
+from rlctl.workers.named_reward import NamedRewardError, named_arguments, named_value
 from rlctl.workers.user_logs import MAX_CAUSES
 
 # Causes whose traceback this process has sent.
@@ -90,7 +92,8 @@ class CoroutineLoop:
 class Episode(threading.Thread):
     """An instance of the environment and the actions that wait for it.
 
-    tools: names of the contract's, which alone can be called. reply: called with (id of the action, value or
+    tools: names of the contract's, which alone can be called. rewards: functions that get the
+    instance, by name. reply: called with (id of the action, value or
     EnvironmentFailure).
     """
 
@@ -99,11 +102,13 @@ class Episode(threading.Thread):
         environment: Callable[..., Any],
         arguments: Mapping[str, Any],
         tools: Collection[str],
+        rewards: Mapping[str, Callable[..., Any]],
         loop: CoroutineLoop,
         reply: Reply,
     ) -> None:
         super().__init__(name="episode", daemon=True)
         self._class, self._arguments, self._tools, self._loop, self._reply = environment, arguments, tools, loop, reply
+        self._rewards = rewards
         self._actions: SimpleQueue[tuple[int, str, Any]] = SimpleQueue()
         self._generator = random.Random()
         self._environment: Any = None
@@ -134,8 +139,25 @@ class Episode(threading.Thread):
     def _step(self, message: str) -> Any:
         return checked_step(self._finished(self._method("step")(message)))
 
-    def _reward(self, payload: None) -> Any:
-        return checked_reward(self._finished(self._method("get_reward")()))
+    def _reward(self, said: Mapping[str, Any] | None) -> Any:
+        """Return the instance's own value, and those of reward functions. said: `prompts`, `completions`, columns."""
+        if not self._rewards:
+            return checked_reward(self._finished(self._method("get_reward")()))
+        own = (
+            checked_reward(self._finished(self._environment.get_reward())) if hasattr(self._class, "get_reward") else {}
+        )
+        values = dict[str, float | None]()
+        for name, function in self._rewards.items():
+            given = {"environments": self._environment, **(said or {})}
+            try:
+                result = self._finished(function(**named_arguments(function, given)))
+                values[name] = named_value(function, result)
+            except NamedRewardError as error:
+                raise ContractError(f"{name}: {error}") from error
+        judged = {name: value for name, value in values.items() if value is not None}
+        if not judged and own == {}:
+            raise ContractError(f"{', '.join(values)} returned None: nothing values the episode")
+        return {**(own if isinstance(own, dict) else {ENVIRONMENT_REWARD: own}), **judged}
 
     def _close(self, payload: None) -> None:
         if hasattr(self._environment, "close"):

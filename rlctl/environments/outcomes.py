@@ -20,6 +20,8 @@ class EnvironmentSpec:
     args: dict[str, Any] = field(default_factory=dict)
     # True for a rollout function, which is no class. None: the name says which.
     is_function: bool | None = False
+    # Reward functions of the run; those with a parameter `environments` are called with the instance.
+    rewards: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

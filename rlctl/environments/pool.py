@@ -133,9 +133,9 @@ class EnvironmentPool:
         """Send the assistant's message to `step`, and return its answer; None: the episode has ended."""
         return self._submit(self._act(episode, "step", message, checked_step))
 
-    def reward(self, episode: Hashable) -> "Future[Reward | EnvironmentFailure]":
-        """Return the value of the episode."""
-        return self._submit(self._act(episode, "reward", None, checked_reward))
+    def reward(self, episode: Hashable, said: Mapping[str, Any] | None = None) -> "Future[Reward | EnvironmentFailure]":
+        """Return the value of the episode. said: `prompts`, `completions` and columns, for its contract's `rewards`."""
+        return self._submit(self._act(episode, "reward", said and dict(said), checked_reward))
 
     def close(self, episode: Hashable) -> "Future[EnvironmentFailure | None]":
         """End an episode: its instance's `close` is called, if it has one. Without effect where it has ended."""

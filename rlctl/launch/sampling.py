@@ -66,7 +66,8 @@ class SamplingParts:
         starts."""
         from rlctl.rewards.scorer import Scorer
 
-        scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit))
+        played = config.environment.enabled
+        scorer = stack.enter_context(Scorer(config.rewards, session.logs, session.events.emit, episodes=played))
         if not config.has_turns:
             return cls(session, config, files, scorer, None)
         from rlctl.rollout.episode_setup import environment_pool

@@ -8,6 +8,8 @@ from typing import Any
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.utils.user_code import defined_at, error_text, finite_number, raised_at, shortened, trace_of
 
+# Kind of the failure of a function that gets the instances of environments, called without an episode.
+NEEDS_EPISODE = "takes environments, and there is no episode"
 RewardFunction = Callable[[str, str, str | None, dict[str, Any]], float]
 
 
@@ -56,7 +58,8 @@ class RewardFailure:
         return f"{self.cause}: {self.detail}" if self.detail else self.cause
 
 
-Outcome = float | RewardFailure
+# None: the reward does not judge the rollout.
+Outcome = float | RewardFailure | None
 
 
 def attempt(function: RewardFunction, item: RewardInput) -> Outcome:

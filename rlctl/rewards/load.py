@@ -1,13 +1,17 @@
 """Loader of reward functions by their names in the config."""
 
+import asyncio
 import importlib
 import inspect
+from collections.abc import Callable
+from typing import Any
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import REWARDS
-from rlctl.rewards.base import RewardError, RewardFunction
+from rlctl.rewards.base import NEEDS_EPISODE, RewardError, RewardFunction
 from rlctl.utils.plugins import load_module
 from rlctl.utils.user_code import defined_at, import_error
+from rlctl.workers.named_reward import NamedRewardError, is_named, named_arguments, named_value, takes_environments
 
 
 def load_function(section: RewardSection) -> RewardFunction:
@@ -20,6 +24,31 @@ def load_function(section: RewardSection) -> RewardFunction:
     module, _, name = REWARDS[section.name].partition(":")
     function: RewardFunction = getattr(importlib.import_module(module), name)(section)
     return function
+
+
+def named_reward(function: Callable[..., Any]) -> RewardFunction:
+    """Return a reward that calls a function by the names of its parameters: `prompts`, `completions`, columns.
+
+    Chats are lists of messages, as in TRL. One that takes `environments` raises RewardError: it needs an episode.
+    """
+
+    def score(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+        if takes_environments(function):
+            raise RewardError(f"{NEEDS_EPISODE}: set environment.name, or take (prompt, completion, answer, row)")
+        said = row.get("prompt", row.get("messages"))
+        is_chat = isinstance(said, list)
+        answered = [{"role": "assistant", "content": completion}] if is_chat else completion
+        given = {**row, "prompts": said if is_chat else prompt, "completions": answered}
+        try:
+            result = function(**named_arguments(function, given))
+            value = named_value(function, asyncio.run(result) if inspect.iscoroutine(result) else result)
+        except NamedRewardError as error:
+            raise RewardError(str(error)) from error
+        if value is None:
+            raise RewardError("returned None: it does not judge this rollout")
+        return value
+
+    return score
 
 
 def _user_function(name: str) -> RewardFunction:
@@ -35,6 +64,8 @@ def _user_function(name: str) -> RewardFunction:
         raise RewardError(f"no such function: {module_name} has no {attribute!r}")
     if not callable(function):
         raise RewardError(f"no function: {attribute} of {module_name} is a {type(function).__name__}")
+    if is_named(function):
+        return named_reward(function)
     if inspect.iscoroutinefunction(function):
         raise RewardError(f"is a coroutine at {defined_at(function)}: rewards are called, not awaited; write def")
     try:

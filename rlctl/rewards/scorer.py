@@ -14,7 +14,7 @@ from types import MappingProxyType, TracebackType
 
 from rlctl.config.grpo_schema import RewardSection
 from rlctl.config.plugins import ENVIRONMENT_REWARD, correctness, reward_names
-from rlctl.rewards.base import Outcome, RewardFailure, RewardInput, UnusableError, attempt
+from rlctl.rewards.base import NEEDS_EPISODE, Outcome, RewardFailure, RewardInput, UnusableError, attempt
 from rlctl.rewards.load import load_function
 from rlctl.rewards.worker import RewardWorker
 from rlctl.utils.cores import usable_cores
@@ -46,11 +46,21 @@ class Scorer:
     """Rewards of a run with their processes. Close it, or use it in a `with`.
 
     logs: folder for rewards.log (output of user functions, up to a bound) and reward-errors.log (tracebacks); None:
-    the standard error. emit: writes an event at the first failure of each cause.
+    the standard error. emit: writes an event at the first failure of each cause. episodes: environments play the
+    rollouts, and call the functions that take `environments` themselves.
     """
 
-    def __init__(self, sections: list[RewardSection], logs: Path | None = None, emit: Emit | None = None) -> None:
-        self._sections = sections
+    def __init__(
+        self,
+        sections: list[RewardSection],
+        logs: Path | None = None,
+        emit: Emit | None = None,
+        *,
+        episodes: bool = False,
+    ) -> None:
+        self._sections, self._episodes = sections, episodes
+        # Indices of the rewards that environments call.
+        self._elsewhere: set[int] = set()
         self.names = reward_names(sections)
         self._weights = {name: section.weight for name, section in zip(self.names, sections)}
         self._decides, self._correct_at = correctness(sections)
@@ -69,17 +79,21 @@ class Scorer:
     def score(self, items: list[RewardInput], given: Sequence[Mapping[str, float]] = ()) -> list[Score]:
         """Return one score an item, in order. Never raises for what a reward does.
 
-        given: what an environment gave each item, by name: further parts of its sum, each of weight 1.
+        given: values of each item that an environment gave, by name: those of rewards that it calls, and further
+        parts of the sum, each of weight 1.
         """
-        columns = [self._outcomes(reward, items) for reward in range(len(self._sections))]
+        given = given or [{}] * len(items)
+        columns = [self._values(reward, items, given) for reward in range(len(self._sections))]
         rows = zip(*columns, strict=True) if columns else [()] * len(items)
-        return [self._sum(list(outcomes), own) for outcomes, own in zip(rows, given or [{}] * len(items), strict=True)]
+        called = {self._sections[reward].name for reward in self._elsewhere}
+        further = [{name: part for name, part in one.items() if name not in called} for one in given]
+        return [self._sum(list(outcomes), own) for outcomes, own in zip(rows, further, strict=True)]
 
     def try_on_sample(self, item: RewardInput) -> Score:
         """Score one item before the run starts. Raises UnusableError with a line for each reward that fails."""
         if any(section.name not in INLINE for section in self._sections):
             self.workers[0].start()
-        outcomes = [self._outcomes(reward, [item])[0] for reward in range(len(self._sections))]
+        outcomes = [self._values(reward, [item], [{}])[0] for reward in range(len(self._sections))]
         failed = [(index, str(each)) for index, each in enumerate(outcomes) if isinstance(each, RewardFailure)]
         if failed:
             raise UnusableError([*failed], self._sections)
@@ -99,6 +113,16 @@ class Scorer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _values(self, reward: int, items: list[RewardInput], given: Sequence[Mapping[str, float]]) -> list[Outcome]:
+        """Return the outcome of each item: of a call here, or the value that its environment gave."""
+        if reward not in self._elsewhere:
+            outcomes = self._outcomes(reward, items)
+            kinds = {each.kind for each in outcomes if isinstance(each, RewardFailure)}
+            if not self._episodes or NEEDS_EPISODE not in kinds:
+                return outcomes
+            self._elsewhere.add(reward)
+        return [one.get(self._sections[reward].name) for one in given]
 
     def _outcomes(self, reward: int, items: list[RewardInput]) -> list[Outcome]:
         if self._sections[reward].name in INLINE:
@@ -124,7 +148,7 @@ class Scorer:
             section.weight * (part or 0.0) for section, part in zip(self._sections, parts.values(), strict=True)
         ) + sum(own.values())
         parts |= own
-        if not parts:
+        if all(part is None for part in parts.values()) and not failures:
             return Score(None, {}, None, right=False)
         if not failures and not math.isfinite(value):
             failures = {"sum": RewardFailure("no finite number", detail=f"{value} of {parts}")}

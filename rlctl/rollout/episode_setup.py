@@ -47,7 +47,11 @@ class EpisodeSetup:
 def environment_pool(config: GrpoConfig, logs: Path | None = None, emit: Emit | None = None) -> EnvironmentPool:
     """Return the environments of a run, none of whose processes has started. To be made before Ray starts."""
     section = config.environment
-    specs = {key: EnvironmentSpec(one.name, section.timeout_s, one.args) for key, one in section.named.items()}
+    rewards = tuple(each.name for each in config.rewards if ":" in each.name)
+    specs = {
+        key: EnvironmentSpec(one.name, section.timeout_s, one.args, rewards=rewards)
+        for key, one in section.named.items()
+    }
     if config.rollout is not None:
         specs = {_FUNCTION: EnvironmentSpec(config.rollout, section.timeout_s, is_function=True)}
     processes = None if section.processes == "auto" else stated(section.processes)
@@ -143,7 +147,10 @@ def _problems(
     """Return a problem for each environment whose episodes nothing values."""
     if config.rewards:
         return []
-    what = "has no get_reward, and rewards is empty: nothing values its episodes"
+    what = (
+        "has no get_reward, and rewards is empty: nothing values its episodes; name a function of yours in rewards, as "
+        "`def reward(environments, **kwargs)`"
+    )
     return [(keys[key], what) for key, one in contracts.items() if not one.has_reward]
 
 

@@ -329,7 +329,12 @@ class EpisodePlayer:
 
     def _score(self, play: Play, ending: Ending) -> None:
         play.ending = ending
-        if self._contract(play).has_reward:
+        contract = self._contract(play)
+        if contract.rewards:
+            messages, row = play.conversation.messages, play.start.task.row
+            said = {"prompts": messages[: play.opening], "completions": messages[play.opening :]}
+            self._ask(play, self._pool.reward(play.start.id, {**row, **said}), self._scored)
+        elif contract.has_reward:
             self._ask(play, self._pool.reward(play.start.id), self._scored)
         else:
             self._end(play, None, None)

@@ -38,6 +38,10 @@ class Adder:
 
     def get_reward(self):
         return {"sum": float(self.count), "odd": float(self.count % 2)}
+
+def worth(environments, completions, start, **columns):
+    assert completions[0][0]["role"] == "assistant"
+    return [one.count - begun for one, begun in zip(environments, start)]
 """
 CALLS = ('{"name": "add", "arguments": {"n": 1}}', '{"name": "add", "arguments": {"n": "x"}}', '{"name": "add"')
 # One episode in ten fails, in one of three ways; one that kills its process takes the others in it along.
@@ -152,7 +156,7 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
         f"model.path={calling_model(tmp_path / 'model')}",
         "model.random_init=true",
         "environment={name: adder.py:Adder, tool_format: hermes, max_turns: 4}",
-        "rewards=[]",
+        "rewards=[{name: adder.py:worth}]",
         "async={enabled: true, max_trajectory_age_steps: 2}",
         "health.parity_every=2",
         "grpo.num_steps=4",
@@ -164,16 +168,18 @@ def test_an_asynchronous_run_calls_tools_while_weights_change(tmp_path: Path) ->
     assert all(step["age/max"] <= 2 for step in steps)
     assert sum(step["environment/tool_calls"] for step in steps) > 0
     assert any(0 < step["environment/tool_errors"] < 1 for step in steps)
-    assert all({"reward/sum/mean", "reward/odd/mean"} <= step.keys() for step in steps)
+    assert all({"reward/sum/mean", "reward/odd/mean", "reward/worth/mean"} <= step.keys() for step in steps)
     # A third of what it can call adds text to a number.
     assert any(step["environment/tool_raised"] > 0.25 for step in steps)
     (told,) = [event["what"] for event in read(run.path / "events.jsonl") if "tool add: " in event.get("what", "")][:1]
     assert told.startswith("tool add: raised TypeError at adder.py:13: ")
     assert "tools raised in " in run.text() and "most of them add: raised TypeError at adder.py:13" in run.text()
     rollouts = look_at_episodes(run, "train")
-    assert {one["episode"]["ending"] for one in rollouts} <= {"answered", "max_turns"}
+    assert {one["episode"]["ending"] for one in rollouts} <= {"answered", "max_turns", "max_length"}
     for one in rollouts:
         assert one["reward"] == pytest.approx(sum(one["rewards"].values()))
+        added = [message["content"] for message in one["episode"]["messages"] if message["role"] == "tool"]
+        assert one["rewards"]["worth"] == sum(not text.startswith("Error") for text in added)
 
 
 @pytest.mark.long  # hangs and kills take their time

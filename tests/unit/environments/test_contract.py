@@ -116,7 +116,8 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
         "tool move: has no docstring: the model reads it as the tool's description",
         "has no method reset(self, **row): it begins each episode",
         "get_reward is called as get_reward(self): missing a required argument: 'completion'",
-        "step is called as step(self, message): too many positional arguments",
+        "step is called as step(self, message): too many positional arguments; a tool needs a docstring, and a type "
+        "and a line below `Args:` for each parameter",
     ]
     assert "cannot be made" not in str(read_contract(Broken, {"size": 3}).problems)
     assert read_contract(Counter(), {}).problems == ["must be a class, not a Counter"]

@@ -14,11 +14,15 @@ PAGE = (Path(contract_module.__file__).parent / "README.md").read_text()
 
 
 def test_the_example_keeps_the_contract() -> None:
-    block, _ = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
+    block, reward, _ = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
     names: dict[str, Any] = {}
-    exec(block, names)
+    exec(block + reward, names)
     contract = read_contract(names["Game"], {})
     assert (contract.problems, contract.notes, len(contract.tools)) == ([], [], 1)
+    game = names["Game"]()
+    game.reset(target=3)
+    game.increment(2)
+    assert names["score"]([game]) == [0.2]
 
 
 def test_formats_environments_and_limits_are_those_of_the_code() -> None:

@@ -2,16 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlctl.environments.outcomes import EnvironmentSpec, ToolResult
+from rlctl.environments.outcomes import EnvironmentFailure, EnvironmentSpec, ToolResult
 from rlctl.environments.pool import EnvironmentPool
 from rlctl.environments.tool_calls import ToolCall
 from rlctl.utils.user_code import place_of
 
 FILE = Path(__file__).parent / "trl_style/counter.py"
+ECHO = Path(__file__).parent / "trl_style/echo.py"
+REWARDS = tuple(f"{ECHO}:{name}" for name in ("reward_func", "said_and_wanted", "plain"))
 SPECS = {
+    "echo": EnvironmentSpec(f"{ECHO}:EchoToolEnv", 30.0, rewards=REWARDS),
+    "batch": EnvironmentSpec(f"{ECHO}:EchoToolEnv", 30.0, rewards=(f"{ECHO}:batch",)),
+    "state": EnvironmentSpec(f"{ECHO}:EchoToolEnv", 30.0, rewards=(f"{ECHO}:needs_state",)),
     "self_sampling": EnvironmentSpec(f"{FILE}:SelfSampling", 30.0),
     "row": EnvironmentSpec(f"{FILE}:FromRow", 30.0),
 }
@@ -57,3 +63,38 @@ def test_a_row_brings_the_task_and_chooses_the_environment(pool: EnvironmentPool
     assert pool.reset("row", {"environment": "row", "prompt": "Play.", "target": 2}, seed=0).result() is None
     assert pool.call("row", [ToolCall("increment", {"step": 1})]).result() == [ToolResult("increment", "1", False)]
     assert pool.reward("row").result() == 0.0
+
+
+def said(wanted: str | None) -> dict[str, Any]:
+    prompts, completions = [{"role": "user", "content": "Echo."}], [{"role": "assistant", "content": "done"}]
+    return {"wanted": wanted, "prompts": prompts, "completions": completions}
+
+
+def test_a_documented_step_is_a_tool_and_reward_functions_get_the_instance(pool: EnvironmentPool) -> None:
+    contract = pool.contracts()["echo"]
+    assert [tool["function"]["name"] for tool in contract.tools] == ["step"] and not contract.has_step
+    # `plain` needs no instance.
+    assert contract.rewards == list(REWARDS[:2]) and contract.has_reward
+    assert [note.partition(":")[0] for note in contract.notes] == ["step is a tool"]
+    for wanted, value in (("done", 1.0), ("other", 0.0), (None, None)):
+        assert pool.reset(wanted, {"environment": "echo", "prompt": "Echo."}, seed=0).result() is None
+        assert pool.call(wanted, [ToolCall("step", {"message": "hello"})]).result() == [
+            ToolResult("step", "hello", False)
+        ]
+        rewards = {REWARDS[0]: 0.5} | ({} if value is None else {REWARDS[1]: value})
+        assert pool.reward(wanted, said(wanted)).result() == rewards
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ("batch", "returned 2 values for 1 rollout at "),
+        ("state", "no value for its parameter trainer_state at "),
+    ],
+)
+def test_a_reward_function_that_needs_more_than_one_rollout_says_so(
+    pool: EnvironmentPool, environment: str, told: str
+) -> None:
+    pool.reset(environment, {"environment": environment}, seed=0).result()
+    failure = pool.reward(environment, said("done")).result()
+    assert isinstance(failure, EnvironmentFailure) and failure.kind == "contract" and told in failure.detail

@@ -384,3 +384,28 @@ def test_a_worker_that_somebody_terminates_does_its_item_again(hooks):
         scores = scorer.score(items("once", "always", "fine"))
     assert [score.value for score in scores] == [1.0, None, 1.0]
     assert scores[1].failed == "terminates: ended its process: SIGTERM"
+
+
+ECHO = Path(__file__).parents[1] / "environments/trl_style/echo.py"
+
+
+def named(name: str, weight: float = 1.0) -> RewardSection:
+    return RewardSection(f"{ECHO}:{name}", weight, None, None, 20.0)
+
+
+def test_a_reward_by_the_names_of_its_parameters_gets_lists_of_one() -> None:
+    with Scorer([named("plain")]) as scorer:
+        texts = [scorer.score([RewardInput("2+2=", text, "4", {"prompt": "2+2=", "answer": "4"})]) for text in "45"]
+    assert [score.value for (score,) in texts] == [1.0, 0.0]
+
+
+def test_a_reward_that_takes_environments_has_the_value_that_its_environment_gave_times_its_weight() -> None:
+    item, sections = RewardInput("Echo.", "done", None, {}), [named("reward_func", 0.5), named("said_and_wanted")]
+    with Scorer(sections, episodes=True) as scorer:
+        assert scorer.try_on_sample(item).value is None
+        given: list[dict[str, float]] = [{sections[0].name: 0.8, "won": 1.0}, {"won": 0.0}, {}]
+        scores = scorer.score([item] * 3, given)
+    assert [score.value for score in scores] == [1.4, 0.0, None]
+    assert scores[0].parts == {"reward_func": 0.8, "said_and_wanted": None, "won": 1.0}
+    with Scorer(sections) as scorer, pytest.raises(RewardError, match="takes environments, and there is no episode"):
+        scorer.try_on_sample(item)
