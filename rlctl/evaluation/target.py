@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlctl.config.run_weights import is_checkpoint, is_model
-from rlctl.run.checkpoints import Checkpoint, Checkpoints
-from rlctl.run.manifest import MANIFEST, is_as_written
+from rlctl.run.checkpoints import Checkpoint, Checkpoints, damage_of_weights
+from rlctl.run.manifest import MANIFEST
 from rlctl.run.run_dir import RunDir, RunDirError, find_run, model_name
 
 _ENDS = 1 << 20
@@ -99,9 +99,8 @@ def _target(checkpoint: Checkpoint, run: Path) -> Target:
     folder = checkpoint.export
     if not is_model(folder):
         raise TargetError(f"{checkpoint.path} has no hf/ folder: its run had checkpoint.export=false")
-    for file in _digests(checkpoint.path):
-        if not is_as_written(checkpoint.path, file):
-            raise TargetError(f"{checkpoint.path / file}: its bytes are not those that were written")
+    if damage := damage_of_weights(folder):
+        raise TargetError(damage)
     return Target(str(folder), checkpoint.step, run if (run / "config.yaml").is_file() else None)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rlctl.config.errors import ModelError
 from rlctl.config.schema import GrpoConfig, RunConfig
 from rlctl.data.chat import Chat
 from rlctl.data.cursor import RowSource
@@ -29,6 +30,7 @@ from rlctl.preflight.placement import Placement, resources
 from rlctl.preflight.plan import require_served
 from rlctl.preflight.resolved import Resolved
 from rlctl.preflight.tuning import Tuned, tune
+from rlctl.run.checkpoints import Checkpoints, damage_of_weights
 from rlctl.run.fingerprint import made_with
 from rlctl.utils.process import identity
 
@@ -84,7 +86,7 @@ def launch(
 def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Session) -> None:
     """Start the parts of a run, train until its last step, and end the parts."""
     config, deadline_s = session.config, session.config.run.deadline_s
-    files = ModelFiles.find(config.model, session.run_dir.path, config.run.seed)
+    files = _find_model(session)
     session.depend_on(made_with(config, Path(files.source)))
     with ExitStack() as stack:
         parts: AlgorithmParts
@@ -161,6 +163,16 @@ def assemble(runtime: Runtime, reader: RowReader, probe_only: bool, session: Ses
         if pool:
             # Ranks free what the refit holds. After a failure they may not answer, and are only killed.
             group.call(TrainerWorker.close)
+
+
+def _find_model(session: Session) -> ModelFiles:
+    """Return the files of the run's model. Raises ModelError for a checkpoint's weights that are damaged."""
+    files = ModelFiles.find(session.config.model, session.run_dir.path, session.config.run.seed)
+    # A resumed run has weights of its own.
+    resumed = Checkpoints(session.run_dir.checkpoints, 1, 0).latest()
+    if resumed is None and (damage := damage_of_weights(Path(files.source))):
+        raise ModelError(f"model.path: {damage}; name another checkpoint")
+    return files
 
 
 def _versions(loop: "Loop", pool: "GeneratorPool | None") -> str:

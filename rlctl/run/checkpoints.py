@@ -41,6 +41,15 @@ class Checkpoint:
         return self.path / "hf"
 
 
+def damage_of_weights(model: Path) -> str:
+    """Return a line on the damage in a checkpoint's Hugging Face folder; empty for a whole one and for any other."""
+    checkpoint = model.parent
+    if model.name != "hf" or not (checkpoint / _STATE).is_file():
+        return ""
+    wrong = find_damage(checkpoint, "hf/")
+    return _line(wrong) if wrong else ""
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; nothing of it is left."""
 

@@ -38,10 +38,10 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def find_damage(folder: Path) -> dict[Path, str]:
-    """Compare the files in `folder` with its manifest; return the damage by path."""
+def find_damage(folder: Path, part: str = "") -> dict[Path, str]:
+    """Compare the files in `folder`, or in its folder `part` alone, with its manifest; return the damage by path."""
     try:
-        listed = _read(folder / MANIFEST)
+        listed = {name: facts for name, facts in _read(folder / MANIFEST).items() if name.startswith(part)}
     except FileNotFoundError:
         return {folder / MANIFEST: "missing, so that nothing says whether the files are as they were written"}
     except (OSError, ValueError, RecursionError) as error:
@@ -58,7 +58,7 @@ def find_damage(folder: Path) -> dict[Path, str]:
             wrong[path] = "its bytes are not those that were written"
     # The loader reads every shard in the folder.
     shards = (path for path in (folder / "trainer").glob("*.safetensors") if f"trainer/{path.name}" not in listed)
-    return wrong | dict.fromkeys(shards, "not written with this checkpoint")
+    return wrong if part else wrong | dict.fromkeys(shards, "not written with this checkpoint")
 
 
 def is_as_written(folder: Path, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from rlctl.config.errors import ConfigError
 from rlctl.evaluation.target import find_target
 from rlctl.preflight.load import Composed, load
 from rlctl.run.checkpoints import Checkpoints
+from tests.unit import folders
 
 
 @pytest.fixture
@@ -88,3 +91,13 @@ def test_what_has_no_weights_is_said_in_one_line(run: Path, text: str, expected:
         with_model(text)
     [problem] = caught.value.problems
     assert problem.key == "model.path" and problem.what.endswith(expected)
+
+
+def test_a_run_does_not_start_from_weights_that_are_not_as_they_were_written(run: Path) -> None:
+    file = run / "checkpoints/step_10/hf/model.safetensors"
+    file.write_bytes(folders.weights("other"))
+    command = [sys.executable, "-m", "rlctl", "train", "grpo", "grpo.recipe.yaml", "model.path=sums"]
+    done = subprocess.run([*command, "run.name=next"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    said = f"model.path: {file}: its bytes are not those that were written; name another checkpoint"
+    assert said in " ".join(done.stdout.split())

@@ -42,7 +42,7 @@ def test_a_checkpoint_and_its_hf_folder_know_their_step_and_run(run: Path) -> No
 
 def test_a_file_that_is_not_as_it_was_written_is_named(run: Path) -> None:
     file = run / "checkpoints/step_4/hf/model.safetensors"
-    file.write_text("other bytes")
+    file.write_text("step_other")
     with pytest.raises(TargetError, match=f"{file}: its bytes are not those that were written"):
         find_target("sums", run.parent)
 
