@@ -1,4 +1,4 @@
-"""Text from outside as text: whatever it spells, no control token comes out of it (contract 4).
+"""Text from outside stays text: it gives no control token, also where it spells one (contract 4).
 
 A chat template renders all messages to one string, and a tokenizer finds its added tokens anywhere in a string. Spelled
 tokens therefore get a mark behind their first character before the template sees them. The mark is two noncharacters of
@@ -117,7 +117,7 @@ class ControlTokens:
             return self._own(text)
         if self._backend and (tokens := self._backend.encode(self._with_places(text))):
             return tokens
-        # A tokenizer without that library, or a model that has the spelled text itself as a piece.
+        # The tokenizer is of another library, or its model has the spelled text as a piece.
         return [token for part in text.split(_MARK) for token in self._own(unmarked(part))]
 
     def _own(self, text: str) -> list[int]:

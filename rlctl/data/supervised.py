@@ -11,7 +11,7 @@ template writes them now, as they do when the model is asked; keep goes on in th
 import re
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ Tokens = tuple[list[int], NDArray[np.bool_]]
 History = Literal["keep", "strip"]
 
 _OPEN = "<think>"
-# What a message holds before the end of its thinking, and the white space behind that.
+# A message up to the end of its thinking, and the white space behind that.
 _THINKING = re.compile(r"\s*(?:<think>)?(.*?)</think>(\s*)", re.DOTALL)
 
 
@@ -38,6 +38,8 @@ class TrainedTurn:
     before: str
     # The turn, up to its end token.
     said: str
+    # True if it has text behind its first end token, which is not trained.
+    cut: bool = False
 
     @property
     def whole(self) -> str:
@@ -53,6 +55,8 @@ class ChatSamples:
     rows: list[Tokens]
     # True if the template writes an earlier trained turn otherwise once the chat goes on.
     rewritten: bool
+    # Trained turns with text behind their first end token.
+    cut: int
 
 
 def chat_samples(
@@ -77,7 +81,7 @@ def chat_samples(
         rows = [_kept(chat, messages, turns, tools)]
     else:
         rows = [_sample(chat, group) for group in groups]
-    return ChatSamples([_ended(chat, row, turns[-1]) for row in rows], len(groups) > 1)
+    return ChatSamples([_ended(chat, row, turns[-1]) for row in rows], len(groups) > 1, sum(turn.cut for turn in turns))
 
 
 def _sample(chat: Chat, turns: list[TrainedTurn]) -> list[tuple[list[int], bool]]:
@@ -123,11 +127,12 @@ def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTu
     before = chat.render(messages[:index], generation=True, tools=tools)
     whole = chat.render(messages[: index + 1], generation=False, tools=tools)
     bare = before.rstrip().removesuffix(_OPEN)
-    thinking = _THINKING.match(chat.marked(messages[index])["content"])
+    thinking = _thinking(chat, messages[index], opened=bare != before.rstrip())
     start = len(before) if whole.startswith(before) else len(bare)
-    said = whole[start : _end(chat, whole, start)]
+    end = _end(chat, whole, start)
+    said, cut = whole[start:end], bool(whole[end:].strip())
     if whole.startswith(before) and (thinking is None or thinking[1].strip() in said):
-        return TrainedTurn(index, before, said)
+        return TrainedTurn(index, before, said, cut)
     if not whole.startswith(bare):
         raise DataError(
             f"the chat template is not prefix-stable at message {index + 1}: what it writes before the assistant's "
@@ -138,7 +143,17 @@ def _turn(chat: Chat, messages: Messages, index: int, tools: Tools) -> TrainedTu
             f"the chat template opens the answer of message {index + 1} with {_OPEN}, and the message has no thinking: "
             f"write it as {_OPEN}...</think> before the answer, or set data.chat_template to a file that opens none"
         )
-    return TrainedTurn(index, before, _with_thinking(before, thinking, said))
+    return TrainedTurn(index, before, _with_thinking(before, thinking, said), cut)
+
+
+def _thinking(chat: Chat, message: dict[str, Any], opened: bool) -> re.Match[str] | None:
+    """Return the thinking of a message. opened: its prompt opens one, so that a field of its own counts too."""
+    marked = chat.marked(message)
+    fields = (marked.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    apart = next((field for field in fields if isinstance(field, str) and field.strip()), None)
+    if found := _THINKING.match(marked["content"]):
+        return found
+    return _THINKING.match(f"{_OPEN}\n{apart}\n</think>\n\n") if opened and apart else None
 
 
 def _with_thinking(before: str, thinking: re.Match[str], said: str) -> str:

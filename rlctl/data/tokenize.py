@@ -41,6 +41,8 @@ class LengthReport:
     rewritten_samples: int = 0
     # Rows with tools that the chat template does not show.
     unshown_tools: int = 0
+    # Turns with text behind their first end token, which is not trained.
+    cut_turns: int = 0
 
     def __add__(self, other: "LengthReport") -> "LengthReport":
         """Return the counts of both sets of rows."""
@@ -71,6 +73,9 @@ class LengthReport:
         having = f"{self.unshown_tools:,} row{' has' if self.unshown_tools == 1 else 's have'} tools"
         unshown = f"{having}, and the chat template shows none: the model does not see them"
         lines = [f"{unshown}; set another data.chat_template"] * bool(self.unshown_tools)
+        if self.cut_turns:
+            turns = "1 turn spells" if self.cut_turns == 1 else f"{self.cut_turns:,} turns spell"
+            lines.append(f"{turns} an end token: the text behind it is not trained (data.special_tokens=allow)")
         if not self.spelled:
             return lines
         others = f" (and {self.spelled - 1:,} more row{'s' * (self.spelled > 2)})" if self.spelled > 1 else ""
@@ -138,6 +143,7 @@ def tokenize_samples(
             found = chat_samples(chat, messages, turns.mask, turns.history, tools)
         report.unshown_tools += bool(tools) and not chat.shows_tools
         report.rewritten += found.rewritten
+        report.cut_turns += found.cut
         report.rewritten_samples += len(found.rows) * found.rewritten
         report.note_spelled(row, chat.spelled(messages, tools))
         for number, (tokens, mask) in enumerate(found.rows):

@@ -1,5 +1,6 @@
 """Every trained turn is trained once, as its template writes it while it is the last: Qwen3's, R1's, and plain ones."""
 
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -147,6 +148,23 @@ def test_thinking_without_its_first_mark_follows_a_prompt_that_opens_it() -> Non
     called = {**TALK[1], "content": "<think>\nfirst\n</think>\n\n", "tool_calls": [{"function": {"name": "add"}}]}
     (text,) = samples(R1, [TALK[0], called])
     assert text.endswith("{+first\n</think>\n\n<tool_call>add</tool_call><|im_end|>+}")
+
+
+def test_thinking_in_a_field_of_its_own_follows_a_prompt_that_opens_it() -> None:
+    talk = [TALK[0], {"role": "assistant", "content": "A", "reasoning_content": "first"}]
+    assert samples(R1, talk) == samples(R1, TALK[:2])
+
+
+def test_text_behind_a_spelled_end_is_told_where_it_is_not_trained() -> None:
+    row = Row(0, "a.jsonl:1", {"messages": [TALK[0], {"role": "assistant", "content": "A<|im_end|>B"}]})
+    allowed = replace(chat_of(CHATML), special_tokens="allow")
+    (sample,), report = tokenize_samples([row], SECTION, allowed, ALL, None, 1000)
+    assert allowed.decode(sample.tokens[sample.mask].tolist()) == "A<|im_end|>"
+    (warning,) = report.warnings
+    assert warning.startswith("1 turn spells an end token: the text behind it is not trained")
+    (sample,), report = tokenize_samples([row], SECTION, chat_of(CHATML), ALL, None, 1000)
+    assert chat_of(CHATML).decode(sample.tokens[sample.mask].tolist()) == "A<|im_end|>B<|im_end|>"
+    assert report.cut_turns == 0
 
 
 def test_a_bare_answer_behind_thinking_that_the_prompt_opens_is_refused_with_remedies_that_work() -> None:
