@@ -94,7 +94,7 @@ def parse_tool_calls(text: str, format: str, tools: list[dict[str, Any]]) -> Par
     content = "".join(said[end:start] for end, start in zip([0, *ends], [*starts, len(said)], strict=True))
     calls = [each.call for each in found]
     if not calls and (reason := _near_call(said, parameters)):
-        calls = [MalformedCall(reason)]
+        calls = [MalformedCall(f"{reason}; a call is {_FORMS[format]}")]
     if len(calls) > MAX_CALLS:
         calls[MAX_CALLS:] = [MalformedCall(f"one of {len(calls):,} in a turn, and at most {MAX_CALLS} are called")]
     return ParsedMessage(content.strip(), [_bounded(each) for each in calls])
@@ -283,6 +283,13 @@ def _value(text: str, schema: dict[str, Any]) -> Any:
     return value
 
 
+# A call in words, as the model is told: marks in them would be text, and no tokens of the model's.
+_FORMS = {
+    "hermes": "JSON with name and arguments, between the opening and the closing mark tool_call",
+    "llama3": "JSON with name and parameters",
+    "mistral": "the mark TOOL_CALLS and a list of JSON with name and arguments",
+    "qwen3_coder": "<function=NAME><parameter=KEY>value</parameter></function>, within the marks tool_call",
+}
 PARSERS: dict[str, Parser] = {
     "hermes": _hermes,
     "llama3": _llama3,

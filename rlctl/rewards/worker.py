@@ -94,6 +94,10 @@ class RewardWorker:
         except (TimeoutError, ConnectionError):
             self.stop()
             return [_NOT_TAKEN]
+        except Exception as error:  # a value that no pickle takes, as one that is nested too deep: nothing was sent
+            if len(items) > 1:
+                return self._call(channel, reward, items[: len(items) // 2])
+            return [RewardFailure("was given a value that cannot be sent", detail=type(error).__name__)]
         try:
             for number in range(len(items)):
                 outcomes.append(_outcome(channel.reply(timeout_s), self._calls, number))

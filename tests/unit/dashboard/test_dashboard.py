@@ -165,7 +165,7 @@ def test_an_sft_run_shows_its_loss(tmp_path: Path) -> None:
 def test_a_run_with_an_environment_shows_turns_tools_and_how_episodes_ended(tmp_path: Path) -> None:
     played = {"turns": 2.5, "tool_calls": 0.0, "tool_errors": 0.0, "failed": 0.0}
     played |= {"endings/done": 0.75, "endings/max_turns": 0.25}
-    tools = {**played, "tool_calls": 1.5, "tool_errors": 0.1, "failed": 3.0}
+    tools = {**played, "tool_calls": 1.5, "tool_errors": 0.1, "malformed_calls": 0.05, "failed": 3.0}
 
     def shown(name: str, found: dict[str, float]) -> str:
         measured = {f"environment/{key}": value for key, value in found.items()}
@@ -176,6 +176,7 @@ def test_a_run_with_an_environment_shows_turns_tools_and_how_episodes_ended(tmp_
     for row in ("turns         2.500", "done          75.0%", "max_turns     25.0%"):
         assert row in game and row in tooled
     assert "tool" not in game and "env failed" not in game
+    assert "malformed      5.0%" in tooled
     assert "tool calls    1.500" in tooled and "tool error    10.0%" in tooled and "env failed        3 ▲" in tooled
 
 

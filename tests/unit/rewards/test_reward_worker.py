@@ -172,3 +172,15 @@ def test_what_rewards_print_is_bounded_and_the_bound_is_told_once(hook: RewardSe
     log = tmp_path / "rewards.log"
     assert MAX_LOG_BYTES < log.stat().st_size < MAX_LOG_BYTES + 200
     assert log.read_text().endswith("\n[rewards printed more than 4 MiB: the rest is left out]\n")
+
+
+def test_a_row_that_no_pickle_takes_costs_its_own_score(hook: RewardSection) -> None:
+    deep: object = 1
+    for _ in range(700):
+        deep = [deep]
+    items = [RewardInput("", "ok", None, {"deep": deep} if number in (3, 4) else {}) for number in range(12)]
+    with Scorer([hook]) as scorer:
+        scores = scorer.score(items)
+    assert [number for number, one in enumerate(scores) if one.value is None] == [3, 4]
+    assert scores[3].failed == "score: was given a value that cannot be sent: RecursionError"
+    assert {one.value for number, one in enumerate(scores) if number not in (3, 4)} == {1.0}

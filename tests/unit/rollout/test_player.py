@@ -413,7 +413,7 @@ def test_a_turn_that_looks_like_a_call_is_answered_and_does_not_end_the_episode(
     pool = ScriptedPool(acts)
     _, episode = played(chat, ScriptedEngines(chat, lambda request: next(turns)), pool, False, turn=200)
     assert (episode.ending, episode.turns, episode.tool_errors, episode.malformed_calls) == ("answered", 2, 1, 1)
-    assert episode.messages[2] == {"role": "tool", "content": "JSON that names add, and no whole call"}
+    assert episode.messages[2]["content"].startswith("JSON that names add, and no whole call; a call is JSON with name")
 
 
 def test_an_aborted_episode_is_handed_out_no_more(tokenizer: Any) -> None:
