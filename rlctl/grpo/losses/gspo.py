@@ -13,7 +13,8 @@ class GspoLoss(ClippedLoss):
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s the geometric mean of a rollout's ratios pi / q.
 
     GSPO, arXiv 2507.18071, equations 5 to 7; the mean over rollouts. s is far nearer to 1 than a token's ratio, and so
-    are its bounds. Its gradient is s times the mean of grad log pi over the rollout's tokens.
+    are its bounds: nearer than an engine's bfloat16 to the trainer. q is the trainer's own unless the config says
+    otherwise. The gradient is s times the mean of grad log pi over the rollout's tokens.
 
     `level` token is GSPO-token (equations 13 and 14): a token's own s_t = sg(s) pi / sg(pi) has the value of s and the
     gradient of its own log pi. It is the same update unless advantages, weights or ages differ within a rollout.
