@@ -340,14 +340,11 @@ class SftSection:
 @dataclass
 class CompiledGraphSection:
     enabled: bool | Literal["require"] = spec(
-        "Call the trainer ranks through a Ray Compiled Graph. Where there is none, true makes ordinary calls and "
-        "require fails."
+        "Call the trainer ranks through a Ray Compiled Graph. Where none can be made, or its warm-up fails, true warns "
+        "and makes ordinary calls, and require fails."
     )
     warmup_seq_len: int | None = spec("The tokens of a warm-up sequence. null is the longest of the run.", ge=1)
     warmup_gbs: int | None = spec("The sequences of the warm-up. null is sft.batch_size.", ge=1, most=MOST_SEQUENCES)
-    overlap_communication: bool = spec(
-        "Overlap the communication of accelerators within the graph. The graph has none, and the run says so."
-    )
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """The parts of a run that only SFT has: samples, a compiled graph with its warm-up, and a recipe's validation."""
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -140,10 +141,10 @@ class SftParts:
 
         graph, config = self.config.ray_compiled_graph, self.config
         compile_group(graph, trainer.group, self.session)
-        with self.session.starting("warm-up"):
-            length = graph.warmup_seq_len or longest
-            # Dimensions of equal size are compiled as one: a second length keeps them apart.
-            lengths = (length, max(2, length // 2 - 1)) if stated(config.trainer.compile) else (length,)
+        length = graph.warmup_seq_len or longest
+        # Dimensions of equal size are compiled as one: a second length keeps them apart.
+        lengths = (length, max(2, length // 2 - 1)) if stated(config.trainer.compile) else (length,)
+        with self.session.starting("warm-up"), ordinary_if_it_fails(graph, trainer.group, self.session):
             for each in lengths:
                 trainer.warm_up(graph.warmup_gbs or config.sft.batch_size, each, NllLoss())
 
@@ -156,9 +157,6 @@ def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Se
     from rlctl.workers.graph import GraphUnavailable
 
     emit = session.events.emit
-    if graph.overlap_communication:
-        what = "batches come from the driver and gradients go through torch.distributed: no edge between accelerators"
-        emit("warning", what=f"ray_compiled_graph.overlap_communication has nothing to overlap: {what}")
     cores = usable_cores()
     if len(group) + 1 > cores:
         what = f"{len(group)} ranks and the driver share {cores} cores: calls are not much faster than ordinary ones"
@@ -180,6 +178,26 @@ def compile_group(graph: CompiledGraphSection, group: "WorkerGroup", session: Se
         return
     compiled = _milliseconds(group)
     emit("dispatch", what=f"compiled {compiled:.1f} ms a call, ordinary {ordinary:.1f} ms")
+
+
+@contextmanager
+def ordinary_if_it_fails(graph: CompiledGraphSection, group: "WorkerGroup", session: Session) -> Iterator[None]:
+    """Have the run go on with ordinary calls, and say so, if the block's calls raise or break the graph.
+
+    The block changes no weights. Raises GraphUnavailable with `enabled: require`, and always what a worker that died or
+    hangs raises.
+    """
+    from rlctl.workers.errors import WorkerError
+    from rlctl.workers.graph import GraphBroken, GraphUnavailable
+
+    try:
+        yield
+    except (WorkerError, GraphBroken) as error:
+        if graph.enabled == "require":
+            raise GraphUnavailable(f"the compiled graph's warm-up failed: {error}") from error
+        group.uncompile()
+        what = f"the compiled graph's warm-up failed, the run goes on with ordinary calls: {error}"
+        session.events.emit("warning", what=what)
 
 
 def _milliseconds(group: "WorkerGroup") -> float:

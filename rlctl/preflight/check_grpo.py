@@ -131,12 +131,6 @@ def check_async(config: GrpoConfig) -> Violations:
     if config.placement.colocated:
         what = "async.enabled trains and generates at the same time, on devices of their own; leave it null or false"
         yield Violation("placement.colocated", what, ("async.enabled",))
-    if rules.max_trajectory_age_steps > 1 and not rules.in_flight_weight_updates:
-        what = (
-            f"{rules.max_trajectory_age_steps} needs async.in_flight_weight_updates=true: when every rollout is "
-            "drained before an update, a larger bound makes groups older and the generator no busier; set 1"
-        )
-        yield Violation("async.max_trajectory_age_steps", what, ("async.in_flight_weight_updates",))
     if rules.recompute_kv_cache_after_weight_updates and not config.generation.reset_prefix_cache_after_weight_updates:
         recomputes = "async.recompute_kv_cache_after_weight_updates"
         yield Violation(

@@ -33,6 +33,9 @@ def notes(config: RunConfig, origins: dict[str, Origin]) -> list[str]:
     age = "async.max_trajectory_age_steps"
     if age in given and isinstance(config, GrpoConfig) and Resolved(config).max_age > WISE_AGE:
         said.append(f"{given[age]}: a lag above {WISE_AGE} steps costs accuracy (AReaL, arXiv 2505.24298, table 3)")
+    if isinstance(config, GrpoConfig) and Resolved(config).max_age > 1 and not config.async_.in_flight_weight_updates:
+        what = "rollouts end before each update, so a bound above 1 makes groups older and engines no busier; set 1"
+        said.append(f"{age}={config.async_.max_trajectory_age_steps}: async.in_flight_weight_updates is false: {what}")
     said += _advantage_notes(config) if isinstance(config, GrpoConfig) else recipe_notes(config)
     return said + _best_checkpoints(config)
 
@@ -59,6 +62,7 @@ def _idle_grpo(config: GrpoConfig) -> dict[str, str | bool | None]:
         "grpo.dynamic_sampling.max_extra": sampling.filter is None and "grpo.dynamic_sampling.filter is null",
         "grpo.overlong.penalty": overlong.penalty_tokens is None and "grpo.overlong.penalty_tokens is null",
         "async.streamed_training": whole,
+        "refit.num_buffers": config.refit.transport == "shm" and "refit.transport is shm",
         "trainer.optimizer.min_lr_ratio": schedule == "constant" and "the schedule is constant",
         "health.parity_every": not Resolved(config).compares_apart and "a step's own tokens tell the mismatch",
         "validation.temperature": config.validation.every == 0 and "validation.every is 0",

@@ -259,6 +259,12 @@ class WorkerGroup:
         ray.get([worker.handle.read_patiently.remote() for worker in self.workers], timeout=self.deadline_s)
         self.graph = Graph([worker.handle for worker in self.workers], buffer_bytes)
 
+    def uncompile(self) -> None:
+        """Send `call` and `run` as ordinary calls from now on."""
+        if self.graph:
+            self.graph.close()
+            self.graph = None
+
     def aside(self, method: Callable[[Any, *Ts], object], *args: *Ts) -> None:
         """Call a short method while others run (see `WorkerActor.aside`); nobody waits for it."""
         for worker in self.workers:
@@ -301,8 +307,7 @@ class WorkerGroup:
         why = str(error).strip().splitlines()[0]
         begun = ray.get([worker.handle.graph_calls.remote() for worker in self.workers], timeout=self.deadline_s)
         names = [worker.name for worker, count in zip(self.workers, begun) if count != self.graph.calls]
-        self.graph.close()
-        self.graph = None
+        self.uncompile()
         if names:
             what = f"the compiled graph broke ({why}) while {', '.join(names)} did {message[0]}: how far is not known"
             raise GraphBroken(f"{what}; resume from the last checkpoint")

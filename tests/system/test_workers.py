@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +20,10 @@ from numpy.typing import NDArray
 
 import rlctl.workers.graph
 import rlctl.workers.group
+from rlctl.config.schema import CompiledGraphSection
+from rlctl.launch.assemble_sft import ordinary_if_it_fails
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
 from rlctl.workers.errors import WorkerDied, WorkerError, WorkerTimeout
 from rlctl.workers.graph import GraphBroken, GraphUnavailable
 from rlctl.workers.group import WorkerGroup, WorkerSpec
@@ -182,6 +188,26 @@ def test_a_graph_that_breaks_before_a_call_is_begun_is_given_up_and_said(ray_her
         assert group.call(Probe.add, 2) == [2, 3]
         assert len(said) == 1 and "hannel" in said[0]
         assert group.graph is None and group.call(Probe.thread) == ["mine", "mine"]
+    finally:
+        group.kill()
+
+
+def test_a_warm_up_that_fails_costs_the_graph_alone_unless_it_is_required(ray_here: Path) -> None:
+    log = ray_here / "warm-up.jsonl"
+    session: Any = SimpleNamespace(events=EventLog(log))
+    group = make_group(ray_here, compiled=True)
+    try:
+        required = pytest.raises(
+            GraphUnavailable, match=r"the compiled graph's warm-up failed: .*rank 1 was told to fail"
+        )
+        with required, ordinary_if_it_fails(CompiledGraphSection("require", None, None), group, session):
+            group.call(Probe.fail_on, 1)
+        assert read_records(log) == []
+        with ordinary_if_it_fails(CompiledGraphSection(True, None, None), group, session):
+            group.call(Probe.fail_on, 1)
+        assert group.graph is None and group.call(Probe.add, 1) == [1, 2]
+        (warning,) = read_records(log)
+        assert warning["what"].startswith("the compiled graph's warm-up failed, the run goes on with ordinary calls: ")
     finally:
         group.kill()
 
