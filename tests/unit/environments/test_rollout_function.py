@@ -192,6 +192,19 @@ def test_who_asks_again_after_each_learned_that_a_budget_is_used_up_is_found_out
     assert here.act("close", None).result(60) is None
 
 
+def test_an_error_of_a_callback_is_told_to_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def function(task: Any, policy: Policy) -> None:
+        await policy.sample([1])
+
+    def broken(self: Any) -> None:
+        raise LookupError("a defect")
+
+    here = Here(function)
+    monkeypatch.setattr(FunctionEpisode, "_tell", broken)
+    failure = here.act("begin", (TASK, 0)).result(60)
+    assert isinstance(failure, EnvironmentFailure) and str(failure) == "function failed with LookupError: a defect"
+
+
 def test_random_is_that_of_the_group(pool_of: Any) -> None:
     pool = pool_of("drawing")
     found = [pool.begin(name, TASK, seed).result() for name, seed in (("a", 5), ("b", 5), ("c", 6))]

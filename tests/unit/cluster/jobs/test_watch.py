@@ -6,6 +6,9 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from rlctl.cluster.hosts import Host
 from rlctl.cluster.jobs import watch
@@ -106,3 +109,19 @@ def test_a_file_that_was_emptied_is_empty_here_before_it_grows_again(tmp_path: P
         time.sleep(0.02)
     stop.set()
     thread.join(timeout=60)
+
+
+@pytest.mark.parametrize("ending", ["watch_job", "mirror"])
+def test_a_thread_that_fails_is_why_nothing_more_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("status")
+
+    state: Any = None
+    monkeypatch.setattr(watch, "_JOB_POLL_S", 0.01)
+    monkeypatch.setattr(watch, "ask", broken)
+    monkeypatch.setattr(watch, "try_lock", broken)
+    followed = watch._ClusterRun(run=tmp_path, record=JobRecord("lab", "job-1", "/work", remote="/far"), state=state)
+    followed.told(getattr(followed, ending), threading.Event())
+    assert followed.is_lost() and followed.lost == "lab can no longer be followed: KeyError: 'status'"
