@@ -61,7 +61,7 @@ def refit(
 ) -> None:
     """Time refits, weights from trainer ranks into vLLM's parameters, against the plain link and other schemes.
 
-    Exit code 1 if one bit of a delivered weight differs from what was sent.
+    Exit code 1 if one bit of a delivered weight differs from the sent one.
     """
     from rlctl.bench.refit import RefitBench
     from rlctl.preflight.load import load
@@ -390,7 +390,7 @@ def algorithms(
 ) -> None:
     """Compare how algorithms learn: held-out accuracy against rollouts and seconds, over several seeds.
 
-    Whole runs, one after the other. Ctrl-C shows what has been measured until then.
+    Whole runs, one after the other. Ctrl-C shows the measurements until then.
     """
     from rlctl.bench.algorithms import AlgorithmBench
     from rlctl.config.builtin import algorithm_names

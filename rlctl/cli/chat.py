@@ -128,7 +128,7 @@ def _converse(session: "ChatSession") -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what a person types, or the lines of a pipe; empty ones are left out."""
+    """Yield typed lines, or the lines of a pipe; empty ones are left out."""
     with suppress(ImportError):
         import readline  # noqa: F401  (editing and history at the prompt)
     is_terminal = sys.stdin.isatty()

@@ -52,7 +52,7 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Start a cluster, or restart what one that is up has lost. A cluster that cannot start whole is stopped again."""
+    """Start a cluster, or restart the lost parts of one. A cluster that cannot start whole is stopped again."""
     from rlctl.cli.cluster_view import Progress, next_steps
     from rlctl.cluster.status import summary
     from rlctl.config.load_cluster import load_cluster
@@ -88,7 +88,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Print it again every 3 seconds, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the nodes of a cluster, what is free, what listens and what is wrong. Exit code 1 unless it is up."""
+    """Show a cluster: nodes, free devices, listeners and problems. Exit code 1 unless it is up."""
     with explained():
         from rlctl.cli.cluster_view import render
         from rlctl.cluster.status import as_dict, cluster_status

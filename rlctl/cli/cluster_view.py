@@ -1,4 +1,4 @@
-"""The output of `rlctl cluster`: a line a host while it works, a table a cluster, what to type next."""
+"""The output of `rlctl cluster`: a line a host while it works, a table a cluster, the next command."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ _COLOURS = {"up": "green", "partly up": "yellow", "not joined": "yellow", "waiti
 
 
 class Progress:
-    """Printed lines of what is done, and on a terminal a spinner with what is being done."""
+    """Printed lines on finished work, and on a terminal a spinner for the work in hand."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)
@@ -133,7 +133,7 @@ def _nodes_table(seen: ClusterStatus) -> Table:
 
 
 def _amounts(each: NodeStatus) -> list[str]:
-    """Return what is free of all: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
+    """Return the free share: CPUs and GPUs as Ray gives them out, memory and disk as the host has them."""
     ray = [f"{each.free.get(name, 0):g}/{each.total.get(name, 0):g}" if each.in_ray else "–" for name in ("CPU", "GPU")]
     if not each.facts:
         return [*ray, "–", "–"]

@@ -19,7 +19,7 @@ _PREFERENCES = f"pairs of answers train nothing here: rlctl train sft RECIPE, or
 _WEIGHTS = "a checkpoint is whole already: rlctl export RUN FOLDER copies it for transformers and vLLM"
 _SERVE = "vllm serve RUN/checkpoints/step_N/hf serves a checkpoint, and rlctl chat RUN talks to it"
 _EVALUATE = "rlctl eval RUN measures it"
-# Word of another tool -> what to type. A word that a group has is found there, without a row.
+# Word of another tool -> answer. A word that a group has is found there, without a row.
 _WORDS = {
     # TRL
     "dpo": _PREFERENCES,
@@ -62,7 +62,7 @@ _SAME = {"ls": "list", "ps": "list", "view": "show", "watch": "dash", "tail": "l
 
 
 class Commands(TyperGroup):
-    """A group of commands in which one that does not exist is answered with one line."""
+    """A group of commands. It answers an unknown command with one line."""
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:  # type: ignore[override]
         """Return the command that `args` begin with. Raises ConfigError if there is none."""
@@ -80,7 +80,10 @@ class Commands(TyperGroup):
 
 
 def _remark(path: str, word: str, here: list[str], inside: dict[str, str]) -> str:
-    """Return the answer to a `word` that the group `path` does not have. here, inside: what it and its groups have."""
+    """Return the answer to an unknown `word` of the group `path`.
+
+    here: the commands of the group. inside: those of its groups, by GROUP COMMAND.
+    """
     if word in _WORDS and path in ("rlctl", "rlctl train"):
         return _WORDS[word]
     if (same := _SAME.get(word)) in here:

@@ -25,7 +25,7 @@ def complete_recipe(incomplete: str) -> Offers:
 
 
 def complete_config(incomplete: str) -> Offers:
-    """Offer what names a config: shipped recipes, YAML files and run directories."""
+    """Offer names of configs: shipped recipes, YAML files and run directories."""
     return [*complete_recipe(incomplete), *_paths(incomplete)]
 
 

@@ -1,4 +1,4 @@
-"""`rlctl config`: shows a run's config, where each value comes from, what is wrong with it, and what each key means."""
+"""`rlctl config`: shows a run's config: values with their origins, mistakes, and the meaning of each key."""
 
 import shlex
 from typing import Annotated

@@ -20,7 +20,7 @@ MOST_INDENT = 44  # columns before the comments
 
 
 def lines(root: ConfigNode) -> list[tuple[str, str, str]]:
-    """Return (line of YAML, where its value was written, what its key means); the lines together are the config."""
+    """Return (line of YAML, origin of its value, meaning of its key); the lines together are the config."""
     return [
         (text, str(node.origin) if node else "", _FIELDS.get(generic(key), {}).get("doc", "") if node else "")
         for text, node, key in _render(root, "", "")

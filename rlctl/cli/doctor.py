@@ -1,4 +1,4 @@
-"""`rlctl doctor`: shows what this machine has and lacks, and the command that mends it."""
+"""`rlctl doctor`: checks this machine and prints the command that mends each problem."""
 
 import json
 from dataclasses import asdict
@@ -15,7 +15,7 @@ _SIGNS = {"ok": ("ok", "green"), "warning": ("!", "yellow"), "broken": ("broken"
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Check this machine: what it has, what it lacks, and the command that mends it.
+    """Check this machine, and name the command that mends each problem.
 
     Exit code 1 if something that a run needs is broken.
     """

@@ -44,7 +44,7 @@ def show_plan(composed: "Composed", plan: "RunPlan", resumed: "Resumed | None", 
 
 
 def refuse(composed: "Composed", why: str | None, key: str = "trainer.num_ranks") -> None:
-    """Raise ConfigError if the machine cannot do what is asked by `key`. why: the reason, None if it can."""
+    """Raise ConfigError if the machine cannot do what `key` asks. why: the reason, None if it can."""
     if why:
         raise ConfigError([Problem(str(composed.origins.get(key, "")), key, why)])
 

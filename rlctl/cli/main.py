@@ -91,7 +91,7 @@ def root(
 def main() -> None:
     """Run the command line in a process of its own, and end it with the command's exit code."""
     codes: list[int] = []
-    # Registered before those of what a command imports, called after them.
+    # Registered before the handlers of imported libraries, called after them.
     atexit.register(_skip_teardown, codes)
     # In a locale without UTF-8, signs that it lacks are `?`: no reason to end a command or a run.
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _skip_teardown(codes: list[int]) -> None:
-    """End the process without freeing what torch, transformers and Ray imported, object by object: 1.2 s of CPU."""
+    """End the process without freeing every object of torch, transformers and Ray: 1.2 s of CPU."""
     # Output that cannot be written is the interpreter's to report.
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -129,7 +129,7 @@ def answer() -> None:
     except OSError as error:
         if error.errno in _FULL:
             say(f"error: {error.filename or 'the output'} cannot be written: {error.strerror}", err=True)
-            # The interpreter would report what is left in the buffer, and change the exit code.
+            # The interpreter would report the rest of the buffer, and change the exit code.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(FAILED)
         # A path that was typed and can be none, or may not be written: no defect, whose traceback would help.

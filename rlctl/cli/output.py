@@ -62,7 +62,7 @@ def report(problems: Iterable[Problem]) -> None:
 
 
 def note(lines: Iterable[str]) -> None:
-    """Print on stderr what is worth knowing but stops nothing."""
+    """Print remarks on stderr. They stop nothing."""
     from rich.text import Text
 
     for line in lines:

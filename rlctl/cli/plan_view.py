@@ -41,7 +41,7 @@ def format_rows(title: str, rows: list[tuple[str, str]]) -> Group:
 
 
 def data_rows(rows: "RunRows | None", ends: "EndTokens | None") -> list[tuple[str, str]]:
-    """Return what was read of the data, and the tokens that end an answer. Both are None where they are a hub's."""
+    """Return the facts of the data, and the tokens at which an answer ends. Both are None where they are a hub's."""
     known = str(ends) if ends else "not known: the model is not on this machine"
     if rows is None:
         return [
@@ -82,7 +82,7 @@ def _where(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _on_nodes(placement: Placement) -> list[tuple[str, str]]:
-    """Return a row for each node in use: who is there, and what is reserved for them."""
+    """Return a row for each node in use: processes and their reserved resources."""
     rows = []
     for node in placement.used:
         ranks = [str(i) for i, slot in enumerate(placement.trainers) if slot.node == node]

@@ -24,7 +24,7 @@ Name = Annotated[
 
 @app.command("list", epilog=examples("rlctl recipes list"))
 def list_() -> None:
-    """List every recipe with what it reaches, and the algorithms that go over any recipe."""
+    """List every recipe with its result, and the algorithms for any recipe."""
     from rich.table import Column, Table
 
     out = console()

@@ -1,4 +1,4 @@
-"""`rlctl train --resume`: finds the run, checks it against its newest checkpoint, and shows what is left to do."""
+"""`rlctl train --resume`: finds the run, checks it against its newest checkpoint, and shows the remaining steps."""
 
 import shlex
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Resumed:
     overrides: list[str]
 
     def command(self, kind: str, where: str) -> str:
-        """Return the command that does what a dry run showed. where: the options of a cluster."""
+        """Return the command of the run that a dry run showed. where: the options of a cluster."""
         return shlex.join(["rlctl", "train", kind, "--resume", str(self.asked), *self.overrides]) + where
 
 
@@ -65,7 +65,7 @@ def refuse_contradictions(composed: "Composed", run: Path) -> None:
 
 
 def plan_of_resume(composed: "Composed", run: Path) -> list[tuple[str, str]]:
-    """Return rows of what a resume goes on from, what is left and what changes.
+    """Return rows on a resume: its checkpoint, the steps that are left, the changed keys.
 
     Raises ConfigError if no checkpoint is whole.
     """
@@ -95,7 +95,7 @@ def _checkpoints(run: Path) -> "Checkpoints":
     from rlctl.run.checkpoints import Checkpoints
     from rlctl.run.run_dir import RunDir
 
-    # What is kept matters to one that saves.
+    # keep_last and keep_best matter to a run that saves alone.
     return Checkpoints(RunDir(run).checkpoints, 1, 0)
 
 

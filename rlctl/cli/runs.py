@@ -237,7 +237,7 @@ def _stop_driver(folder: Path, start: "dict[str, Any]") -> None:
 
 
 def _bring_up_to_date(folder: Path) -> None:
-    """Copy what has happened to a run since, if a cluster drives it."""
+    """Copy the newest records of a run, if a cluster drives it."""
     if not (folder / "job.json").is_file():
         return
     from rlctl.cluster.jobs.watch import refresh_run

@@ -1,4 +1,4 @@
-"""`rlctl train`: loads the config, shows the plan or hands the run over; what a run does is in `launch`."""
+"""`rlctl train`: loads the config, shows the plan or hands the run over; the run itself is in `launch`."""
 
 from dataclasses import replace
 from importlib.util import find_spec

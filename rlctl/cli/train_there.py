@@ -96,7 +96,7 @@ def watch(run: Path, every: int = 1, dashboard: str = "auto") -> int:
 
     screen = dashboard == "on" or (dashboard == "auto" and sys.stdout.isatty())
     with suppress(KeyboardInterrupt), follow_run(run) as following:
-        # What is here may be the end of an earlier attempt.
+        # The local copy may end with an earlier attempt.
         refresh_run(run)
         submitted = (run / "job.json").stat().st_mtime
         view = LiveDashboard(RunDir(run), SafeConsole()) if screen else LineView(RunDir(run), every, submitted)

@@ -40,7 +40,7 @@ def try_all(composed: "Composed", *, rewards: bool, environments: bool, fetch: b
         except ConfigError as error:
             problems += error.problems
     if problems:
-        # What is wrong with the row or the tokenizer is wrong for both.
+        # A wrong row or tokenizer is wrong for both.
         raise ConfigError(dict.fromkeys(problems))
     return lines
 
@@ -66,7 +66,7 @@ def _try_rewards(composed: "Composed", fetch: bool) -> list[str]:
     except DataError as error:
         raise ConfigError([Problem("", "data", str(error))]) from error
     except UnusableError as error:
-        # What is wrong with all of them stands at the first.
+        # A problem of all is told at the first.
         found = [
             (f"rewards.{index or 0}.name", "rewards" if index is None else "", why) for index, why in error.problems
         ]
@@ -137,7 +137,7 @@ def try_environments(composed: "Composed", section: "DatasetSection", row: "Row"
 
 @contextmanager
 def _as_config_errors(composed: "Composed") -> Iterator[None]:
-    """Raise ConfigError for environments that cannot be used, and for data that cannot."""
+    """Raise ConfigError for unusable environments and data."""
     from rlctl.data.files import DataError
     from rlctl.environments.pool import UnusableEnvironmentError
 
@@ -152,7 +152,7 @@ def _as_config_errors(composed: "Composed") -> Iterator[None]:
 def _score_of_first_row(config: GrpoConfig) -> "Score":
     """Score the first row of data.train, answered with its own answer.
 
-    Raises UnusableError for rewards that are no use, DataError for a row or a tokenizer that is none.
+    Raises UnusableError for unusable rewards, DataError for a bad row or tokenizer.
     """
     from rlctl.data.load import load_chat, load_prompts
     from rlctl.rewards.scorer import Scorer

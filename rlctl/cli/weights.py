@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def config_of(target: "Target", seed: int, system: str | None = None) -> "tuple[GrpoConfig, int]":
     """Return the config of an engine with these weights, and the most tokens of an answer. Raises ConfigError.
 
-    Weights that no GRPO run made have the tiny recipe's, of which no data is read, with the defaults of generation.
+    Weights of no GRPO run have the tiny recipe's config, without its data, and the defaults of generation.
     """
     import yaml
 
@@ -65,14 +65,14 @@ def overrides_for(target: "Target") -> list[str]:
 
 
 def tell(kind: str, **what: Any) -> None:
-    """Say what goes wrong while engines sample."""
+    """Print warnings of engines that sample."""
     if kind in ("warning", "engine_restarted", "engine_gone"):
         say(f"note: {what.get('what') or f'{kind}: {what}'}", err=True)
 
 
 @contextmanager
 def explained_weights(interrupted: str) -> Iterator[None]:
-    """End a command with one line and the right exit code for what is wrong with weights, data or engines.
+    """End a command with one line and the right exit code for bad weights, data or engines.
 
     interrupted: the line for Ctrl-C.
     """

@@ -14,7 +14,7 @@ from rlctl.config.fields import spec
 
 @dataclass
 class UserClassSection:
-    """Keys of a class of the user's own, whatever it is."""
+    """Keys of a user's class."""
 
     name: str = spec(
         "A class of one's own: module:Class or file.py:Class. The fields of the class are further keys.", path="plugin"

@@ -1,4 +1,4 @@
-"""The YAML that comes with rlctl (defaults in configs/, complete runs in recipes/), and which file a name means."""
+"""The YAML of rlctl: defaults in configs/, complete runs in recipes/, and the file of a name."""
 
 import os
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from rlctl.config.run_weights import run_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _INSTALLED = _PACKAGE / "share"
-# A wheel carries the folders inside the package; a checkout has them beside it.
+# A wheel carries the folders inside the package; a checkout has them next to it.
 _ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent
 
 CONFIGS = _ROOT / "configs"
@@ -55,11 +55,11 @@ def find_recipe(recipe: str) -> Path:
 def find(name: str, beside: Path, other_than: Path | None = None) -> Path | None:
     """Return `name`, with or without .yaml, in `beside`, else among the shipped recipes, else the shipped configs.
 
-    other_than: a file that is not meant, so that a recipe may have the name of what it inherits.
+    other_than: a file to leave out: a recipe may have the name of its parent.
     """
     for folder in (beside, RECIPES, CONFIGS):
         for candidate in (folder / name, folder / f"{name}.yaml"):
-            # Path.is_file would raise for what no file can be named.
+            # Path.is_file raises for an impossible name.
             if os.path.isfile(candidate) and candidate.resolve() != other_than:
                 return candidate.resolve()
     return None

@@ -39,7 +39,7 @@ _RECIPE = RECIPE.split(".")
 def compose(recipe: Path, overrides: list[str], within: str = "") -> ConfigNode:
     """Return the merged tree of the file `recipe`, its references filled in.
 
-    within: dotted key of the whole config that is meant, in place of the one that holds it. Raises ConfigError: a
+    within: dotted key of a whole config inside the file: return that one. Raises ConfigError: a
     parent not found, unreadable YAML, a malformed override or reference, too many values.
     """
     root = _with_recipe(complete(_inherit(recipe, (), {})))
@@ -80,7 +80,7 @@ def _with_recipe(root: ConfigNode) -> ConfigNode:
 
 
 def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode]) -> ConfigNode:
-    """Return the file over its parents. known: what was read already, since many may inherit from one."""
+    """Return the file over its parents. known: files that were read already."""
     if path in known:
         return known[path]
     root = read_file(path)
@@ -105,7 +105,7 @@ def _inherit(path: Path, below: tuple[Path, ...], known: dict[Path, ConfigNode])
 
 
 def _undone(root: ConfigNode) -> ConfigNode:
-    """Return the tree with the defaults of each section that is null: what was inherited for it is undone."""
+    """Return the tree with its defaults in each section that is null. Nothing inherited is left of the section."""
     kind = node_at(root, ["kind"])
     if kind is None or not isinstance(kind.value, str) or kind.value not in KINDS:
         return root
@@ -139,7 +139,7 @@ def _parents(node: ConfigNode | None) -> list[ConfigNode]:
 def _apply(root: ConfigNode, overrides: list[str]) -> ConfigNode:
     problems = []
     root = _named_anew(root, overrides)
-    # A recipe comes before its keys, in whatever order they are given.
+    # A recipe comes before its keys, in any order of overrides.
     for number, text in sorted(enumerate(overrides, start=1), key=lambda each: not each[1].startswith(f"{RECIPE}=")):
         origin = Origin(override=number, text=text)
         key, equals, value = text.partition("=")

@@ -28,14 +28,14 @@ TYPE_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 # Keys of an unknown section that are looked for among ours: a huge one takes a second, not minutes.
 _MOST_UNKNOWN = 500
-# What a 64-bit integer holds: what torch, numpy and vLLM take.
+# Largest 64-bit integer, the bound of torch, numpy and vLLM.
 _MOST = 2**63 - 1
 # Unknown keys of one config for which the nearest one is looked for.
 _MOST_HINTS = 150
 
 
 class Converter(Generic[T]):
-    """Converts one tree to a `kind`, in which what was wrong is BROKEN.
+    """A conversion of one tree to a `kind`. A wrong value becomes BROKEN.
 
     recipe: the file to name when something is missing. among: schemas that a misplaced key may belong to.
     parents: the files that hold the defaults. away: absolute paths that are not here are left to where they are.
@@ -59,7 +59,7 @@ class Converter(Generic[T]):
         # Keys and sections that are not there.
         self.missing: list[str] = []
         self._runs: Path | None = None
-        # Keys that no section has, each with the node that it is written at.
+        # Unknown keys, each with its node.
         self.unknown: list[tuple[str, ConfigNode]] = []
         kinds = {each: [key for key, _ in schema_keys(each)] for each in among}
         sections = {key.rpartition(".")[0] for keys in kinds.values() for key in keys}
@@ -76,7 +76,7 @@ class Converter(Generic[T]):
         return config
 
     def _section(self, kind: type[Any], node: ConfigNode, key: str, others: Iterable[type[Any]] = ()) -> Any:
-        """Return the section as a `kind`. others: what it could be under another name."""
+        """Return the section as a `kind`. others: its possible kinds under other names."""
         if not isinstance(node.value, dict):
             return self._wrong(node, key, f"must be a section of `key: value`, not {_shown(node)}")
         keys = keys_of(kind)
@@ -114,7 +114,7 @@ class Converter(Generic[T]):
         return self._path(value, node, field, key)
 
     def _path(self, value: Any, node: ConfigNode, field: "Field[Any]", key: str) -> Any:
-        """Return the place of what a text names; other values as they are."""
+        """Return the path behind a text; other values as they are."""
         if not isinstance(value, str) or value in literals(field.type):
             return value
         try:
@@ -174,7 +174,7 @@ class Converter(Generic[T]):
         return BROKEN
 
     def _unknown(self, node: ConfigNode, key: str, here: list[str]) -> None:
-        """Report a key that no section has; of a section that nobody knows, each key within that leads somewhere."""
+        """Report an unknown key. Of an unknown section, report each key with a remark, then the names of the others."""
         self.unknown.append((key, node))
         self._hints += 1
         if self._hints > _MOST_HINTS:
@@ -230,7 +230,7 @@ def _passed(node: ConfigNode, value: int | float, limits: Any) -> str:
     most = limits.get("most", most)
     if math.isfinite(value) and not least <= value <= most:
         return f"{f'at most {most}' if value > most else f'at least {least}'}, not {_shown(node)}"
-    # Written so that nan, which compares false with everything, is out of every range.
+    # nan compares false with everything, so it is out of every range.
     within = {"ge": lambda limit: value >= limit, "gt": lambda limit: value > limit,
               "le": lambda limit: value <= limit, "lt": lambda limit: value < limit}  # fmt: skip
     if math.isfinite(value) and all(within[name](limits[name]) for name in LIMITS if name in limits):

@@ -1,4 +1,4 @@
-"""Mistakes in a config: every problem is one line that says where, which key, what, and what is right."""
+"""Mistakes in a config: one line a problem, with place, key, mistake and remedy."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Problem:
     def __str__(self) -> str:
         key = "" if f" {self.key}=" in self.where else self.key
         line = ": ".join(shortened(" ".join(part.split())) for part in (self.where, key, self.what) if part)
-        # An argument that is no UTF-8 arrives with surrogates, which no stream takes.
+        # An argument that is no UTF-8 arrives with surrogates. No stream takes them.
         return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -35,11 +35,11 @@ class ConfigError(Exception):
 
 
 class ModelError(ValueError):
-    """A model that rlctl does not train, or weights that cannot be used; one line for the user."""
+    """A model or weights that rlctl cannot use; one line for the user."""
 
 
 def shortened(text: str, most: int = LONGEST) -> str:
-    """Return `text`, its middle left out if it has over `most` letters: an error is one line, whatever was given."""
+    """Return `text`, its middle left out if it has over `most` letters: an error is one line."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-(most // 4) :]}"
 
 
@@ -60,7 +60,7 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class _Broken:
-    """A value that raises BrokenValueError whatever is asked of it."""
+    """A value whose every use raises BrokenValueError."""
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __call__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __str__ = __format__ = __fspath__ = _refuse
@@ -68,5 +68,5 @@ class _Broken:
     __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __index__ = _refuse
 
 
-# In place of a value that was found wrong, so that everything else can still be checked.
+# Stands for a wrong value while everything else is checked.
 BROKEN: Any = _Broken()

@@ -1,6 +1,6 @@
 """Rules of a schema: a dataclass a section; a field has its meaning and limits, and no default.
 
-Defaults are in `configs/` alone. `spec(...)` puts the meaning and the allowed range beside the field; `convert.py`
+Defaults are in `configs/` alone. `spec(...)` puts the meaning and the allowed range at the field; `convert.py`
 enforces both, `rlctl config show --doc` prints the meaning, and `configs/README.md` lists them all.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 T = TypeVar("T")
 
-# Largest numbers that make sense: what is above is a slip, and its arithmetic would take for ever.
+# Largest sensible numbers. A larger one is a slip, and its arithmetic would not end.
 MOST_PROCESSES = 1 << 14
 MOST_SEQUENCES = 1 << 20
 MOST_SECONDS = 10**8

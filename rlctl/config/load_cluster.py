@@ -133,7 +133,7 @@ def _entries(key: str, config: ClusterConfig) -> str | None:
 
 
 def _fits(key: str, limit: str, config: ClusterConfig) -> str | None:
-    """Check that shared memory is less than memory, of which it is a part."""
+    """Check that shared memory is less than all memory."""
     amounts = []
     for text in (getattr(config, key), getattr(config, limit)):
         quantity = _QUANTITY.fullmatch(text)

@@ -21,7 +21,7 @@ FILES_BY_PATH = {".".join(path): kind for path, kind in (*_LISTS.items(), *_SECT
 
 @cache
 def defaults_of(kind: str, name: str) -> ConfigNode:
-    """Return the defaults of what has this `name`. kind: "reward", "environment", "tracker", "loss" or "advantage"."""
+    """Return the defaults for this `name`. kind: "reward", "environment", "tracker", "loss" or "advantage"."""
     root = read_file(CONFIGS / f"{kind}.yaml")
     assert isinstance(root.value, dict)
     return merge(root.value["all"], root.value.get(name, ConfigNode({}, root.origin)))
@@ -52,7 +52,7 @@ def complete(root: ConfigNode) -> ConfigNode:
 def merge_named(base: ConfigNode, over: ConfigNode) -> ConfigNode:
     """Return `merge`, where a section that names another loss or advantage than before begins anew.
 
-    A key of the one before may mean something else in the new one. Its `name` has a note of what is left out.
+    A key of the one before may mean something else in the new one. Its `name` has a note of the left-out keys.
     """
     for path in map(list, _SECTIONS):
         before, after = node_at(base, path), node_at(over, path)

@@ -46,7 +46,7 @@ def resolve(text: str, kind: str, origin: Origin, runs: Path | None = None) -> s
     if kind == "model" and (weights := _weights(given, [*folders, *([runs] if runs else [])])):
         return str(weights.resolve())
     for folder in folders:
-        # Path.exists would raise for what no file can be named. A pipe or device has no end.
+        # Path.exists raises for an impossible name. A pipe or device has no end.
         if os.path.isfile(folder / given) or (os.path.isdir(folder / given) and kind != "template"):
             return str((folder / given).resolve())
         if os.path.exists(folder / given):

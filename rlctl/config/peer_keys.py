@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class PeerKey(NamedTuple):
-    """A key of another tool, and what means the same here."""
+    """A key of another tool, and its equal here."""
 
     tool: str
     key: str

@@ -41,7 +41,7 @@ def load_plugin(name: str, base: str) -> tuple[type[Any] | None, str]:
 def plugin_options(
     plugin: type[Any], base: type[Any], given: Mapping[str, Any], key: str = ""
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the values of the fields that `plugin` adds to `base`, and every mistake in what is `given`.
+    """Return the values of `plugin`'s own fields, those beyond `base`, and every mistake in `given`.
 
     key: the section, which the problems name; their `where` is empty.
     """
@@ -63,7 +63,7 @@ def plugin_options(
         plugin.__name__, [(each.name, hints[each.name], field(metadata=metadata[each.name])) for each in own]
     )
     given_nodes = {name: _node(value) for name, value in given.items()}
-    # A default is not converted: it is what the class says.
+    # A default is not converted: the class decides.
     filler = {each.name: _node(None) for each in own if each.name not in given}
     converter: Converter[Any] = Converter(section, "", among=(section,))
     values = converter.convert(ConfigNode({**given_nodes, **filler}, Origin()), key)

@@ -4,7 +4,7 @@ from rlctl.config.grpo_schema import RewardSection
 
 # Name in the config -> maker of the reward from its section.
 REWARDS = {name: f"rlctl.rewards.builtin:{name}" for name in ("exact", "regex", "math_verify", "reasoning_gym")}
-# What stands before the colon of a data set's path -> class that makes its rows.
+# Prefix of a data set's path, before its colon -> class of its rows.
 ROW_GENERATORS = {"reasoning_gym": "rlctl.data.reasoning_gym:ReasoningGym"}
 # Name in the config -> class of the loss, and of the advantage.
 LOSSES = {
@@ -34,7 +34,7 @@ ENVIRONMENTS = {
 }
 # Column that chooses the environment of a row.
 ENVIRONMENT_COLUMN = "environment"
-# What a class of the user's own inherits from.
+# Bases of users' classes.
 LOSS_BASE, ADVANTAGE_BASE = "rlctl.grpo.losses.base:PolicyLoss", "rlctl.grpo.advantages.base:Advantage"
 # Name in the config -> the engine's `EngineKind`.
 ENGINES = {"vllm": "rlctl.generation.vllm.kind:KIND"}

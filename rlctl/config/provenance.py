@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """A dumper that quotes what either version of YAML would not read as text, and repeats shared values."""
+    """A dumper of text that both versions of YAML read as text. It repeats shared values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -118,12 +118,12 @@ class ConfigNode:
     text: str | None = None
     # The text with the reference that gave the value, if it reads the environment.
     secret: str | None = None
-    # What is said of the value once, when the config is loaded.
+    # A note on the value, printed once, when the config is loaded.
     note: str | None = None
 
 
 class Interpolation(str):
-    """Text whose `${` is a reference for whoever reads the dumped config."""
+    """Text whose `${` is a reference for a reader of the dumped config."""
 
 
 def show_path(path: Path) -> str:
@@ -217,7 +217,7 @@ def read_value(text: str, origin: Origin) -> ConfigNode:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file. Raises OSError, also for what may have no end: a pipe, a device."""
+    """Return the text of a file. Raises OSError, also for a pipe or a device, which may have no end."""
     kind = path.stat().st_mode
     if not stat.S_ISREG(kind):
         raise OSError(0, "is a folder" if stat.S_ISDIR(kind) else "is no ordinary file")
@@ -296,7 +296,7 @@ def _escape(data: Any) -> Any:
 
 
 class _Reader:
-    """A converter of PyYAML's nodes of one file (None: an override) to ours; an alias counts as what it names."""
+    """A converter of PyYAML's nodes of one file (None: an override) to ours; an alias counts as its target."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file

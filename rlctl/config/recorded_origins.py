@@ -23,7 +23,7 @@ def with_origins(text: str, origins: Mapping[str, str]) -> str:
 
 
 def recorded_origins(path: Path) -> dict[str, str]:
-    """Return dotted key -> origin, of the values in a file that have such a comment; none of what is no YAML."""
+    """Return dotted key -> origin, of the values in a file that have such a comment; none where it is no YAML."""
     try:
         text = path.read_text(encoding="utf-8")
         ends = list(_ends(yaml.compose(text, Loader=yaml.SafeLoader), ""))

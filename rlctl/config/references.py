@@ -15,7 +15,7 @@ _MOST_REFERENCES = 100
 _MOST_LETTERS = 1_000
 # A value within a value within a value: OmegaConf calls itself for each, and a stack has an end.
 _MOST_DEEP = 24
-# What a value costs besides its letters.
+# Cost of a value, besides its letters.
 _VALUE = 32
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\\$\{")
 _INNERMOST = re.compile(r"\$\{([^{}]*)\}")
@@ -99,7 +99,7 @@ def _parse(text: str) -> tuple[list[str], bool]:
         if is_resolver:
             secret = True
         else:
-            # OmegaConf takes `[a][0]`, `a[0]` and `a.0` alike.
+            # OmegaConf takes `[a][0]`, `a[0]` and `a.0`.
             keys.append(re.sub(r"\[(\w+)\]", r".\1", name).strip().removeprefix("."))
         rest = rest.replace(found[0], _FILLED, 1)
     if "${" in rest:

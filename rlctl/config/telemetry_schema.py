@@ -1,4 +1,4 @@
-"""Sections of what a run tells others: trackers and their packages, and the dashboard."""
+"""Sections on telemetry: trackers and their packages, and the dashboard."""
 
 # ruff: noqa: RUF009  (spec() makes a field, not a default)
 
