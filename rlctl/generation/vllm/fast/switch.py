@@ -15,7 +15,7 @@ from rlctl.generation.vllm.fast.prefix_hashes import PrefixHashes
 from rlctl.generation.vllm.fast.step_outputs import StepOutputs
 
 # By device, versions of vLLM: a new one is added when both tests pass with it.
-COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1",)}
+COMPARED = {"cpu": ("0.32.0",), "cuda": ("0.25.1", "0.33.0")}
 # Names of a scheduler, and of its parts, that the shortened steps read or set.
 SCHEDULER = (
     "_pause_state",
