@@ -268,7 +268,7 @@ def length_metrics(sampled: list[int]) -> dict[str, float]:
 
 
 def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean over a step's updates, of tokens of an age weighted by their share.
+    """Return the mean over a step's updates, of tokens of an age weighted by their share, and the sum of offload/*.
 
     The mismatch is the first update's, made by the weights that sampled. So is ratio/clipped_first: the share of tokens
     that bounds hold before the policy has moved. It is left out where older weights sampled and the ratio is to them.
@@ -282,6 +282,8 @@ def update_metrics(updates: Rows[Mapping[str, float]]) -> dict[str, float]:
         found[name] = float(np.average([update[name] for update in having], weights=shares))
         if name.startswith("mismatch/") and not by_age:
             found[name] = having[0][name]
+        if name.startswith("offload/"):
+            found[name] = sum(update[name] for update in having)
     held = [made[0][name] for name in ("ratio/clipped_low", "ratio/clipped_high") if name in made[0]] if made else []
     # Only a ratio to the trainer's own log-probs has an importance weight.
     if held and ("importance/mean" in made[0] or made[0].get("age/share_0", 1.0) == 1.0):
@@ -297,6 +299,9 @@ def refit_metrics(report: RefitReport) -> dict[str, float]:
     return {
         "refit/seconds": report.seconds,
         "refit/gb_per_s": report.bytes / report.seconds / 1e9,
+        "refit/pack": report.pack,
+        "refit/wire": report.wire,
+        "refit/load": report.load,
         "refit/pause": report.commit,
         "refit/stall": report.stall,
     } | turns

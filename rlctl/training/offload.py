@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlctl.preflight.backend import STATES, State
 from rlctl.preflight.offload_plan import PHASES, Phase, Place, Residency
-from rlctl.utils.device_stream import DeviceStream
+from rlctl.utils.device_stream import DeviceStream, Span, elapsed
 
 # Where each tensor begins in the buffer, in bytes: a multiple of what copy engines and every dtype like.
 _ALIGNED = 512
@@ -40,6 +40,8 @@ class OffloadedTensors:
         self._device = self._storages[0].device if self._storages else torch.device("cpu")
         self._stream = DeviceStream(self._device)
         self._buffer: Tensor | None = None
+        # Copies whose duration `seconds` has not returned yet.
+        self._copies: list[Span] = []
         self.place: Place = "device"
 
     @property
@@ -74,6 +76,12 @@ class OffloadedTensors:
         """Wait until every copy is done: only then may the host read or write what `at_hand` gives."""
         self._stream.wait()
 
+    def seconds(self) -> float:
+        """Return the seconds of the copies that ended since the last call, whatever ran meanwhile."""
+        ended = [span for span in self._copies if span[1].reached()]
+        self._copies = self._copies[len(ended) :]
+        return elapsed(ended)
+
     def at_hand(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or its own bytes in host memory if it is there: neither moved nor copied."""
         start = self._starts.get(tensor.untyped_storage()._cdata)
@@ -101,11 +109,13 @@ class OffloadedTensors:
                 weakref.finalize(self, _unlock, self._buffer, self._stream).atexit = False
         # Behind the current stream, which computed the tensors, or had other tensors in their memory until now.
         self._stream.follow()
+        begin = self._stream.mark()
         with self._stream:
             for storage, start, size in zip(self._storages, self._starts.values(), self._sizes):
                 here, there = _bytes(storage), self._buffer[start : start + size]
                 (there if to_host else here).copy_(here if to_host else there, non_blocking=True)
                 self._stream.keep(here)
+        self._copies.append((begin, self._stream.mark()))
         return self.nbytes
 
 
@@ -124,6 +134,8 @@ class OffloadManager:
                 self.add(state, states[state])
         # Bytes copied so far by phase, to the host and to the device.
         self.moved = {phase: {"to_host": 0, "to_device": 0} for phase in PHASES}
+        # What `metrics` has told of them.
+        self._told = self.totals()
 
     def add(self, state: State, tensors: Iterable[Tensor]) -> None:
         """Move one more state from now on. Its tensors are on the device until the next `enter`."""
@@ -156,6 +168,19 @@ class OffloadManager:
         return {
             f"moved_{way}": float(sum(each[way] for each in self.moved.values())) for way in ("to_host", "to_device")
         }
+
+    def metrics(self) -> dict[str, float]:
+        """Return offload/to_host_gb, offload/to_device_gb and offload/seconds since the last call.
+
+        Empty if no byte moved. Seconds are those of the copies: a step loses fewer, where computing goes on meanwhile.
+        """
+        before, self._told = self._told, self.totals()
+        gigabytes = {name: (size - before[name]) / 1e9 for name, size in self._told.items()}
+        if not any(gigabytes.values()):
+            return {}
+        seconds = sum(offloaded.seconds() for offloaded in self._offloaded_sets.values())
+        ways = {f"offload/{name.removeprefix('moved_')}_gb": size for name, size in gigabytes.items()}
+        return {**ways, "offload/seconds": seconds}
 
 
 def _on_device(tensors: Iterable[Tensor]) -> list[Tensor]:

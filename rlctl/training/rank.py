@@ -148,9 +148,10 @@ class TrainerRank(ABC):
         """End the update: reduce the gradients, divide them by `loss.normalizer(totals)`, clip, make an optimizer step.
 
         totals: over all ranks and parts of the update. Returns metrics that are equal on every rank: the loss's,
-        train/grad_norm (divided, before clipping) and train/lr. Returns nothing, and makes no optimizer step, if
-        nothing was accumulated or the normalizer is 0. A norm of exactly 0 makes no optimizer step either: AdamW's
-        momentum and decay would move weights that nothing pulls. There is no train/lr then.
+        train/grad_norm (divided, before clipping) and train/lr. offload/* are this rank's own, since the update before.
+        Returns nothing, and makes no optimizer step, if nothing was accumulated or the normalizer is 0. A norm of
+        exactly 0 makes no optimizer step either: AdamW's momentum and decay would move weights that nothing pulls.
+        There is no train/lr then.
 
         Raises FloatingPointError, on every rank and with nothing updated, for a loss or a gradient norm that is not
         finite.
@@ -170,7 +171,8 @@ class TrainerRank(ABC):
         finally:
             self._zero_gradients()
         self._updates += norm > 0
-        return metrics.join() | {"train/grad_norm": norm} | ({"train/lr": lr} if norm else {})
+        made = metrics.join() | {"train/grad_norm": norm} | ({"train/lr": lr} if norm else {})
+        return made | self._state.metrics()
 
     def discard(self) -> None:
         """Forget what `accumulate` took."""

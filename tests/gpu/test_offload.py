@@ -86,8 +86,10 @@ def test_each_phase_moves_eight_bytes_a_parameter_and_frees_as_many(model: Path,
         assert moved(one) == (2 * size, size)
         one.reference_log_probs([DATA])
         assert moved(one) == (2 * size, size)
-        one.train([DATA], LOSS, totals(DATA))
+        told = one.train([DATA], LOSS, totals(DATA))
         assert moved(one) == (2 * size, 2 * size)
+        assert (told["offload/to_host_gb"], told["offload/to_device_gb"]) == (size / 1e9, size / 1e9)
+        assert 0 < told["offload/seconds"] < 1
         assert abs(allocated() - before) <= tensors * BLOCK
 
 

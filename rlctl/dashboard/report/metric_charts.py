@@ -117,7 +117,10 @@ TABLE = (
     MetricChart(
         _REFIT, "Weight update", ("refit/seconds", "refit/rest", "refit/wake", "refit/pause", "refit/stall"), "seconds"
     ),
+    MetricChart(_REFIT, "Parts of the weight update", ("refit/pack", "refit/wire", "refit/load"), "seconds"),
     MetricChart(_REFIT, "Bandwidth, GB/s", ("refit/gb_per_s",)),
+    MetricChart(_REFIT, "Offloading, seconds", ("offload/seconds",), "seconds"),
+    MetricChart(_REFIT, "Offloaded, GB", ("offload/to_host_gb", "offload/to_device_gb")),
 )
 # Counters and sums that another chart shows.
 _LEFT_OUT = (

@@ -16,6 +16,7 @@ from rlctl.grpo.metrics import (
     EngineInterval,
     generator_metrics,
     prefix_metrics,
+    refit_metrics,
     rollout_metrics,
     sampling_metrics,
     source_metrics,
@@ -24,6 +25,7 @@ from rlctl.grpo.metrics import (
     update_metrics,
     validation_metrics,
 )
+from rlctl.refit.protocol import RefitReport
 from rlctl.rewards.scorer import Score
 from rlctl.rollout.types import Rollout, RolloutGroup, Waste
 from tests.turns import turn
@@ -228,8 +230,23 @@ def test_a_generator_of_its_own_is_measured_by_its_own_clock() -> None:
 
 
 def test_updates_are_averaged_but_the_mismatch_is_that_of_the_weights_that_sampled() -> None:
-    updates = [{"loss": 1.0, "mismatch/kl": 0.1}, {"loss": 3.0, "mismatch/kl": 0.9}]
-    assert update_metrics(updates) == {"loss": 2.0, "mismatch/kl": 0.1}
+    updates = [{"loss": 1.0, "mismatch/kl": 0.1, "offload/to_host_gb": 2.0}, {"loss": 3.0, "mismatch/kl": 0.9}]
+    assert update_metrics(updates) == {"loss": 2.0, "mismatch/kl": 0.1, "offload/to_host_gb": 2.0}
+    assert update_metrics([{"offload/seconds": 2.0}] * 2) == {"offload/seconds": 4.0}
+
+
+def test_a_refit_tells_its_parts() -> None:
+    report = RefitReport(seconds=2.0, bytes=4_000_000_000, pack=0.5, wire=0.75, load=0.25, commit=0.125, stall=0.0625)
+    assert refit_metrics(report) == {
+        "refit/seconds": 2.0,
+        "refit/gb_per_s": 2.0,
+        "refit/pack": 0.5,
+        "refit/wire": 0.75,
+        "refit/load": 0.25,
+        "refit/pause": 0.125,
+        "refit/stall": 0.0625,
+    }
+    assert refit_metrics(RefitReport(seconds=9.0, rebuilt=(1,))) == {}
 
 
 @pytest.mark.parametrize(
