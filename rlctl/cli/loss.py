@@ -28,7 +28,7 @@ def check(
         typer.Argument(metavar="KEY=VALUE", help="Keys of grpo.loss by their own name, or any others in full."),
     ] = None,
 ) -> None:
-    """Try a loss on made-up rollouts: packing, order, masks, outliers, needs. Exit code 1 if it fails."""
+    """Try a loss on made-up rollouts: sign, packing, order, masks, outliers, needs. Exit code 1 if it fails."""
     from rlctl.config.schema import GrpoConfig
     from rlctl.grpo.losses.base import make_loss
     from rlctl.grpo.losses.check import check_loss

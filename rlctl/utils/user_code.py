@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import math
+import sysconfig
 import traceback
 from collections.abc import Callable, Collection
 from functools import partial
@@ -13,6 +14,11 @@ from typing import Any
 
 from rlctl.utils import plugins
 
+# Folders of code that is nobody's plug-in.
+_LIBRARIES = [
+    *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    Path(plugins.__file__).parents[1],
+]
 # Characters.
 MAX_DETAIL = 200
 MAX_TRACE = 8000
@@ -64,8 +70,24 @@ def import_error(error: BaseException, caller: str) -> str:
     loaders = (caller, plugins.__file__, importlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     inside = [each for each in frames if not each.filename.startswith("<frozen") and each.filename not in loaders]
-    where = f" at {place_of(inside[-1].filename, inside[-1].lineno or 0)}" if inside else ""
+    last = place_of(inside[-1].filename, inside[-1].lineno or 0) if inside else ""
+    where = f" at {place}" if (place := users_place(error) or last) else ""
     return f"cannot import: {type(error).__name__}: {error_text(error)}{where}"
+
+
+def users_place(error: BaseException) -> str:
+    """Return file:line of the innermost frame that is neither Python's, nor an installed package's, nor rlctl's.
+
+    A syntax error stands where the parser found it. Empty if there is no such frame.
+    """
+    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+        return place_of(error.filename, error.lineno or 0)
+    own = [each for each in traceback.extract_tb(error.__traceback__) if _is_users(each.filename)]
+    return place_of(own[-1].filename, own[-1].lineno or 0) if own else ""
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith("<") and not any(Path(file).is_relative_to(folder) for folder in _LIBRARIES)
 
 
 def error_text(error: BaseException) -> str:
@@ -88,13 +110,15 @@ def shortened(text: str) -> str:
 
 
 def raised_at(error: BaseException, function: Callable[..., Any], caller: str) -> str:
-    """Return file:line of the innermost frame in the function's own file, else of the innermost frame.
+    """Return file:line of the innermost frame in the function's own file, else in any of the user's, else of all.
 
     caller: the file that called the function; its frames do not count.
     """
     frames = traceback.extract_tb(error.__traceback__)
     code = _code(function)
     own = [frame for frame in frames if code and frame.filename == code.co_filename]
+    if not own and (place := users_place(error)):
+        return place
     last = (own or [frame for frame in frames if frame.filename != caller])[-1:]
     if last:
         return place_of(last[0].filename, last[0].lineno or 0)

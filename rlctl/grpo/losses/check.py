@@ -189,6 +189,21 @@ def _policy(loss: PolicyLoss) -> str | None:
     return None
 
 
+def _sign(loss: PolicyLoss) -> str | None:
+    """Look at a step on rollouts of advantage 1 and -1, sampled by the policy itself, without KL and entropy terms."""
+    rows = made_up_rows(0, [[6], [6]], spread=0.0)
+    for row, advantage in zip(rows, (1.0, -1.0)):
+        row.fields |= {"advantage": torch.full_like(row.entropy, advantage).detach(), "age": torch.zeros(6).double()}
+    found = outcome(replace(loss, kl_coef=0.0, entropy_coef=0.0), [rows], rows)
+    raised, lowered = (-found.gradients[index].sum().item() for index in (0, 2))
+    remedy = "policy is minimised: the usual term is `-tokens.advantage * tokens.ratio`"
+    if not raised > 0:
+        return f"a step changes the log-prob of a rollout of advantage 1 by {raised:.3g} of its length: {remedy}"
+    if lowered > 0:
+        return f"a step raises the log-prob of a rollout of advantage -1, by {lowered:.3g} of its length: {remedy}"
+    return None
+
+
 def _packing(loss: PolicyLoss) -> str | None:
     for seed, shape in enumerate(_SHAPES):
         rows = made_up_rows(seed, shape)
@@ -314,6 +329,7 @@ def _close(one: float, other: float) -> bool:
 
 
 CHECKS: dict[str, Callable[[PolicyLoss], str | None]] = {
+    "sign": _sign,
     "packing": _packing,
     "order": _order,
     "several rows a rollout": _several_rows,

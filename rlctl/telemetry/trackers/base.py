@@ -24,6 +24,7 @@ from rlctl.config.telemetry_schema import TrackerSection, UserTrackerSection
 from rlctl.telemetry.events import EventLog, Tracker
 from rlctl.telemetry.jsonl import Record
 from rlctl.utils.plugins import load_object
+from rlctl.utils.user_code import users_place
 
 # Seconds: the longest pause after failures in a row.
 _LONGEST_PAUSE_S = 300.0
@@ -136,6 +137,8 @@ class Guarded:
     def _warn(self, error: Exception, what: str) -> None:
         """Warn once of a cause: a kind of error, with a text that differs in more than its numbers."""
         said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if ":" in self._name and (place := users_place(error)):
+            said = f"{said} at {place}"
         cause = re.sub(r"\d+", "0", said)
         if cause not in self._causes and len(self._causes) < _MOST_CAUSES:
             self._causes.add(cause)

@@ -59,6 +59,16 @@ class DeclaresTooMuch(Plain):
     reference: ClassVar[bool] = True
 
 
+class Descends(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(tokens.advantage * tokens.ratio)
+
+
+class ForgetsTheAdvantage(Plain):
+    def policy(self, tokens: PolicyTokens) -> PolicyTerm:
+        return PolicyTerm(-tokens.ratio)
+
+
 class HasNoGradient(Plain):
     def policy(self, tokens: PolicyTokens) -> PolicyTerm:
         return PolicyTerm(-tokens.advantage)
@@ -89,6 +99,8 @@ def test_every_loss_of_rlctl_keeps_the_contract(name: str) -> None:
         (CountsTheEmpty, "normalizer", "two parts have 13 together, the update 12"),
         (Undeclared, "needs", "reads reference_log_prob, which `needs.reference` does not declare"),
         (DeclaresTooMuch, "needs", "declares reference_log_prob, which costs a pass a step, and never reads it"),
+        (Descends, "sign", "a step changes the log-prob of a rollout of advantage 1 by -"),
+        (ForgetsTheAdvantage, "sign", "a step raises the log-prob of a rollout of advantage -1, by "),
         (HasNoGradient, "policy", "value has no gradient at"),
     ],
 )

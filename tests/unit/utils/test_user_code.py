@@ -1,0 +1,46 @@
+"""An error of a plug-in is placed in the user's own files, also where a library raised it."""
+
+from pathlib import Path
+
+import pytest
+
+from rlctl.config.grpo_schema import RewardSection
+from rlctl.config.plugin_options import load_plugin
+from rlctl.config.plugins import ADVANTAGE_BASE, LOSS_BASE
+from rlctl.config.telemetry_schema import UserTrackerSection
+from rlctl.environments.outcomes import EnvironmentSpec
+from rlctl.environments.pool import EnvironmentPool, UnusableEnvironmentError
+from rlctl.rewards.base import RewardError
+from rlctl.rewards.load import load_function
+from rlctl.telemetry.events import EventLog
+from rlctl.telemetry.jsonl import read_records
+from rlctl.telemetry.trackers.base import open_trackers
+
+
+@pytest.mark.parametrize(
+    ("helper", "told"),
+    [
+        ('import json\n\nvalue = json.loads("{")\n', "JSONDecodeError: "),
+        ("import os\n\nvalue = (\n", "SyntaxError: "),
+        ("from os import path\n\nfrom os import pth\n", "ImportError: cannot import name 'pth'"),
+    ],
+)
+def test_a_plug_in_that_cannot_be_imported_names_the_users_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helper: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # Each case has modules of its own names.
+    name = f"{told.partition(':')[0].lower()}_helper"
+    Path(f"{name}.py").write_text(helper)
+    Path(f"{name}_mine.py").write_text(f"import {name}\n\nclass Mine: ...\n")
+    plugin, said = f"{name}_mine.py:Mine", list[str]()
+    said += [load_plugin(plugin, base)[1] for base in (LOSS_BASE, ADVANTAGE_BASE)]
+    with pytest.raises(RewardError) as refused:
+        load_function(RewardSection(plugin, 1.0, None, None, 5.0))
+    own = EnvironmentPool({"own": EnvironmentSpec(plugin, 20.0)}, 1024, 1)
+    with own as pool, pytest.raises(UnusableEnvironmentError) as unusable:
+        pool.contracts()
+    open_trackers([UserTrackerSection(plugin, {})], tmp_path, {}, EventLog(tmp_path / "events.jsonl"))
+    (event,) = read_records(tmp_path / "events.jsonl")
+    for line in (*said, str(refused.value), str(unusable.value), event["what"]):
+        assert told in line and f" at {name}.py:3" in line, line
