@@ -93,6 +93,7 @@ def main() -> None:
     codes: list[int] = []
     # Registered before the handlers of imported libraries, called after them.
     atexit.register(_skip_teardown, codes)
+    _open_standard_streams()
     # In a locale without UTF-8, signs that it lacks are `?`: no reason to end a command or a run.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -101,6 +102,22 @@ def main() -> None:
     except SystemExit as end:
         codes += [end.code] if isinstance(end.code, int) else []
         raise
+
+
+def _open_standard_streams() -> None:
+    """Open each of the three standard streams that the caller closed, on nothing.
+
+    The next file that the process opens would have its number, and get whatever a child process prints.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, so this one.
+            os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", errors="replace"))  # noqa: SIM115
 
 
 def _skip_teardown(codes: list[int]) -> None:
@@ -116,9 +133,21 @@ def _skip_teardown(codes: list[int]) -> None:
 def answer() -> None:
     """Run the command line. Bad input is one line each and exit code 2, never a traceback."""
     try:
+        os.getcwd()
+    except OSError as error:
+        report([Problem("", "", f"the working directory cannot be read: {error.strerror}; cd to one that exists")])
+        sys.exit(BAD_INPUT)
+    try:
         app()
     except ConfigError as error:
         report(error.problems)
+        sys.exit(BAD_INPUT)
+    except ValueError as error:
+        from rlctl.run.run_dir import RunDirError
+
+        if not isinstance(error, RunDirError):
+            raise
+        report([Problem("", "", str(error))])
         sys.exit(BAD_INPUT)
     except ModuleNotFoundError as error:
         if (missing := _package(error)) is None:

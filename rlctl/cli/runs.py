@@ -11,7 +11,7 @@ import typer
 
 from rlctl.cli.arguments import AsJson, Follow, Lines
 from rlctl.cli.completion import complete_run
-from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, say
+from rlctl.cli.output import BAD_INPUT, FAILED, INTERRUPTED, examples, explained, note, say
 from rlctl.config.builtin import runs_folder
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def list_(root: Root = None, as_json: AsJson = False) -> None:
     for folder in root.glob("*/job.json"):
         _bring_up_to_date(folder.parent)
     entries = catalogue(root)
+    note(f"{entry.name}: {entry.note}" for entry in entries if entry.note)
     if as_json:
         typer.echo(json.dumps([vars(entry) for entry in entries]))
     elif not entries:
@@ -117,10 +118,11 @@ def stop(run: Run = "", root: Root = None) -> None:
 
     folder = _find(run, root)
     _bring_up_to_date(folder)
-    state, record = read_state(folder), JobRecord.read(folder)
+    state = read_state(folder)
     if state.status not in ("new", "running"):
         say(f"{folder.name} does not run: {state.status}")
         return
+    record = JobRecord.read(folder)
     again = any(event.get("asked_to_stop") is True for event in state.of_this_attempt())
     with explained():
         if record is not None:
@@ -233,7 +235,14 @@ def _stop_driver(folder: Path, start: "dict[str, Any]") -> None:
         where = start.get("host") or "no machine that is known"
         say(f"error: {folder.name} is driven on {where}: stop it there, or press Ctrl-C", err=True)
         raise typer.Exit(BAD_INPUT)
-    os.kill(int(start["pid"]), signal.SIGTERM)
+    try:
+        os.kill(int(start["pid"]), signal.SIGTERM)
+    except (KeyError, ValueError, TypeError, OverflowError):
+        say(f"error: the events of {folder.name} do not name its driver: stop it where it runs, with Ctrl-C", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except OSError as error:
+        say(f"error: process {start['pid']}, which drives {folder.name}, cannot be told: {error.strerror}", err=True)
+        raise typer.Exit(FAILED) from None
 
 
 def _bring_up_to_date(folder: Path) -> None:
@@ -242,9 +251,15 @@ def _bring_up_to_date(folder: Path) -> None:
         return
     from rlctl.cluster.jobs.watch import refresh_run
     from rlctl.dashboard.state import read_state
+    from rlctl.run.run_dir import RunDirError
 
-    if read_state(folder).status in ("new", "running", "died"):
-        refresh_run(folder)
+    try:
+        if read_state(folder).status in ("new", "running", "died"):
+            refresh_run(folder)
+    except RunDirError as error:
+        note([str(error)])
+    except OSError as error:
+        note([f"{error.filename or folder} cannot be read: {error.strerror}"])
 
 
 def _print(table: "RenderableType") -> "Console":

@@ -1,6 +1,7 @@
 """Runs under a folder, as a table or as plain values for scripts."""
 
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rlctl.dashboard.event_text import ENDS
-from rlctl.dashboard.formats import number, percent, span
+from rlctl.dashboard.formats import count, number, percent, span
 from rlctl.dashboard.state import RunState, best_checkpoint, read_state
 from rlctl.telemetry.metrics import meaning
+from rlctl.utils.escapes import neutral
 
-STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black"}
+STATUS_STYLE = {**ENDS, "running": "cyan", "died": "bold red", "new": "bright_black", "unreadable": "red"}
 # Blanks between two columns.
 _GAP = 2
 
@@ -31,12 +33,29 @@ class RunEntry:
     accuracy: float | None  # of the last validation, else of the last step; None where not measured
     throughput: float | None  # effective where there is a generator, else of training
     age_s: float  # seconds since it started
+    note: str = ""  # what of its files is damaged
 
 
 def catalogue(root: Path) -> list[RunEntry]:
     """Return all runs, newest first; a folder without events.jsonl is no run."""
     folders = [path.parent for path in root.glob("*/events.jsonl")]
-    return sorted((entry(folder, read_state(folder)) for folder in folders), key=lambda entry: entry.age_s)
+    return sorted(map(_read_entry, folders), key=lambda entry: entry.age_s)
+
+
+def _read_entry(folder: Path) -> RunEntry:
+    """Return the entry of a run. One that cannot be read does not keep the others from the list."""
+    try:
+        return entry(folder, read_state(folder))
+    except Exception as error:
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        name = neutral(folder.name)
+        return RunEntry(name, str(folder), "", "unreadable", 0, 0, None, None, _age_s(folder), f"cannot be read: {why}")
+
+
+def _age_s(folder: Path, started: float | None = None) -> float:
+    with suppress(OSError):
+        return max(0.0, time.time() - (folder.stat().st_mtime if started is None else started))
+    return 0.0
 
 
 def newest(root: Path) -> Path | None:
@@ -109,7 +128,7 @@ def entry(folder: Path, state: RunState) -> RunEntry:
     """Return the entry of the run in `folder` from its state."""
     accuracy = state.latest("validation/accuracy")
     rate = state.mean("throughput/effective")
-    started = float(state.start.get("time", folder.stat().st_mtime))
+    damaged = [f"{file}: {count(lines, 'damaged line')} left out" for file, lines in state.damaged.items() if lines]
     return RunEntry(
         name=state.name,
         path=str(folder),
@@ -119,5 +138,6 @@ def entry(folder: Path, state: RunState) -> RunEntry:
         num_steps=state.num_steps,
         accuracy=accuracy if accuracy is not None else state.latest("reward/accuracy"),
         throughput=rate if rate is not None else state.mean("throughput/training"),
-        age_s=max(0.0, time.time() - started),
+        age_s=_age_s(folder, state.start.get("time")),
+        note="; ".join(damaged),
     )

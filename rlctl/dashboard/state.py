@@ -4,13 +4,13 @@
 """
 
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlctl.telemetry.jsonl import Record, Tail
+from rlctl.telemetry.jsonl import Record, Tail, is_sound
 from rlctl.telemetry.rollouts_file import newest_group
 from rlctl.utils.escapes import neutral
 from rlctl.utils.process import driver_lives
@@ -105,6 +105,7 @@ class RunState:
     health: dict[str, dict[int, Record]] = field(default_factory=dict)  # warnings: check -> step -> event
     status: Status = "new"
     sample: Record = field(default_factory=dict)  # newest group of rollouts.jsonl, for views that show one
+    damaged: dict[str, int] = field(default_factory=dict)  # file -> lines that are left out
     checkpoint_metric: str = ""
     mismatch_bound: float = float("inf")  # health.max_token_mult_prob_error
     cuts_distribution: bool = False  # generation.top_p or top_k are set
@@ -252,6 +253,8 @@ class RunReader:
         self._metrics = Tail(path / "metrics.jsonl")
         self._config = path / "config.yaml"
         self._checked = 0.0
+        # Records that hold no numbers where numbers belong.
+        self._unsound: Counter[Tail] = Counter()
         self._newest = self._newest_metrics = 0.0
         self.state = RunState(neutral(path.resolve().name))
 
@@ -261,10 +264,16 @@ class RunReader:
         A restart replaces metrics.jsonl, without the steps that will be done again; what is reread is not new.
         """
         state = self.state
-        events, metrics = list(_sound(self._events.read())), [*map(_numbers, _sound(self._metrics.read(), "step"))]
+        events = self._sound(self._events, "time")
+        metrics = [*map(_numbers, self._sound(self._metrics, "time", "step"))]
         # Events first: run_started of a resumed run clears what its metrics are about to record again.
         for event in events:
-            state.apply_event(event)
+            try:
+                state.apply_event(event)
+            except (KeyError, TypeError, ValueError):
+                # A field that this kind of event needs is missing, or is another's.
+                state.damaged[self._events.name] += 1
+                self._unsound[self._events] += 1
         for record in metrics:
             state.apply_metrics(record)
         if self._rollouts and (written := _modified(self._rollouts)) != self._sampled:
@@ -285,6 +294,14 @@ class RunReader:
             state.now = self._newest if state.status == "died" else time.time()
         return sorted([*events, *unseen], key=lambda record: float(record["time"]))
 
+    def _sound(self, tail: Tail, *needed: str) -> list[Record]:
+        """Return a file's new records without damaged ones, and count those."""
+        records = tail.read()
+        sound = [record for record in records if is_sound(record, needed)]
+        self._unsound[tail] += len(records) - len(sound)
+        self.state.damaged[tail.name] = tail.damaged + self._unsound[tail]
+        return sound
+
 
 def read_state(path: Path, samples: bool = False) -> RunState:
     """Return the state of a run by its files. samples: with the newest group of rollouts."""
@@ -300,10 +317,6 @@ def best_checkpoint(state: RunState) -> tuple[int, float] | None:
     values = dict(state.series(name))
     measured = [(step, values[step]) for step in state.checkpoints if step in values]
     return max(measured, key=lambda pair: (sign * pair[1], -pair[0]), default=None)
-
-
-def _sound(records: Iterable[Record], *needed: str) -> Iterable[Record]:
-    return (record for record in records if all(isinstance(record.get(key), (int, float)) for key in ("time", *needed)))
 
 
 def _numbers(record: Record) -> Record:
@@ -327,5 +340,5 @@ def _from_config(config: Path) -> tuple[str, float, bool]:
         sampling = loaded.get("generation") or {}
         cuts = float(sampling.get("top_p", 1)) < 1 or int(sampling.get("top_k", 0)) > 0
         return str(loaded["checkpoint"]["metric"]), float(bound), cuts
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError):
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError, RecursionError):
         return "", float("inf"), False

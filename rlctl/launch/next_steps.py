@@ -15,13 +15,17 @@ from rlctl.config.telemetry_schema import (
 )
 from rlctl.preflight.resolved import Resolved
 from rlctl.run.checkpoints import Checkpoints
-from rlctl.run.run_dir import JobRecord, RunDir
+from rlctl.run.run_dir import JobRecord, RunDir, RunDirError
 from rlctl.telemetry.jsonl import read_records
 
 
 def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
     """Return what to type after a run that ended so, the most useful first, to go on last."""
-    record = JobRecord.read(run_dir.path)
+    try:
+        record = JobRecord.read(run_dir.path)
+    except RunDirError:
+        # It was damaged while the run lasted.
+        record = None
     there = f" --cluster {record.cluster}" if record else ""
     known = quote(record.called if record and record.called else str(run_dir.path))
     resume = f"rlctl train {config.kind} --resume {known}{there}"

@@ -259,9 +259,9 @@ def _claimed(config: RunConfig, resume: Path | None, refuse: Refuse) -> Iterator
     else:
         run_dir = RunDir.open(resume)
         refuse(run_dir)
-        starts = [event for event in read_records(run_dir.events) if event["kind"] == "run_started"]
+        starts = [event for event in read_records(run_dir.events) if event.get("kind") == "run_started"]
         if starts and starts[-1].get("host") == socket.gethostname() and driver_lives(starts[-1]):
-            what = f"is still running (process {starts[-1]['pid']}): watch it with `rlctl runs dash`"
+            what = f"is still running (process {starts[-1].get('pid')}): watch it with `rlctl runs dash`"
             raise RunDirError(f"{run_dir.path} {what}")
         claim = run_dir.claim(_HANDED_OVER_S)
     try:

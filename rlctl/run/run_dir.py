@@ -155,11 +155,20 @@ class JobRecord:
 
     @classmethod
     def read(cls, run: Path) -> "JobRecord | None":
-        """Return the record of a run; None for a run without a job."""
+        """Return the record of a run; None for a run without a job. Raises RunDirError for a damaged one."""
+        path = run / "job.json"
         try:
-            return cls(**json.loads((run / "job.json").read_text(encoding="utf-8")))
+            record = cls(**json.loads(path.read_text(encoding="utf-8")))
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+        except (ValueError, TypeError, RecursionError):
+            record = None
+        if record is None or not all(isinstance(each, str) for each in (record.cluster, record.job, record.work)):
+            what = "is damaged, so that no cluster is known that drives the run; remove it to use the run without one"
+            raise RunDirError(f"{path} {what}")
+        return record
 
     def write(self, run: Path) -> None:
         """Write the record, whole or not at all."""
@@ -207,5 +216,5 @@ def _drop_after(path: Path, step: int) -> None:
 def _belongs(line: bytes, step: int) -> bool:
     try:
         return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False

@@ -7,11 +7,14 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+_TEXTS = ("kind", "status")
+_NUMBERS = ("time", "step", "start_step", "num_steps", "seconds")
+_MOST = 1e18
 
 
 class JsonlWriter:
@@ -57,6 +60,13 @@ class Tail:
         self._path = path
         self._inode = 0
         self._offset = 0
+        # Number of complete lines that are no records.
+        self.damaged = 0
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return self._path.name
 
     def read(self) -> list[Record]:
         """Return new complete records in file order; an unfinished last line waits for its end."""
@@ -65,7 +75,7 @@ class Tail:
         except OSError:
             return []
         if status.st_ino != self._inode or status.st_size < self._offset:
-            self._inode, self._offset = status.st_ino, 0
+            self._inode, self._offset, self.damaged = status.st_ino, 0, 0
         if status.st_size == self._offset:
             return []
         with self._path.open("rb") as file:
@@ -73,7 +83,9 @@ class Tail:
             data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return list(_parse(complete))
+        records = list(_parse(complete))
+        self.damaged += _lines(complete) - len(records)
+        return records
 
 
 def read_records(path: Path) -> list[Record]:
@@ -88,16 +100,35 @@ def damaged_lines(path: Path) -> int:
     except OSError:
         return 0
     complete = data[: data.rfind(b"\n") + 1]
-    # Blank ones stand where a writer ended a torn line.
-    lines = [line for line in complete.splitlines() if line.strip()]
-    return len(lines) - sum(1 for _ in _parse(complete))
+    return _lines(complete) - sum(1 for _ in _parse(complete))
+
+
+def is_sound(record: Record, needed: Iterable[str] = ()) -> bool:
+    """Return True if a record has the `needed` numbers, and each of its fields that readers know has its type.
+
+    A number is finite and below 1e18, as every count and every time is.
+    """
+    if any(name not in record for name in needed):
+        return False
+    texts = all(isinstance(record.get(name, ""), str) for name in _TEXTS)
+    numbers = all(_is_number(record[name]) for name in _NUMBERS if name in record)
+    return texts and numbers and all(_is_number(each) for each in record.values() if isinstance(each, (int, float)))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < _MOST
+
+
+def _lines(data: bytes) -> int:
+    """Return the number of lines. Blank ones stand where a writer ended a torn line, and do not count."""
+    return sum(1 for line in data.splitlines() if line.strip())
 
 
 def _parse(data: bytes) -> Iterator[Record]:
     for line in data.splitlines():
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record

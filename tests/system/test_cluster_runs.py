@@ -69,10 +69,10 @@ def test_up_train_and_down(clusters: Clusters, tmp_path: Path) -> None:
     assert all(b"do not show this" not in path.read_bytes() for path in run.rglob("*") if path.is_file())
     assert "trainer-0.log" in {path.name for path in (run / "logs" / "latest").iterdir()}
 
-    late = ("run.name=late", "placement.wait_s=1", "trainer.num_ranks=4", *SMALL)
+    late = ("run.name=spät", "placement.wait_s=1", "trainer.num_ranks=4", *SMALL)
     out, err = clusters.run("grpo", "--cluster", "local", "--wait", *late, group="train", code=1)
     assert "no room within placement.wait_s=1: 5 CPUs needed for 4 trainer ranks and 1 engine" in out + err
-    assert steps(run.parent / "late") == []
+    assert steps(run.parent / "spät") == []
     clusters.run("down")
     assert gone(folders)
     listed = clusters.run("list", group="runs")[0].split()

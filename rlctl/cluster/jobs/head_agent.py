@@ -8,6 +8,7 @@ import base64
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -124,7 +125,8 @@ OPERATIONS = {"accept": accept, "status": status, "stop": stop, "runs": runs}
 def _hand_over(request: dict[str, Any], run: Path, work: Path, fresh: bool) -> dict[str, Any]:
     record = JobRecord.read(run)
     attempt = max(record.attempt if record else 0, RunDir(run).attempt) + 1
-    job = f"{run.name}-{attempt}-{token_hex(3)}"
+    # It is a part of URLs, and of names of Ray's files.
+    job = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', run.name)}-{attempt}-{token_hex(3)}"
     write_whole(run / CONFIG, request["config"])
     if fresh:
         write_whole(run / "config.yaml", request["config"])
@@ -236,7 +238,7 @@ def _mark_ended(run: Path, job: str, found: dict[str, Any]) -> None:
     if record is None or record.job != job:
         return
     (run / SECRETS).unlink(missing_ok=True)
-    kinds = [event["kind"] for event in read_records(run / "events.jsonl")]
+    kinds = [event.get("kind") for event in read_records(run / "events.jsonl")]
     started = max((n for n, kind in enumerate(kinds) if kind in ("run_started", "submitted")), default=0)
     if "run_ended" not in kinds[started:]:
         lines = (found.get("message") or "").strip().splitlines()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -79,6 +80,15 @@ def test_secrets_rest_in_a_file_of_the_owners_alone(tmp_path: Path, monkeypatch:
     assert not path.exists()
     assert len(sent) == 2
     assert "value" not in json.dumps(sent)
+
+
+def test_a_job_of_any_run_name_is_asked_for_by_a_plain_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sent: list[Any] = []
+    monkeypatch.setattr(head_agent, "_http", lambda request, path, body=None, method="GET": sent.append(body))
+    reply = head_agent.accept(request_of(tmp_path, config=CONFIG.replace("mine", "Ünïcode+1")))
+    assert Path(reply["run"]).name == "Ünïcode+1" and Path(reply["run"]).is_dir()
+    assert re.fullmatch(r"_n_code_1-1-[0-9a-f]{6}", reply["job"]) and sent[-1]["submission_id"] == reply["job"]
 
 
 def test_a_run_that_cannot_be_submitted_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
