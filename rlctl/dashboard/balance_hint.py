@@ -11,7 +11,7 @@ WAITING = 0.15
 
 
 def hint(state: RunState) -> str:
-    """Return what to change, with the figures behind it; empty where nothing would help, or too little is known."""
+    """Return the change to make, with the figures behind it; empty where nothing would help, or too little is known."""
     idle = {side: state.mean(f"idle/{side}", RECENT) for side in ("trainer", "generator")}
     if idle["trainer"] is None or idle["generator"] is None or len(state.steps) < 5:
         return ""

@@ -21,7 +21,7 @@ LEAST_TIMELINE = 4
 
 
 def render(state: RunState, width: int, height: int) -> Frame:
-    """Return the whole screen, at most `width` x `height`; what does not fit is left out."""
+    """Return the whole screen, at most `width` x `height`; the rest is left out."""
     rows = header(state, width)
     room = height - HEIGHT
     if not state.steps:

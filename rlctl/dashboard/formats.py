@@ -1,4 +1,4 @@
-"""Numbers as people read them: about four digits, units that fit, a dash for what is not known."""
+"""Numbers as people read them: about four digits, fitting units, a dash for unknown."""
 
 NONE = "–"
 

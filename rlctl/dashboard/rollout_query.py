@@ -99,7 +99,7 @@ def follow(path: Path, query: RolloutQuery, ended: Callable[[], bool], poll_s: f
     seen = -1
     last = False
     while not last:
-        # What was written before the end is in the file by now.
+        # All records from before the end are in the file by now.
         last = ended()
         places = [place for place in index(path) if query.asks_for(place)]
         newest = max((place.step for place in places), default=-1)

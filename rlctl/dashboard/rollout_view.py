@@ -1,6 +1,6 @@
 """Groups of rollouts as a person reads them: side by side on a terminal, one below the other and unwrapped elsewhere.
 
-What the policy sampled has a bar at its left, so that it is told apart without colours too.
+Sampled text has a bar at its left, which shows without colours too.
 """
 
 import re
@@ -112,7 +112,7 @@ def title_of(group: Record) -> str:
 
 
 def pieces(rollout: Record) -> list[tuple[str, bool]]:
-    """Return what followed the prompt as pairs of a text and if it was sampled.
+    """Return the text after the prompt as pairs of a piece and True if it was sampled.
 
     An episode that failed has no tokens to train on: its messages.
     """

@@ -95,7 +95,7 @@ def table(entries: list[RunEntry], width: int) -> Table:
 
 
 def as_dict(state: RunState) -> dict[str, Any]:
-    """Return a run for scripts: what it is, how far it is, its newest records, its best checkpoint."""
+    """Return a run for scripts: its kind, progress, newest records and best checkpoint."""
     best = best_checkpoint(state)
     return {
         "name": state.name,

@@ -16,7 +16,7 @@ from rlctl.utils.escapes import neutral
 from rlctl.utils.process import driver_lives
 
 Status = Literal["new", "running", "done", "failed", "interrupted", "stopped", "died"]
-# Events that say where the run is, not what happened.
+# Events on the run's place, not on its history.
 SILENT = {"phase", "startup", "prompts"}
 ETA_STEPS = 20
 

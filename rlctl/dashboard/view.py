@@ -56,7 +56,7 @@ class RunView(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Read what is new and show it."""
+        """Read new records and show them."""
 
     def screen(self) -> AbstractContextManager[object]:
         """Return the context in which `update` is called."""

@@ -20,7 +20,7 @@ from rlctl.telemetry.jsonl import read_records
 
 
 def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
-    """Return what to type after a run that ended so, the most useful first, to go on last."""
+    """Return the commands after a run with this `status`, the most useful first, to go on last."""
     try:
         record = JobRecord.read(run_dir.path)
     except RunDirError:
@@ -35,7 +35,7 @@ def next_commands(config: RunConfig, run_dir: RunDir, status: str) -> list[str]:
     if not any(record.get("step") == steps for record in read_records(run_dir.metrics)):
         # A probe: it ends before the steps that are left.
         return [resume]
-    # What a cluster's run leaves there cannot be read from here.
+    # Files of a run on a cluster cannot be read from here.
     here = [] if record and (record.remote or record.called) else list(_with_files(config, run_dir, known))
     return [f"rlctl runs dash {known}", *here, f"{resume} {config.kind}.num_steps={2 * steps}"]
 
@@ -59,7 +59,7 @@ def _with_files(config: RunConfig, run_dir: RunDir, known: str) -> Iterator[str]
 
 
 def _of_tracker(section: TrackerSection, run: Path) -> Iterator[str]:
-    """Yield the command by which a tracker's own program shows or sends what it has of a run."""
+    """Yield the command by which a tracker's own program shows or sends a run."""
     match section:
         case TensorBoardSection():
             yield f"tensorboard --logdir {quote(str(run / 'tensorboard'))}"

@@ -1,4 +1,4 @@
-"""Panels of status: the head, the list of what starts before the first step, and the last events."""
+"""Panels of status: the head, the list of parts that start before the first step, and the last events."""
 
 import textwrap
 import time
@@ -26,7 +26,7 @@ CLOCK = 10
 
 
 def header(state: RunState, width: int) -> list[Row]:
-    """Draw which run it is, how far it is, and what it does at this moment."""
+    """Draw the run's name, its progress, and its present phase."""
     attempt = int(state.start.get("attempt", 1))
     parts = (model_name(str(state.start.get("model", ""))), f"attempt {attempt}" if attempt > 1 else "")
     version = state.latest("version")
@@ -78,7 +78,7 @@ def _processes(start: Record) -> str:
 
 
 def startup(state: RunState, width: int, height: int) -> list[Row]:
-    """Draw what is starting, since when, and what has started."""
+    """Draw the starting parts, each since when, and the started ones."""
     items = [(what, since, seconds) for what, (since, seconds) in state.startup.items()]
     scale = max((seconds or state.now - since for _, since, seconds in items), default=0.0)
     if state.phase is not None and not state.steps:

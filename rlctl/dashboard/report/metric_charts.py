@@ -1,4 +1,4 @@
-"""Charts of a report: which metrics are drawn together, in which section, and how. Pure.
+"""Charts of a report: the metrics of each, its section and its form. Pure.
 
 A metric that no row of `TABLE` names gets a chart of its own: an environment's among the episodes, any other in the
 last section. One that is 0 in every step gets none.

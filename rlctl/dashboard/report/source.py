@@ -1,6 +1,6 @@
 """A run as a report needs it: its state, its config with origins, its events, and samples over its steps.
 
-Everything is read from the run directory. What is damaged is left out and named.
+Everything is read from the run directory. Damaged parts are left out and named.
 """
 
 import json
@@ -81,7 +81,7 @@ class ReportedRun:
     events: list[ReportedEvent]
     # Purpose -> groups, in the order of steps.
     samples: dict[str, list[Record]]
-    # One line each on what is damaged, missing or not over.
+    # One line each on damaged, missing and unfinished parts.
     remarks: list[str]
 
 
@@ -143,7 +143,7 @@ def _config(path: Path) -> dict[str, ConfigValue]:
 
 
 def _events(path: Path, state: RunState) -> list[ReportedEvent]:
-    """Return what happened over all attempts, in order."""
+    """Return the events of all attempts, in order."""
     records = [each for each in read_records(path) if isinstance(each.get("time"), (int, float)) and "kind" in each]
     begin = float(records[0]["time"]) if records else 0.0
     done = state.steps.series("time")
