@@ -158,7 +158,7 @@ class Host:
 
 
 def ssh_host(name: str, python: str, connect_timeout_s: int, options: list[str]) -> Host:
-    """Return a host that is reached with the user's own ssh, which gives up on a silent one."""
+    """Return a host reached by the user's own ssh, which gives up on a silent one."""
     alive = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
     command = ("ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_timeout_s}", *alive, *options)
     return Host(name, python, (*command, "--", name), shell=True, remedies=_SSH_REMEDIES, link_failed=255)
@@ -204,7 +204,7 @@ def quoted_path(python: str) -> str:
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """End a link, and with it what runs behind it: asked first, so that it can tell the other side."""
+    """End a link and the commands behind it: asked first, so that it can tell the other side."""
     if process.poll() is None:
         process.terminate()
         try:

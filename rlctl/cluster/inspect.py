@@ -45,7 +45,7 @@ def ray_query(state: ClusterState) -> dict[str, Any]:
 
 
 def add_resources(seen: list[NodeStatus], known: list[dict[str, Any]], by: str = "name") -> None:
-    """Note what Ray says of each node, found by its name or its address."""
+    """Note Ray's facts of each node, found by its name or its address."""
     living = {each[by]: each for each in known if each["alive"]}
     for each in seen:
         if entry := living.get(getattr(each.node, by)):

@@ -1,4 +1,4 @@
-"""The interface that each kind of cluster fulfils, and the status that it reports.
+"""The interface of each kind of cluster, and its status.
 
 A kind is a row of `_KINDS` and a class; `up`, `down`, `status` and `logs` know no kind by name.
 """
@@ -68,7 +68,7 @@ class ClusterStatus:
 
     # The head first.
     nodes: list[NodeStatus]
-    # What is wrong or may go wrong, a line each.
+    # Problems and risks, a line each.
     warnings: list[str]
     # Runs that work on it, as `jobs/head_agent.py` describes them.
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -86,22 +86,22 @@ class ClusterStatus:
 
 
 class Launcher(ABC):
-    """A kind of cluster. Every method raises ClusterError for what keeps it from its work."""
+    """A kind of cluster. Every method raises ClusterError."""
 
     def __init__(self, store: ClusterStore, say: Say) -> None:
         self._store, self._say = store, say
 
     @abstractmethod
     def prepare(self, config: Any) -> tuple[ClusterState, list[str]]:
-        """Check what can be checked before anything is started; return the state of what is to be, and warnings."""
+        """Check everything that is known before a start; return the state of what is to be, and warnings."""
 
     @abstractmethod
     def start(self, config: Any, state: ClusterState) -> list[str]:
-        """Bring up what was prepared, keeping the state's file true; return warnings."""
+        """Bring up the prepared cluster, keeping the state's file true; return warnings."""
 
     @abstractmethod
     def dry_run(self, config: Any, job: str | None) -> str:
-        """Return what would be submitted, and write nothing. job: an rlctl command that it is all for."""
+        """Return the submission, and write nothing. job: an rlctl command that it is all for."""
 
     @abstractmethod
     def status(self, state: ClusterState) -> ClusterStatus:
@@ -127,7 +127,7 @@ class Launcher(ABC):
         """Return where the nodes' logs are."""
 
     def environment(self, state: ClusterState) -> dict[str, str]:
-        """Return what a Ray program of this machine needs in its environment to find the cluster."""
+        """Return the environment by which a Ray program of this machine finds the cluster."""
         self._store.check_token(state)
         found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self._store.token_path)}
         if state.dashboard:
@@ -135,7 +135,7 @@ class Launcher(ABC):
         return found
 
     def dashboard(self, state: ClusterState) -> tuple[str, str] | None:
-        """Return (command, what it does) that opens the dashboard on this machine; None where there is none."""
+        """Return the command that opens the dashboard on this machine, and its meaning; None where there is none."""
         if not state.dashboard:
             return None
         forward = f"{state.dashboard}:127.0.0.1:{state.dashboard}"

@@ -28,7 +28,7 @@ class UpResult:
 
 
 def bring_up(config: ClusterConfig, say: Say) -> UpResult:
-    """Bring a cluster up. Raises ClusterError, with nothing left of what was started."""
+    """Bring a cluster up. Raises ClusterError, with nothing left running."""
     store = ClusterStore(str(config.name))
     with store.locked(), stop_signals():
         try:
@@ -69,7 +69,7 @@ def take_down(name: str, say: Say, forget: bool = False) -> ClusterState:
 
 
 def _repair(config: ClusterConfig, store: ClusterStore, say: Say) -> UpResult | None:
-    """Return the cluster if it is up, its lost nodes started again; clear what is left of one that is not."""
+    """Return the cluster if it is up, its lost nodes started again; clear the rest of one that is down."""
     state = store.load()
     if state is None:
         return None

@@ -44,7 +44,7 @@ def taken(reply: dict[str, Any]) -> list[str]:
 
 
 def warnings(replies: dict[str, dict[str, Any]]) -> list[str]:
-    """Return what will work but not well. replies: by host, of `check.py` or `node.py`."""
+    """Return the parts that will work badly. replies: by host, of `check.py` or `node.py`."""
     found = []
     drivers: dict[str, list[str]] = {}
     for host, reply in replies.items():
@@ -69,7 +69,7 @@ def clock_skew(read: float, began: float, ended: float) -> float:
 
 
 def facts(reply: dict[str, Any]) -> str:
-    """Return what a host has, in one line."""
+    """Return a host's resources, in one line."""
     gpus = f"{len(reply['gpus'])} x {reply['gpus'][0]}, driver {reply['driver']}" if reply["gpus"] else "no GPU"
     size = f"{reply['cores']} CPUs, {reply['memory'] / GIB:.0f} GiB, {gpus}"
     return f"Python {reply['python']}, Ray {reply['ray']}, {size}, {reply['disk'] / GIB:.0f} GiB disk"

@@ -29,7 +29,7 @@ _VERSION = 2
 
 
 class ClusterError(Exception):
-    """A command cannot do its work; the message is one line that says what to do next."""
+    """A command cannot do its work; the message is one line with the remedy."""
 
 
 class NoSuchCluster(ClusterError):
@@ -235,7 +235,7 @@ def try_lock(folder: Path) -> Iterator[bool]:
 
 
 def known_clusters() -> list[str]:
-    """Return the names of the clusters that are up, or whose logs are kept."""
+    """Return the names of clusters that are up or have kept logs."""
     folder = clusters_folder()
     return sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 

@@ -13,14 +13,14 @@ _RUNS_S = 40.0
 
 
 def cluster_status(state: ClusterState) -> ClusterStatus:
-    """Return the cluster now, and what runs on it. Raises ClusterError where the token is not the cluster's."""
+    """Return the cluster now, and its runs. Raises ClusterError where the token is not the cluster's."""
     calls = []
     if state.dashboard:
         request = {"op": "runs", "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
         calls.append((state.host_of(state.head), "head.job", request))
     with HostCalls(calls, _RUNS_S) as running:
         status = launcher_of(state).status(state)
-        # The rest is shown even if the head does not tell what runs.
+        # The rest is shown even if the head does not tell its runs.
         status.runs = [
             run for _, reply in running.answers() if isinstance(reply, dict) for run in reply.get("runs", [])
         ]
@@ -28,7 +28,7 @@ def cluster_status(state: ClusterState) -> ClusterStatus:
 
 
 def open_ports(status: ClusterStatus) -> list[str]:
-    """Return the ports that other machines can reach, a line a node: whatever listens on more than loopback."""
+    """Return the ports that other machines can reach, a line a node: listeners on more than loopback."""
     lines = []
     for each in status.nodes:
         ports = [
@@ -63,7 +63,7 @@ def as_dict(state: ClusterState, status: ClusterStatus) -> dict[str, Any]:
 
 
 def summary(state: ClusterState, status: ClusterStatus) -> str:
-    """Return what a cluster has, in a line."""
+    """Return a cluster's resources, in a line."""
     up, count = [each for each in status.nodes if each.in_ray], len(status.nodes)
     nodes = f"{len(up)} of {count} nodes" if len(up) < count else f"{count} node{'' if count == 1 else 's'}"
     amounts = {name: sum(each.total.get(name, 0) for each in up) for name in ("CPU", "GPU")}

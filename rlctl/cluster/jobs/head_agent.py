@@ -104,7 +104,7 @@ def stop(request: dict[str, Any]) -> dict[str, Any]:
 def runs(request: dict[str, Any]) -> dict[str, Any]:
     """Return the runs that work on the cluster now.
 
-    Each has path, job, devices (that train, and that generate), and what `rlctl runs list` knows of it.
+    Each has path, job, devices (that train, and that generate), and its row of `rlctl runs list`.
     """
     found = []
     for job in _http(request, "/api/jobs/"):
@@ -219,7 +219,7 @@ def _http(request: dict[str, Any], path: str, body: Any = None, method: str = "G
 
 
 def _problems(config: str, work: Path, secrets: dict[str, str]) -> list[str]:
-    """Return what `rlctl config check` says of a config, with the files that came with it and the run's secrets."""
+    """Return the answer of `rlctl config check` to a config, with the files that came with it and the run's secrets."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(config)
         file.flush()

@@ -35,7 +35,7 @@ class TargetCluster:
         return bool(self.state.storage)
 
     def free_resources(self) -> list[NodeResources]:
-        """Return what its nodes have free."""
+        """Return the free resources of its nodes."""
         return [NodeResources.of(each.node.name, each.free) for each in self.status.nodes if each.in_ray]
 
     @property
@@ -85,7 +85,7 @@ class Submission:
 def submit(target: TargetCluster, order: Submission) -> Path:
     """Submit a run and return the run directory to watch.
 
-    Raises ClusterError, and ConfigError for what is wrong on the head.
+    Raises ClusterError, and ConfigError for problems on the head.
     """
     config, resume, home, state = order.config, order.resume, Path.cwd(), target.state
     if absent := [name for name in order.secrets if name not in os.environ]:
@@ -125,7 +125,7 @@ def submit(target: TargetCluster, order: Submission) -> Path:
 
 
 def ask(state: ClusterState, operation: Operation, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what the head answers to an operation of `head_agent.py`. Raises ClusterError."""
+    """Return the head's answer to an operation of `head_agent.py`. Raises ClusterError."""
     common = {"op": operation, "dashboard": state.dashboard, "token_path": f"{state.head.folder}/token"}
     try:
         return state.host_of(state.head).run("head.job", {**common, **request}, _ANSWER_S)

@@ -165,7 +165,7 @@ def show_run_logs(run: Path, process: str | None, follow: bool, lines: int) -> i
 
 
 def _copy_until(process: "subprocess.Popen[str]", run: Path, stop: threading.Event, end: float | None) -> None:
-    """Write what the head prints until it ends, or `stop` is set, or it is past `end`."""
+    """Write the head's output until it ends, or `stop` is set, or it is past `end`."""
 
     def kill_in_time() -> None:
         while process.poll() is None:

@@ -1,4 +1,4 @@
-"""The user's own kubectl, each of its complaints as one line that says what to do next, and pods as it shows them."""
+"""The user's own kubectl, each of its complaints as one line with the remedy, and pods as it shows them."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ class Kubectl:
         return [*kubectl_command(self.context, self.namespace), *arguments]
 
     def run(self, *arguments: str, stdin: str = "") -> str:
-        """Return what it prints. Raises ClusterError."""
+        """Return its output. Raises ClusterError."""
         if not shutil.which("kubectl"):
             raise ClusterError("kubectl is not found: install it, or print the manifest alone with --dry-run")
         try:

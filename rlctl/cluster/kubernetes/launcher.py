@@ -120,7 +120,7 @@ class KubernetesLauncher(Launcher):
             time.sleep(_POLL_S)
 
     def _ask_ray(self, state: ClusterState, seen: list[NodeStatus]) -> list[str]:
-        """Note what Ray gives out on each node; return warnings."""
+        """Note Ray's resources of each node; return warnings."""
         # Its pods have the token in their environment.
         request = ray_query(state) | {"address": f"127.0.0.1:{_GCS_PORT}", "token_path": None}
         try:

@@ -75,7 +75,7 @@ class MachineLauncher(Launcher):
     def repair(self, config: MachineCluster, state: ClusterState, status: ClusterStatus) -> list[str]:
         """Start the nodes again that the cluster has lost, and return their names. Raises ClusterError if too few came.
 
-        A host that does not answer is left alone: what runs there is unknown. A node that does not come back stays in
+        A host that does not answer is left alone: its processes are unknown. A node that does not come back stays in
         the state, so that `status` shows it and another `up` tries again.
         """
         # As it was started: what `up` is given now would change nothing of the rest either.

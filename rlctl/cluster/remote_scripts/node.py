@@ -103,7 +103,7 @@ def wait(request: dict[str, Any]) -> dict[str, Any]:
             return {"ready": True, "why": "", "dashboard": waits_for(request["port"], request, end)}
         if not lives(request):
             return failed(reason(text))
-        # Ray's processes say nothing of what follows: they wait for each other until the deadline.
+        # Ray's processes do not report the following: they wait for each other until the deadline.
         if shutil.disk_usage(request["folder"]).free < LEAST_DISK:
             return failed("disk full: nothing left for Ray's files in " + os.path.dirname(request["folder"]))
         head = request.get("head")

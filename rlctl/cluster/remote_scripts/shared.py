@@ -30,7 +30,7 @@ def software() -> "dict[str, Any]":
 
 
 def nvidia(*fields: str) -> "tuple[list[list[str]], str | None]":
-    """Return what nvidia-smi says of each GPU, field by field, and the version of the driver."""
+    """Return the fields of nvidia-smi for each GPU, and the version of the driver."""
     if not shutil.which("nvidia-smi"):
         return [], None
     names = ",".join(["driver_version", *fields])

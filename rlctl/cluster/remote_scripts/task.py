@@ -61,7 +61,7 @@ def live(folder: str, plan: "dict[str, Any]", index: int, report: Report, place:
     # How many CPUs of this node the job has.
     cpus = os.environ.get("SLURM_CPUS_ON_NODE") or str(len(os.sched_getaffinity(0)))
     request = plan["head" if head else "other"]
-    # Placeholders for what only a node knows.
+    # Placeholders for facts of a node.
     for placeholder, value in {"{name}": name, "{address}": address, "{head}": first, "{cpus}": cpus}.items():
         request["arguments"] = [each.replace(placeholder, value) for each in request["arguments"]]
     with open(os.path.join(folder, "token")) as file:
@@ -80,7 +80,7 @@ def live(folder: str, plan: "dict[str, Any]", index: int, report: Report, place:
 
 
 def start(request: "dict[str, Any]", plan: "dict[str, Any]", report: Report, place: "dict[str, Any]") -> Any:
-    """Return what `wait` says; a node for which Ray's own deadline was too short is started once more."""
+    """Return the result of `wait`; a node for which Ray's own deadline was too short is started once more."""
     for again in (True, False):
         report.write(**program("node").start(request))
         port = report.facts["ports"].get("dashboard-port") if report.facts["found"]["dashboard"] else None

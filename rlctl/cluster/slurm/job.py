@@ -27,7 +27,7 @@ _NOISE = ("srun:", "slurmstepd", "Terminated")
 
 
 def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) -> str:
-    """Return what `sbatch` is given. folder: of the job's files, which every node sees."""
+    """Return the arguments of `sbatch`. folder: of the job's files, which every node sees."""
     asked = {
         "partition": config.partition,
         "account": config.account,
@@ -58,7 +58,7 @@ def batch_script(config: SlurmCluster, job_name: str, folder: str, python: str) 
 
 
 def job_plan(config: SlurmCluster, state: ClusterState) -> dict[str, Any]:
-    """Return the requests of `remote_scripts/node.py` for the tasks, which fill in what only a node knows."""
+    """Return the requests of `remote_scripts/node.py` for the tasks. A task fills in its node's own facts."""
     gpus = config.gpus_per_node if config.num_gpus is None else config.num_gpus
     config = replace(config, num_gpus=gpus)
     nodes = [ClusterNode("{name}", f"{{{role}}}", "", role == "head", "{address}") for role in ("head", "other")]
@@ -102,7 +102,7 @@ class JobFolder:
             raise ClusterError(f"{self.path} cannot be made: {error.strerror}; set another shared_folder") from None
 
     def fill(self, script: str, plan: dict[str, Any], token: str) -> None:
-        """Write what the job reads."""
+        """Write the files that the job reads."""
         write_private(self.script, script, 0o700)
         write_private(self.path / "plan.json", json.dumps(plan, indent=1))
         write_private(self.path / "token", token)
@@ -110,7 +110,7 @@ class JobFolder:
             write_private(self.path / "remote_scripts" / f"{name}.py", program_text(name))
 
     def reports(self) -> dict[int, dict[str, Any]]:
-        """Return what the nodes have reported, by their index in the job."""
+        """Return the reports of the nodes, by their index in the job."""
         found = {}
         # Listed, not looked for by name: a file server's clients remember for long that a name was not there.
         for path in sorted((self.path / "nodes").glob("*.json")):

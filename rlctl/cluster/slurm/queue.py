@@ -1,4 +1,4 @@
-"""Slurm's own commands, with each of their complaints as one line that says what to do next."""
+"""Slurm's own commands, with each of their complaints as one line with the remedy."""
 
 import shutil
 import subprocess
@@ -106,7 +106,7 @@ def cancel(jobs: list[str]) -> None:
 
 
 def _run(deadline_s: float, *command: str) -> str:
-    """Return what one of Slurm's commands prints. Raises ClusterError."""
+    """Return the output of one of Slurm's commands. Raises ClusterError."""
     name = command[0]
     try:
         process = subprocess.Popen(
