@@ -16,7 +16,7 @@ SETTINGS = ("rollout=my_rollout.py:play", "rewards=[]", "grpo.num_steps=3", "che
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Folder with the example of the page."""
-    _, block = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
+    *_, block = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
     (tmp_path / "my_rollout.py").write_text(block)
     return tmp_path
 
